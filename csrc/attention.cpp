@@ -1,0 +1,221 @@
+// From tensors to kernels: check, allocate, fill in the params, choose the variant, launch.
+#include "attention.h"
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "check.h"
+#include "dispatch.h"
+#include "host_device.h"
+#include "kernels/kernels.h"
+#include "mask.cuh"
+#include "params.h"
+#include "tuning.h"
+
+// Weak: a CPU-only libtorch lacks it, and there this library must load too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(
+    int32_t device_index, void** stream);
+
+namespace flash_ext {
+namespace {
+
+cudaStream_t current_stream(const Tensor& q) {
+    void* stream = nullptr;
+    if (aoti_torch_get_current_cuda_stream == nullptr ||
+        aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream) != 0)
+        fail("this torch has no CUDA stream to launch on");
+    return static_cast<cudaStream_t>(stream);
+}
+
+// A contiguous, uninitialised tensor on q's device.
+template <size_t kDims>
+Tensor empty(const Tensor& q, const std::array<int64_t, kDims>& shape, ScalarType dtype) {
+    std::array<int64_t, kDims> strides;
+    int64_t stride = 1;
+    for (size_t i = kDims; i-- > 0;) {
+        strides[i] = stride;
+        stride *= std::max<int64_t>(shape[i], 1);
+    }
+    int32_t code = aoti_torch_dtype_float32();
+    if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
+    if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
+    if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
+    AtenTensorHandle handle = nullptr;
+    if (aoti_torch_empty_strided(kDims, shape.data(), strides.data(), code,
+                                 aoti_torch_device_type_cuda(), q.get_device_index(),
+                                 &handle) != 0)
+        fail("allocating a tensor of shape ", shape_text(shape), " failed");
+    return Tensor(handle);
+}
+
+// Scratch memory, given back to torch's allocator when the call returns: the allocator reuses it
+// only for work later on the same stream.
+class Workspace {
+  public:
+    explicit Workspace(const Tensor& q) : q_(q) {}
+
+    template <class T>
+    T* allocate(int64_t count) {
+        static_assert(sizeof(T) == 4);
+        const ScalarType dtype = std::is_same_v<T, int> ? ScalarType::Int : ScalarType::Float;
+        tensors_.push_back(empty(q_, std::array{count}, dtype));
+        return static_cast<T*>(tensors_.back().data_ptr());
+    }
+
+  private:
+    const Tensor& q_;
+    std::vector<Tensor> tensors_;
+};
+
+TensorView view(const Tensor& tensor) {
+    return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+// Do all rows start on 16-byte boundaries and end on them?
+bool is_aligned(const Tensor& tensor) {
+    constexpr int64_t kElements = 16 / 2;
+    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
+                   tensor.size(3) % kElements == 0;
+    for (int dim = 0; dim < 3; ++dim)
+        aligned = aligned && (tensor.size(dim) == 1 || tensor.stride(dim) % kElements == 0);
+    return aligned;
+}
+
+void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const Options& options) {
+    const int64_t kRows = BandMask::kUnlimited;
+    if (q.size(1) >= kRows || k.size(1) >= kRows)
+        refuse("the sequence length", "below 2^29", std::max(q.size(1), k.size(1)));
+    params.element_type =
+        q.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+    params.batch = static_cast<int>(q.size(0));
+    params.seqlen_q = static_cast<int>(q.size(1));
+    params.seqlen_k = static_cast<int>(k.size(1));
+    params.heads_q = static_cast<int>(q.size(2));
+    params.heads_k = static_cast<int>(k.size(2));
+    params.head_dim = static_cast<int>(q.size(3));
+    params.head_dim_v = static_cast<int>(v.size(3));
+
+    const auto bound = [&](int64_t window) {
+        return static_cast<int>(window < 0 ? kRows : std::min(window, kRows));
+    };
+    params.window_left = bound(options.window_left);
+    params.window_right = options.causal ? 0 : bound(options.window_right);
+
+    params.scale = static_cast<float>(
+        options.scale.value_or(1.0 / std::sqrt(static_cast<double>(params.head_dim))));
+    params.scale_log2 = params.scale * 1.4426950408889634f;
+
+    if (options.dropout_p > 0) {
+        params.rng_state = static_cast<const int64_t*>(options.rng_state->data_ptr());
+        params.keep_threshold = static_cast<uint32_t>(
+            std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
+        params.keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+    }
+    params.aligned = is_aligned(q) && is_aligned(k) && is_aligned(v);
+}
+
+template <class Params>
+using Launcher = cudaError_t (*)(Params, cudaStream_t);
+
+template <class Params>
+void launch(const Params& params, const Tensor& q, Variant variant,
+            const std::array<Launcher<Params>, kVariants>& launchers) {
+    const cudaError_t status =
+        launchers[static_cast<int>(variant)](params, current_stream(q));
+    if (status != cudaSuccess)
+        fail("the CUDA launch failed: ", cudaGetErrorString(status));
+}
+
+template <class Function>
+void dispatch_head_dim(int head_dim, Function function) {
+    dispatch<kHeadDims[0], kHeadDims[1], kHeadDims[2], kHeadDims[3], kHeadDims[4]>(
+        padded_head_dim(head_dim), function);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Options& options) {
+    const Variant variant = check_forward(q, k, v, options);
+    ForwardParams params;
+    fill_params(params, q, k, v, options);
+
+    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    Tensor out =
+        empty(q, std::array{q.size(0), q.size(1), q.size(2), v.size(3)}, q.scalar_type());
+    Tensor lse = empty(q, std::array{q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+    params.q = view(q);
+    params.k = view(k);
+    params.v = view(v);
+    params.out = view(out);
+    params.lse = static_cast<float*>(lse.data_ptr());
+
+    Workspace workspace(q);
+    if (variant == Variant::kFa1) {
+        const int64_t rows = q.size(0) * q.size(2) * q.size(1);
+        params.out_accum = workspace.allocate<float>(rows * padded_head_dim(params.head_dim_v));
+        params.row_max = workspace.allocate<float>(rows);
+        params.row_sum = workspace.allocate<float>(rows);
+    }
+    dispatch_head_dim(params.head_dim, [&](auto dim) {
+        launch<ForwardParams>(params, q, variant, {fa1_forward<dim>, fa2_forward<dim>});
+    });
+    return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options) {
+    const Variant variant = check_backward(dout, dlse, q, k, v, out, lse, options);
+    BackwardParams params;
+    fill_params(params, q, k, v, options);
+    params.aligned = params.aligned && is_aligned(dout) && is_aligned(out);
+    params.deterministic = options.deterministic;
+
+    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    const auto empty_as = [&](const Tensor& x) {
+        return empty(x, std::array{x.size(0), x.size(1), x.size(2), x.size(3)}, x.scalar_type());
+    };
+    Tensor dq = empty_as(q);
+    Tensor dk = empty_as(k);
+    Tensor dv = empty_as(v);
+    params.q = view(q);
+    params.k = view(k);
+    params.v = view(v);
+    params.out = view(out);
+    params.dout = view(dout);
+    params.lse = static_cast<const float*>(lse.data_ptr());
+    params.dlse = dlse ? static_cast<const float*>(dlse->data_ptr()) : nullptr;
+    params.dq = view(dq);
+    params.dk = view(dk);
+    params.dv = view(dv);
+
+    const int head_dim = padded_head_dim(params.head_dim);
+    const int block_q = tuning::backward(head_dim).block_q;
+    params.q_tiles = ceil_div(params.seqlen_q, block_q);
+    const int64_t q_tiles = int64_t{params.q_tiles} * params.heads_q * params.batch;
+    Workspace workspace(q);
+    params.dq_accum = workspace.allocate<float>(q_tiles * block_q * head_dim);
+    params.lse_log2 = workspace.allocate<float>(q_tiles * block_q);
+    params.delta = workspace.allocate<float>(q_tiles * block_q);
+    if (params.deterministic) params.turn = workspace.allocate<int>(1 + q_tiles);
+
+    dispatch_head_dim(params.head_dim, [&](auto dim) {
+        launch<BackwardParams>(params, q, variant, {fa1_backward<dim>, fa2_backward<dim>});
+    });
+    const auto none = [&] { return empty(q, std::array<int64_t, 1>{0}, q.scalar_type()); };
+    return {dq, dk, dv, none(), none()};
+}
+
+int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Options& options) {
+    return static_cast<int64_t>(check_forward(q, k, v, options));
+}
+
+}  // namespace flash_ext

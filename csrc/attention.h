@@ -1,0 +1,43 @@
+// The three ops, apart from their registration. See flash_ext/ops.py for their contract.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+namespace flash_ext {
+
+using torch::stable::Tensor;
+
+// The keyword options of all ops, in the order of the schema (flash_ext/_options.py).
+struct Options {
+    std::optional<double> scale;
+    bool causal;
+    int64_t window_left;
+    int64_t window_right;
+    double softcap;
+    std::optional<Tensor> alibi_slopes;
+    std::optional<Tensor> bias;
+    std::optional<Tensor> sink;
+    std::optional<Tensor> cu_seqlens_q;
+    std::optional<Tensor> cu_seqlens_k;
+    std::optional<Tensor> seqused_k;
+    double dropout_p;
+    std::optional<Tensor> rng_state;
+    bool deterministic;
+    std::string variant;
+};
+
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Options& options);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options);
+
+// The index in kVariantNames of the variant that attention_forward would run, or its error.
+int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
+
+}  // namespace flash_ext

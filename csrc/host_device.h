@@ -1,0 +1,28 @@
+// Lets layout, mask and scheduler code compile under nvcc for the kernels and under a plain C++
+// compiler for the host tests in tests/native.
+#pragma once
+
+#ifdef __CUDACC__
+#define FLASH_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FLASH_HOST_DEVICE inline
+#endif
+
+namespace flash_ext {
+
+template <class T>
+FLASH_HOST_DEVICE constexpr T ceil_div(T a, T b) {
+    return (a + b - 1) / b;
+}
+
+template <class T>
+FLASH_HOST_DEVICE constexpr T min_of(T a, T b) {
+    return a < b ? a : b;
+}
+
+template <class T>
+FLASH_HOST_DEVICE constexpr T max_of(T a, T b) {
+    return a > b ? a : b;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,3 @@
+#include "../kernels/fa2_backward.cuh"
+
+template cudaError_t flash_ext::fa2_backward<64>(flash_ext::BackwardParams, cudaStream_t);

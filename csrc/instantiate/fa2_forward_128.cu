@@ -1,0 +1,3 @@
+#include "../kernels/fa2_forward.cuh"
+
+template cudaError_t flash_ext::fa2_forward<128>(flash_ext::ForwardParams, cudaStream_t);

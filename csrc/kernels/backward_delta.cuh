@@ -1,0 +1,80 @@
+// delta = rowsum(dO * O) - dlse (FlashAttention-2, algorithm 2, line 4; the gradient of the
+// logsumexp enters here, because d lse / d S = P), and lse in base 2.
+#pragma once
+
+#include "backward_tile.cuh"
+
+namespace flash_ext {
+
+// rowsum(dO * O) of one row by a whole warp; every lane gets the sum.
+template <class Element>
+__device__ __forceinline__ float row_dot(const Element* x, const Element* y, int cols,
+                                         bool aligned) {
+    float sum = 0.f;
+    const int lane = lane_id();
+    if (aligned) {
+        if (lane * 8 < cols) {
+            const uint4 xs = *reinterpret_cast<const uint4*>(x + lane * 8);
+            const uint4 ys = *reinterpret_cast<const uint4*>(y + lane * 8);
+            const auto* xe = reinterpret_cast<const Element*>(&xs);
+            const auto* ye = reinterpret_cast<const Element*>(&ys);
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                sum += static_cast<float>(xe[i]) * static_cast<float>(ye[i]);
+        }
+    } else {
+        for (int col = lane; col < cols; col += 32)
+            sum += static_cast<float>(x[col]) * static_cast<float>(y[col]);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2)
+        sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    return sum;
+}
+
+struct RowStatistics {
+    float lse_log2;  // +inf for a row that sees no key, which makes its P zero
+    float delta;
+};
+
+// Of one query, by a whole warp. A row past the sequence has P = 0 as well.
+template <class Element>
+__device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& params,
+                                                        const Sequence& sequence, int head,
+                                                        int query) {
+    if (query >= sequence.seqlen_q) return {INFINITY, 0.f};
+    const int64_t row = sequence.q_begin + query;
+    const float dot = row_dot(row_pointer<const Element>(params.dout, sequence.batch, row, head),
+                              row_pointer<const Element>(params.out, sequence.batch, row, head),
+                              params.head_dim_v, params.aligned);
+    const int64_t index = statistics_offset(params, sequence, head) + query;
+    const float lse = params.lse[index];
+    const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
+    const bool sees_keys = lse != -INFINITY;
+    return {sees_keys ? lse * kLog2e : INFINITY, sees_keys ? dot - dlse : 0.f};
+}
+
+// The pass before FA2's main kernel: row statistics of one Q tile, and its dq_accum set to zero.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+    backward_delta_kernel(const __grid_constant__ BackwardParams params) {
+    const auto [q_tile, head, batch] = q_tile_index(blockIdx.x, params);
+    const Sequence sequence = sequence_of(params, batch);
+    const int64_t tile = blockIdx.x;
+
+    auto* accum = reinterpret_cast<float4*>(params.dq_accum + tile * Config::kDQTileFloats);
+    for (int i = threadIdx.x; i < Config::kDQTileFloats / 4; i += Config::kThreads)
+        accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+
+#pragma unroll 4
+    for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
+        const RowStatistics statistics = row_statistics<typename Config::Element>(
+            params, sequence, head, q_tile * Config::kBlockQ + row);
+        if (lane_id() == 0) {
+            params.lse_log2[tile * Config::kBlockQ + row] = statistics.lse_log2;
+            params.delta[tile * Config::kBlockQ + row] = statistics.delta;
+        }
+    }
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,169 @@
+// FlashAttention-2 backward (Dao 2023, algorithm 2).
+//
+// Loop order: delta = rowsum(dO * O) in a pass of its own; then one CTA per (KV tile, KV head,
+// batch), inner loop over the Q tiles that see the KV tile, for each query head of the group. dK and
+// dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; a last pass
+// converts it. The steps, warps and shared memory are those of backward_tile.cuh.
+//
+// Barriers, per Q tile: the first says that its Q, dO, lse and delta have landed for all threads
+// and that all warps have left the tile before, so that its stage and dS may be overwritten; the
+// second (in accumulate_dk_dv) that dS is complete.
+//
+// Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that have;
+// a CTA waits for its turn. CTAs take their work by ticket, so all that a CTA waits for are already
+// running and none waits forever.
+#pragma once
+
+#include "backward_delta.cuh"
+
+namespace flash_ext {
+
+// The Q tile's counter of KV tiles that have added their dQ.
+__device__ __forceinline__ int* turn_of(const BackwardParams& params, int batch, int head,
+                                        int q_tile) {
+    return params.turn + 1 +
+           (static_cast<int64_t>(batch) * params.heads_q + head) * params.q_tiles + q_tile;
+}
+
+__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
+    if (threadIdx.x == 0)
+        while (ptx::load_acquire(turn) != mine) __nanosleep(64);
+    __syncthreads();  // what the earlier CTAs added is visible to all threads
+}
+
+__device__ __forceinline__ void end_turn(int* turn, int mine) {
+    __syncthreads();  // all threads have issued their additions
+    if (threadIdx.x == 0) {
+        __threadfence();
+        ptx::store_release(turn, mine + 1);
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* accum) {
+#pragma unroll
+    for (int m = 0; m < Config::DQ::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Config::DQ::kN; ++n) {
+            const float(&x)[4] = rdQ.v[m][n];
+            ptx::red_add_v4(accum + dq_fragment<Config>(m, n), x[0], x[1], x[2], x[3]);
+        }
+}
+
+// lse and delta of a Q tile, as the delta pass left them.
+template <class Config>
+__device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta, int head_q,
+                                                int q_tile, int stage) {
+    constexpr int kChunks = Config::kBlockQ / 4;
+    const int chunk = threadIdx.x % kChunks;
+    if (threadIdx.x >= 2 * kChunks) return;
+    const BackwardParams& params = cta.params;
+    const int64_t tile =
+        (static_cast<int64_t>(cta.batch) * params.heads_q + head_q) * params.q_tiles + q_tile;
+    const bool is_lse = threadIdx.x < kChunks;
+    const float* source = (is_lse ? params.lse_log2 : params.delta) + tile * Config::kBlockQ;
+    float* target = is_lse ? cta.lse(stage) : cta.delta(stage);
+    ptx::cp_async_16(ptx::shared_address(target) + chunk * 16, source + chunk * 4, true);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
+    using Tile = BackwardTile<Config>;
+    int linear = blockIdx.x;
+    if (params.deterministic) {
+        __shared__ int ticket;
+        if (threadIdx.x == 0) ticket = atomicAdd(params.turn, 1);
+        __syncthreads();  // the ticket is drawn
+        linear = ticket;
+    }
+    const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
+    const Tile cta(params, work.batch, work.head);
+    const int first_key = work.rank * Config::kBlockKV;
+    const Interval q_tiles = tiles_of(
+        cta.mask.queries_of({first_key, first_key + Config::kBlockKV}), Config::kBlockQ);
+    const int group = params.heads_q / params.heads_k;
+    const int last_head = (work.head + 1) * group - 1;
+
+    typename Tile::Gradient rdK;
+    typename Tile::Gradient rdV;
+    rdK.clear();
+    rdV.clear();
+
+    int head = work.head * group;
+    int q_tile = q_tiles.begin;
+    int stage = 0;
+    cta.load_kv(first_key);
+    if (!q_tiles.empty()) {
+        cta.load_q_do(head, q_tile, stage);
+        load_statistics<Config>(cta, head, q_tile, stage);
+    }
+    ptx::cp_async_commit();
+
+    while (!q_tiles.empty() && head <= last_head) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // this Q tile has landed; all warps have left the one before
+        int next_head = head;
+        int next_tile = q_tile + 1;
+        if (next_tile == q_tiles.end) {
+            next_tile = q_tiles.begin;
+            ++next_head;
+        }
+        if (next_head <= last_head) {
+            cta.load_q_do(next_head, next_tile, stage ^ 1);
+            load_statistics<Config>(cta, next_head, next_tile, stage ^ 1);
+        }
+        ptx::cp_async_commit();
+
+        cta.accumulate_dk_dv(rdK, rdV, head, q_tile, first_key, stage);
+        typename Config::DQ rdQ;
+        cta.compute_dq(rdQ);
+
+        float* accum = dq_accum_tile<Config>(params, work.batch, head, q_tile);
+        if (params.deterministic) {
+            const Interval keys = cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ));
+            const int mine = work.rank - keys.begin / Config::kBlockKV;
+            int* turn = turn_of(params, work.batch, head, q_tile);
+            wait_for_turn(turn, mine);
+            add_dq<Config>(rdQ, accum);
+            end_turn(turn, mine);
+        } else {
+            add_dq<Config>(rdQ, accum);
+        }
+        head = next_head;
+        q_tile = next_tile;
+        stage ^= 1;
+    }
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // all warps have left the K and V tiles
+    cta.store_dk_dv(rdK, rdV, first_key);
+}
+
+template <int kHeadDim>
+cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
+        using Config = BackwardConfig<decltype(element), kHeadDim, features.value>;
+        const int q_tile_count = params.q_tiles * params.heads_q * params.batch;
+        const int ctas = ceil_div(params.seqlen_k, Config::kBlockKV) * params.heads_k * params.batch;
+        const bool tiles_differ =
+            params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+        params.schedule = make_schedule(
+            ceil_div(params.seqlen_k, Config::kBlockKV), params.heads_k, params.batch,
+            tiles_differ,
+            int64_t{8} * kHeadDim * params.seqlen_q * (params.heads_q / params.heads_k));
+
+        status = launch_kernel(backward_delta_kernel<Config>, q_tile_count, Config::kThreads, 0, params,
+                               stream);
+        if (status == cudaSuccess && params.deterministic)
+            status = cudaMemsetAsync(params.turn, 0, (1 + int64_t{q_tile_count}) * sizeof(int), stream);
+        if (status == cudaSuccess)
+            status = launch_kernel(fa2_backward_kernel<Config>, ctas, Config::kThreads,
+                                   Config::kSharedBytes, params, stream);
+        if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+    });
+    return status;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,231 @@
+// FlashAttention-2 forward (Dao 2023, algorithm 1).
+//
+// Loop order: one CTA per (Q tile, head, batch); inner loop over KV tiles, last to first, so that
+// the tiles which need masking at the diagonal come first.
+// Warps: each owns kRowsPerWarp rows of the Q tile and sees all of K and V (split-Q): S, P and O of
+// a row never leave the warp, and the warps exchange nothing.
+//
+//     for each KV tile j:
+//         S = Q K_j^T                           tensor cores, S in registers
+//         m_new = max(m, rowmax(S))             quad shuffles
+//         P = 2^(S scale - m_new scale)
+//         l = 2^((m - m_new) scale) l + rowsum(P)
+//         O = 2^((m - m_new) scale) O + P V_j   P from registers
+//     O = O / l,  lse = m + log(l)              one rescale, at the end
+//
+// Shared memory: Q [kBlockQ][D], then kStages x (K [kBlockKV][D], V [kBlockKV][D]), swizzled.
+// Barriers: one __syncthreads per KV tile. It says that tile j has landed for all threads, and that
+// all warps have left tile j + 1, whose stage the next copy overwrites.
+#pragma once
+
+#include "../mask.cuh"
+#include "../scheduler.cuh"
+#include "../score.cuh"
+#include "../softmax.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/gemm.cuh"
+#include "../tuning.h"
+#include "launch.cuh"
+
+namespace flash_ext {
+
+template <class Element_, int kHeadDim_, Features kFeatures>
+struct Fa2ForwardConfig {
+    using Element = Element_;
+    static constexpr auto kTuning = tuning::fa2_forward(kHeadDim_);
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
+    static constexpr int kThreads = kTuning.warps * 32;
+    static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
+    static constexpr int kBlockKV = kTuning.block_kv;
+    static constexpr int kStages = kTuning.stages;
+    static constexpr bool kQInRegisters = kTuning.q_in_registers;
+    static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using KVTile = SharedTile<kBlockKV, kHeadDim>;
+    static constexpr int kStageBytes = 2 * KVTile::kBytes;
+    static constexpr int kSharedBytes = QTile::kBytes + kStages * kStageBytes;
+
+    static_assert(kStages == 2, "the loop loads one tile ahead");
+    static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
+};
+
+template <class Config>
+struct Fa2Forward {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using KVTile = typename Config::KVTile;
+    using Scores = RegisterTile<Config::kRowsPerWarp, Config::kBlockKV>;
+    using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDim>;
+    static constexpr bool kGeneral = Config::kGeneral;
+
+    const ForwardParams& params;
+    WorkTile work;
+    Sequence sequence;
+    BandMask mask;
+    int first_query;  // of the CTA
+    int warp_row;     // the warp's first row within the Q tile
+    uint32_t sQ;
+    uint32_t sK;  // stage 0; V follows K, stage 1 follows stage 0
+
+    __device__ __forceinline__ explicit Fa2Forward(const ForwardParams& p)
+        : params(p),
+          work(work_tile(ptx::not_hoisted(blockIdx.x), p.schedule)),
+          sequence(sequence_of(p, work.batch)),
+          mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          first_query((p.schedule.tiles - 1 - work.rank) * Config::kBlockQ),
+          warp_row(warp_id() * Config::kRowsPerWarp),
+          sQ(ptx::shared_address(dynamic_shared())),
+          sK(sQ + QTile::kBytes) {}
+
+    __device__ __forceinline__ void load_q() const {
+        const GlobalTile<const Element> gQ{
+            row_pointer<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
+                                       work.head),
+            params.q.row_stride, sequence.seqlen_q - first_query, params.head_dim};
+        load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
+    }
+
+    __device__ __forceinline__ void load_kv(int kv_tile, uint32_t stage) const {
+        const int first_key = kv_tile * Config::kBlockKV;
+        const int head = work.head / (params.heads_q / params.heads_k);
+        const int64_t row = sequence.k_begin + first_key;
+        const int rows = sequence.seqlen_k - first_key;
+        const GlobalTile<const Element> gK{
+            row_pointer<const Element>(params.k, sequence.batch, row, head), params.k.row_stride,
+            rows, params.head_dim};
+        const GlobalTile<const Element> gV{
+            row_pointer<const Element>(params.v, sequence.batch, row, head), params.v.row_stride,
+            rows, params.head_dim_v};
+        load_tile<KVTile, Config::kThreads, kGeneral>(stage, gK, params.aligned);
+        load_tile<KVTile, Config::kThreads, kGeneral>(stage + KVTile::kBytes, gV, params.aligned);
+    }
+
+    // One KV tile: S, its softmax, O.
+    template <class QOperand>
+    __device__ __forceinline__ void attend(const QOperand& q, int kv_tile, uint32_t stage,
+                                           OnlineSoftmax<Config::kRowsPerWarp>& softmax, Output& rO,
+                                           float softmax_scale) const {
+        Scores rS;
+        rS.clear();
+        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KVTile>(stage));
+
+        const Interval queries{first_query, first_query + Config::kBlockQ};
+        const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        if constexpr (kGeneral) scale_scores(rS, params.scale_log2);
+        if (!mask.is_full(queries, keys)) {
+            mask_scores(rS, keys.begin,
+                        [&](int row) { return mask.key_range(first_query + warp_row + row); });
+        }
+        softmax.update(rS, rO, softmax_scale);
+        if constexpr (kGeneral) {
+            if (params.rng_state != nullptr) {
+                for_each_keep<Scores>(dropout_mask(params, work.batch, work.head),
+                                      first_query + warp_row, keys.begin,
+                                      [&](int m, int n, int i, bool keep) {
+                                          if (!keep) rS.v[m][n][i] = 0.f;
+                                      });
+            }
+        }
+        gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rS},
+                                        BFromColumns<KVTile>(stage + KVTile::kBytes));
+    }
+
+    // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp.
+    __device__ __forceinline__ void store(Output& rO,
+                                          const OnlineSoftmax<Config::kRowsPerWarp>& softmax,
+                                          float softmax_scale) const {
+        const int first_row = first_query + warp_row;
+        float* lse = params.lse + statistics_offset(params, sequence, work.head);
+#pragma unroll
+        for (int m = 0; m < Output::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float factor = softmax.inverse_sum(m, i);
+                if constexpr (kGeneral) factor *= params.keep_scale;
+#pragma unroll
+                for (int n = 0; n < Output::kN; ++n) {
+                    rO.v[m][n][2 * i] *= factor;
+                    rO.v[m][n][2 * i + 1] *= factor;
+                }
+                const int row = first_row + 16 * m + lane_row() + 8 * i;
+                if (lane_col() == 0 && row < sequence.seqlen_q)
+                    lse[row] = softmax.lse(m, i, softmax_scale);
+            }
+        __syncwarp();  // all lanes have read their Q fragments
+        store_to_shared<Element, QTile>(sQ, rO, warp_row);
+        __syncwarp();  // O's rows are complete
+        const GlobalTile<Element> gO{
+            row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + first_row,
+                                 work.head),
+            params.out.row_stride, sequence.seqlen_q - first_row, params.head_dim_v};
+        store_tile<QTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
+    using Kernel = Fa2Forward<Config>;
+    using QTile = typename Config::QTile;
+    const Kernel cta(params);
+
+    const Interval kv_tiles = tiles_of(
+        cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
+    const auto stage_of = [&](int kv_tile) {
+        return cta.sK + kv_tile % Config::kStages * Config::kStageBytes;
+    };
+    cta.load_q();
+    if (!kv_tiles.empty()) cta.load_kv(kv_tiles.end - 1, stage_of(kv_tiles.end - 1));
+    ptx::cp_async_commit();
+
+    typename Kernel::Output rO;
+    rO.clear();
+    OnlineSoftmax<Config::kRowsPerWarp> softmax;
+    // The general kernel scales the scores before it masks them; the plain one inside the exponent.
+    const float softmax_scale = Config::kGeneral ? 1.f : params.scale_log2;
+
+    const AFromRows<QTile> q_shared(cta.sQ, cta.warp_row);
+    AInRegisters<Config::kRowsPerWarp, Config::kHeadDim> q_registers;
+
+    for (int kv_tile = kv_tiles.end - 1; kv_tile >= kv_tiles.begin; --kv_tile) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // tile kv_tile has landed; all warps have left tile kv_tile + 1
+        if (kv_tile > kv_tiles.begin) cta.load_kv(kv_tile - 1, stage_of(kv_tile - 1));
+        ptx::cp_async_commit();
+
+        if constexpr (Config::kQInRegisters) {
+            if (kv_tile == kv_tiles.end - 1) q_registers.fetch(q_shared);
+            cta.attend(q_registers, kv_tile, stage_of(kv_tile), softmax, rO, softmax_scale);
+        } else {
+
+            cta.attend(q_shared, kv_tile, stage_of(kv_tile), softmax, rO, softmax_scale);
+        }
+    }
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // Q's copy is over even where there was no KV tile to wait for it
+    softmax.finish();
+    // Where O goes is worked out anew: carried through the loop it would cost registers.
+    Kernel(params).store(rO, softmax, softmax_scale);
+}
+
+template <int kHeadDim>
+cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
+        using Config = Fa2ForwardConfig<decltype(element), kHeadDim, features.value>;
+        const bool tiles_differ = params.window_right < params.seqlen_k;
+        params.schedule = make_schedule(
+            ceil_div(params.seqlen_q, Config::kBlockQ), params.heads_q, params.batch, tiles_differ,
+            int64_t{4} * kHeadDim * params.seqlen_k / (params.heads_q / params.heads_k));
+        const int ctas = params.schedule.tiles * params.heads_q * params.batch;
+        status = launch_kernel(fa2_forward_kernel<Config>, ctas, Config::kThreads,
+                               Config::kSharedBytes, params, stream);
+    });
+    return status;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,32 @@
+// cp.async: 16-byte copies from global to shared memory that pass the registers by.
+// PTX ISA, "Data movement and conversion instructions: cp.async".
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+// Copies 16 bytes, or writes 16 zero bytes and reads nothing when `valid` is false.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Copies 4 bytes, without the alignment that 16 need.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flash_ext::ptx

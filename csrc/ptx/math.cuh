@@ -1,0 +1,38 @@
+// Single-instruction arithmetic.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash_ext::ptx {
+
+// 2^x; ex2(-inf) is 0, subnormal results are flushed.
+__device__ __forceinline__ float ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two floats rounded to nearest even and packed, `low` in the low half.
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    if constexpr (std::is_same_v<Element, __half>) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+}
+
+// The same value, but computed where it is used: without this the compiler moves what depends on it
+// out of the loop and holds the results in registers that the matmuls need.
+__device__ __forceinline__ int not_hoisted(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+}  // namespace flash_ext::ptx

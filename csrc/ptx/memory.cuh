@@ -1,0 +1,32 @@
+// Global reductions and the acquire / release accesses that order CTAs.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+// *p += v for four consecutive floats (16-byte aligned), without returning the old values.
+__device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x),
+                 "f"(y), "f"(z), "f"(w)
+                 : "memory");
+#else
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(y) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 2), "f"(z) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 3), "f"(w) : "memory");
+#endif
+}
+
+__device__ __forceinline__ int load_acquire(const int* p) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(int* p, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+}  // namespace flash_ext::ptx

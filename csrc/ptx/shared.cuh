@@ -1,0 +1,25 @@
+// Loads and stores on 32-bit shared-memory addresses.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+__device__ __forceinline__ void st_shared(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4(uint32_t address, const uint32_t (&v)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_v4(uint32_t (&v)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+}  // namespace flash_ext::ptx

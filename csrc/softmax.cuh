@@ -1,0 +1,118 @@
+// Online softmax over the rows of a warp's score tiles (FlashAttention-2, algorithm 1, line 9),
+// in base 2: e^(scale s - m) = 2^(scale log2(e) s - m log2(e)), one FMA and one ex2 an element.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash_ext {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// Reductions over the four lanes that hold a row.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+template <int kRows>
+struct OnlineSoftmax {
+    static constexpr int kM = kRows / 16;
+    // The maximum may lag behind by this many powers of two before O is rescaled: the result is the
+    // same, since numerator and denominator share it, and most tiles need no rescaling at all.
+    static constexpr float kLag = 8.f;
+
+    float row_max[kM][2];  // -inf until the row has seen a key
+    float row_sum[kM][2];  // this lane's share
+
+    __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                row_max[m][i] = -INFINITY;
+                row_sum[m][i] = 0.f;
+            }
+    }
+
+    // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.
+    template <class Scores, class Output>
+    __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
+        float tile_max[kM][2];
+        bool rescale = false;
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float x = fmaxf(s.v[m][0][2 * i], s.v[m][0][2 * i + 1]);
+#pragma unroll
+                for (int n = 1; n < Scores::kN; ++n)
+                    x = fmaxf(x, fmaxf(s.v[m][n][2 * i], s.v[m][n][2 * i + 1]));
+                tile_max[m][i] = quad_max(x);
+                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > kLag;
+            }
+        if (__any_sync(0xffffffff, rescale)) {
+#pragma unroll
+            for (int m = 0; m < kM; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float new_max = fmaxf(row_max[m][i], tile_max[m][i]);
+                    const float factor = ptx::ex2((row_max[m][i] - finite(new_max)) * scale);
+                    row_max[m][i] = new_max;
+                    row_sum[m][i] *= factor;
+#pragma unroll
+                    for (int n = 0; n < Output::kN; ++n) {
+                        o.v[m][n][2 * i] *= factor;
+                        o.v[m][n][2 * i + 1] *= factor;
+                    }
+                }
+        }
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float max_scaled = finite(row_max[m][i]) * scale;
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& x = s.v[m][n][2 * i + e];
+                        x = ptx::ex2(x * scale - max_scaled);
+                        row_sum[m][i] += x;
+                    }
+            }
+    }
+
+    // After the last tile: row_sum of the whole row in every lane of its quad.
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) row_sum[m][i] = quad_sum(row_sum[m][i]);
+    }
+
+    // Natural logarithm of the row's sum of exponentials; -inf for a row without keys.
+    __device__ __forceinline__ float lse(int m, int i, float scale) const {
+        return row_sum[m][i] > 0.f
+                   ? (row_max[m][i] * scale + log2f(row_sum[m][i])) * kLn2
+                   : -INFINITY;
+    }
+
+    __device__ __forceinline__ float inverse_sum(int m, int i) const {
+        return row_sum[m][i] > 0.f ? 1.f / row_sum[m][i] : 0.f;
+    }
+
+  private:
+    // A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
+    static __device__ __forceinline__ float finite(float max) {
+        return max == -INFINITY ? 0.f : max;
+    }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,124 @@
+// Tiles between global memory, shared memory and registers. Rows past the sequence and columns past
+// the head dim are never read; they arrive as zeros.
+#pragma once
+
+#include <cstdint>
+
+#include "../ptx/cp_async.cuh"
+#include "../ptx/shared.cuh"
+#include "fragment.cuh"
+
+namespace flash_ext {
+
+// A tile of a tensor in global memory.
+template <class Element>
+struct GlobalTile {
+    Element* data;  // row 0, column 0
+    int64_t row_stride;
+    int rows;  // valid ones, may be <= 0
+    int cols;
+};
+
+// How kThreads threads share a tile's 16-byte chunks: neighbours take the chunks of a row (within a
+// panel), then the next row, so that global accesses coalesce and shared ones miss no bank.
+template <class Tile, int kThreads, int kRows = Tile::kRows>
+struct ChunkWalk {
+    static constexpr int kRowsPerPass = kThreads / Tile::kChunksPerRow;
+    static constexpr int kPasses = kRows / kRowsPerPass;
+    static_assert(kRows % kRowsPerPass == 0);
+
+    int row;
+    int chunk;
+
+    __device__ __forceinline__ explicit ChunkWalk(int thread)
+        : row(thread / Tile::kChunksPerRow), chunk(thread % Tile::kChunksPerRow) {}
+
+    // visit(row, column, byte offset in the shared tile)
+    template <class Visit>
+    __device__ __forceinline__ void for_each(Visit visit) const {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+            for (int panel = 0; panel < Tile::kPanels; ++panel)
+                visit(row + pass * kRowsPerPass, panel * Tile::kPanelCols + chunk * Tile::kChunk,
+                      panel * Tile::kPanelBytes + Tile::offset(row + pass * kRowsPerPass, chunk));
+    }
+};
+
+// Global to shared, asynchronously where rows are 16-byte aligned: the caller commits and waits as
+// for any cp.async. `aligned` is only looked at when kMayBeUnaligned; then elements are copied one
+// by one.
+template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
+__device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<const Element>& tile,
+                                          bool aligned) {
+    const ChunkWalk<Tile, kThreads> walk(threadIdx.x % kThreads);
+    if (!kMayBeUnaligned || aligned) {
+        walk.for_each([&](int row, int col, int offset) {
+            ptx::cp_async_16(shared + offset, tile.data + row * tile.row_stride + col,
+                             row < tile.rows && col < tile.cols);
+        });
+        return;
+    }
+    // Rolled up on purpose: this path is for odd layouts, and unrolled it would double the code.
+    const int row_chunks = Tile::kCols / Tile::kChunk;
+#pragma unroll 1
+    for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
+        const int row = i / row_chunks;
+        const int chunk = i % row_chunks;
+        const auto* source = reinterpret_cast<const uint16_t*>(tile.data) + row * tile.row_stride;
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int col = chunk * Tile::kChunk + 2 * j;
+            const uint32_t low = row < tile.rows && col < tile.cols ? source[col] : 0;
+            const uint32_t high = row < tile.rows && col + 1 < tile.cols ? source[col + 1] : 0;
+            packed[j] = low | high << 16;
+        }
+        ptx::st_shared_v4(shared + Tile::offset(row, chunk), packed);
+    }
+}
+
+// Registers to shared, rounded to Element. Row 0 of the registers goes to `first_row`; 16-column
+// block n of the registers goes to block first_col_block + n * kColStep of the tile.
+template <class Element, class Tile, int kColStep = 1, class Accumulator>
+__device__ __forceinline__ void store_to_shared(uint32_t shared, const Accumulator& acc,
+                                                int first_row, int first_col_block = 0) {
+    const uint32_t within_chunk = 2 * lane_col();
+#pragma unroll
+    for (int m = 0; m < Accumulator::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Accumulator::kN; ++n) {
+            const int chunk = 2 * (first_col_block + n / 2 * kColStep) + n % 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = first_row + 16 * m + lane_row() + 8 * i;
+                ptx::st_shared(shared + Tile::offset(row, chunk) + within_chunk,
+                               ptx::pack<Element>(acc.v[m][n][2 * i], acc.v[m][n][2 * i + 1]));
+            }
+        }
+}
+
+// Shared to global by kThreads threads, kRows rows from `first_row` of the shared tile on; row 0 of
+// `tile` is that first row.
+template <class Tile, int kThreads, int kRows, bool kMayBeUnaligned, class Element>
+__device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint32_t shared,
+                                           int first_row, bool aligned) {
+    const ChunkWalk<Tile, kThreads, kRows> walk(threadIdx.x % kThreads);
+    walk.for_each([&](int row, int col, int offset) {
+        if (row >= tile.rows || col >= tile.cols) return;
+        uint32_t packed[4];
+        ptx::ld_shared_v4(packed, shared + first_row * Tile::kPitch + offset);
+        Element* target = tile.data + row * tile.row_stride + col;
+        if (!kMayBeUnaligned || aligned) {
+            *reinterpret_cast<uint4*>(target) = {packed[0], packed[1], packed[2], packed[3]};
+        } else {
+            auto* bits = reinterpret_cast<uint16_t*>(target);
+#pragma unroll
+            for (int j = 0; j < Tile::kChunk; ++j)
+                if (col + j < tile.cols)
+                    bits[j] = static_cast<uint16_t>(packed[j / 2] >> (16 * (j % 2)));
+        }
+    });
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,45 @@
+// Where element (row, column) of a 16-bit tile lies in shared memory.
+//
+// A tile is stored as panels of 64 columns (32 where the width is no multiple of 64), each panel
+// row-major with rows of 128 (64) bytes. Within a panel the 16-byte chunks of a row are permuted by
+// XOR with the row, so that the eight rows an ldmatrix reads at one column, and the chunks of one
+// row that a copy writes, all fall into different banks. 64-column panels are the layout that TMA
+// and wgmma call the 128-byte swizzle.
+#pragma once
+
+#include <cstdint>
+
+#include "../host_device.h"
+
+namespace flash_ext {
+
+template <int kRows_, int kCols_>
+struct SharedTile {
+    static constexpr int kRows = kRows_;
+    static constexpr int kCols = kCols_;
+    static constexpr int kChunk = 8;  // elements in 16 bytes
+    static constexpr int kPanelCols = kCols % 64 == 0 ? 64 : 32;
+    static constexpr int kPanels = kCols / kPanelCols;
+    static constexpr int kChunksPerRow = kPanelCols / kChunk;  // within a panel
+    static constexpr int kPitch = kPanelCols * 2;              // bytes
+    static constexpr int kPanelBytes = kRows * kPitch;
+    static constexpr int kBytes = kPanels * kPanelBytes;
+    static constexpr int kBlocksPerPanel = kPanelCols / 16;  // 16-column blocks
+
+    static_assert(kCols % kPanelCols == 0 && kRows % 8 == 0);
+
+    // The XOR that row applies to its chunk index: eight 128-byte rows, or four pairs of 64-byte
+    // rows, until the pattern repeats.
+    static FLASH_HOST_DEVICE constexpr int swizzle(int row) {
+        return kPanelCols == 64 ? row & 7 : (row >> 1) & 3;
+    }
+
+    // Byte offset of the 16-byte chunk that holds columns [8 chunk, 8 chunk + 8) of row.
+    static FLASH_HOST_DEVICE constexpr int offset(int row, int chunk) {
+        const int panel = chunk / kChunksPerRow;
+        return panel * kPanelBytes + row * kPitch +
+               (((chunk % kChunksPerRow) ^ swizzle(row)) << 4);
+    }
+};
+
+}  // namespace flash_ext
