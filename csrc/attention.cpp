@@ -18,8 +18,8 @@
 #include "tuning.h"
 
 // Weak: a CPU-only libtorch lacks it, and there this library must load too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(
-    int32_t device_index, void** stream);
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace flash_ext {
 namespace {
@@ -47,8 +47,7 @@ Tensor empty(const Tensor& q, const std::array<int64_t, kDims>& shape, ScalarTyp
     if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
     AtenTensorHandle handle = nullptr;
     if (aoti_torch_empty_strided(kDims, shape.data(), strides.data(), code,
-                                 aoti_torch_device_type_cuda(), q.get_device_index(),
-                                 &handle) != 0)
+                                 aoti_torch_device_type_cuda(), q.get_device_index(), &handle) != 0)
         fail("allocating a tensor of shape ", shape_text(shape), " failed");
     return Tensor(handle);
 }
@@ -56,7 +55,7 @@ Tensor empty(const Tensor& q, const std::array<int64_t, kDims>& shape, ScalarTyp
 // Scratch memory, given back to torch's allocator when the call returns: the allocator reuses it
 // only for work later on the same stream.
 class Workspace {
-  public:
+ public:
     explicit Workspace(const Tensor& q) : q_(q) {}
 
     template <class T>
@@ -67,7 +66,7 @@ class Workspace {
         return static_cast<T*>(tensors_.back().data_ptr());
     }
 
-  private:
+ private:
     const Tensor& q_;
     std::vector<Tensor> tensors_;
 };
@@ -79,8 +78,8 @@ TensorView view(const Tensor& tensor) {
 // Do all rows start on 16-byte boundaries and end on them?
 bool is_aligned(const Tensor& tensor) {
     constexpr int64_t kElements = 16 / 2;
-    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
-                   tensor.size(3) % kElements == 0;
+    bool aligned =
+        reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && tensor.size(3) % kElements == 0;
     for (int dim = 0; dim < 3; ++dim)
         aligned = aligned && (tensor.size(dim) == 1 || tensor.stride(dim) % kElements == 0);
     return aligned;
@@ -126,10 +125,8 @@ using Launcher = cudaError_t (*)(Params, cudaStream_t);
 template <class Params>
 void launch(const Params& params, const Tensor& q, Variant variant,
             const std::array<Launcher<Params>, kVariants>& launchers) {
-    const cudaError_t status =
-        launchers[static_cast<int>(variant)](params, current_stream(q));
-    if (status != cudaSuccess)
-        fail("the CUDA launch failed: ", cudaGetErrorString(status));
+    const cudaError_t status = launchers[static_cast<int>(variant)](params, current_stream(q));
+    if (status != cudaSuccess) fail("the CUDA launch failed: ", cudaGetErrorString(status));
 }
 
 template <class Function>
@@ -147,8 +144,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     fill_params(params, q, k, v, options);
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    Tensor out =
-        empty(q, std::array{q.size(0), q.size(1), q.size(2), v.size(3)}, q.scalar_type());
+    Tensor out = empty(q, std::array{q.size(0), q.size(1), q.size(2), v.size(3)}, q.scalar_type());
     Tensor lse = empty(q, std::array{q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
     params.q = view(q);
     params.k = view(k);
@@ -197,7 +193,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.dv = view(dv);
 
     const int head_dim = padded_head_dim(params.head_dim);
-    const int block_q = tuning::backward(head_dim).block_q;
+    const int block_q = tuning::backward_block_q(variant, head_dim);
     params.q_tiles = ceil_div(params.seqlen_q, block_q);
     const int64_t q_tiles = int64_t{params.q_tiles} * params.heads_q * params.batch;
     Workspace workspace(q);
@@ -213,8 +209,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     return {dq, dk, dv, none(), none()};
 }
 
-int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Options& options) {
+int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
     return static_cast<int64_t>(check_forward(q, k, v, options));
 }
 

@@ -10,11 +10,10 @@
         std::optional<Tensor> sink, std::optional<Tensor> cu_seqlens_q,                        \
         std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_k, double dropout_p, \
         std::optional<Tensor> rng_state, bool deterministic, std::string variant
-#define OPTIONS                                                                             \
-    Options {                                                                               \
-        scale, causal, window_left, window_right, softcap, alibi_slopes, bias, sink,        \
-            cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, deterministic,     \
-            variant                                                                         \
+#define OPTIONS                                                                                    \
+    Options {                                                                                      \
+        scale, causal, window_left, window_right, softcap, alibi_slopes, bias, sink, cu_seqlens_q, \
+            cu_seqlens_k, seqused_k, dropout_p, rng_state, deterministic, variant                  \
     }
 
 namespace flash_ext {

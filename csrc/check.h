@@ -45,14 +45,22 @@ std::string shape_text(const Range& sizes) {
 
 inline const char* dtype_name(ScalarType dtype) {
     switch (dtype) {
-        case ScalarType::Half: return "float16";
-        case ScalarType::BFloat16: return "bfloat16";
-        case ScalarType::Float: return "float32";
-        case ScalarType::Double: return "float64";
-        case ScalarType::Int: return "int32";
-        case ScalarType::Long: return "int64";
-        case ScalarType::Bool: return "bool";
-        default: return "another dtype";
+        case ScalarType::Half:
+            return "float16";
+        case ScalarType::BFloat16:
+            return "bfloat16";
+        case ScalarType::Float:
+            return "float32";
+        case ScalarType::Double:
+            return "float64";
+        case ScalarType::Int:
+            return "int32";
+        case ScalarType::Long:
+            return "int64";
+        case ScalarType::Bool:
+            return "bool";
+        default:
+            return "another dtype";
     }
 }
 

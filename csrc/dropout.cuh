@@ -40,7 +40,7 @@ FLASH_HOST_DEVICE constexpr Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint
 struct DropoutMask {
     uint32_t key0;
     uint32_t key1;
-    uint32_t head;    // batch * Hq + head
+    uint32_t head;  // batch * Hq + head
     uint32_t offset;
     uint32_t keep_threshold;
 
@@ -54,8 +54,8 @@ struct DropoutMask {
 
     // Random numbers of rows row, row ^ 8 and columns col, col ^ 1, col ^ 8, col ^ 9.
     FLASH_HOST_DEVICE constexpr Philox4 block(int row, int col) const {
-        return philox4x32_10(col / 16 * 4 + col % 8 / 2, row / 16 * 8 + row % 8, head, offset,
-                             key0, key1);
+        return philox4x32_10(col / 16 * 4 + col % 8 / 2, row / 16 * 8 + row % 8, head, offset, key0,
+                             key1);
     }
 
     static FLASH_HOST_DEVICE constexpr int index(int row, int col) {

@@ -47,14 +47,12 @@ struct BandMask {
 
     // Keys seen by at least one of the queries in `queries`.
     FLASH_HOST_DEVICE constexpr Interval keys_of(Interval queries) const {
-        return {key_range(queries.begin).begin,
-                key_range(min_of(queries.end, seqlen_q) - 1).end};
+        return {key_range(queries.begin).begin, key_range(min_of(queries.end, seqlen_q) - 1).end};
     }
 
     // Queries that see at least one of the keys in `keys`.
     FLASH_HOST_DEVICE constexpr Interval queries_of(Interval keys) const {
-        return {query_range(keys.begin).begin,
-                query_range(min_of(keys.end, seqlen_k) - 1).end};
+        return {query_range(keys.begin).begin, query_range(min_of(keys.end, seqlen_k) - 1).end};
     }
 
     // Does every query in `queries` see every key in `keys`? Then the tile needs no masking.

@@ -1,5 +1,5 @@
-// What a kernel is told. Plain structs, no torch. Strides are in elements; shapes stand beside every
-// pointer: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
+// What a kernel is told. Plain structs, no torch. Strides are in elements; shapes stand beside
+// every pointer: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
 #pragma once
 
 #include <cstdint>
@@ -48,13 +48,13 @@ struct AttentionParams {
 
     // Scores.
     float scale;
-    float scale_log2;                      // scale * log2(e)
-    float softcap = 0.f;                   // 0: none
-    const float* alibi_slopes = nullptr;   // (Hq) or (B, Hq)
+    float scale_log2;                     // scale * log2(e)
+    float softcap = 0.f;                  // 0: none
+    const float* alibi_slopes = nullptr;  // (Hq) or (B, Hq)
     int64_t alibi_batch_stride = 0;
-    const void* bias = nullptr;            // (B, Hq, Sq, Sk), any of them broadcast by stride 0
+    const void* bias = nullptr;  // (B, Hq, Sq, Sk), any of them broadcast by stride 0
     int64_t bias_strides[4] = {0, 0, 0, 0};
-    const float* sink = nullptr;           // (Hq)
+    const float* sink = nullptr;  // (Hq)
 
     // Dropout; see dropout.cuh. keep_threshold 65536 keeps everything.
     const int64_t* rng_state = nullptr;  // (2): seed, offset
@@ -80,24 +80,24 @@ struct ForwardParams : AttentionParams {
 };
 
 struct BackwardParams : AttentionParams {
-    TensorView q;     // (B, Sq, Hq, D)
-    TensorView k;     // (B, Sk, Hk, D)
-    TensorView v;     // (B, Sk, Hk, Dv)
-    TensorView out;   // (B, Sq, Hq, Dv)
-    TensorView dout;  // (B, Sq, Hq, Dv)
+    TensorView q;       // (B, Sq, Hq, D)
+    TensorView k;       // (B, Sk, Hk, D)
+    TensorView v;       // (B, Sk, Hk, Dv)
+    TensorView out;     // (B, Sq, Hq, Dv)
+    TensorView dout;    // (B, Sq, Hq, Dv)
     const float* lse;   // (B, Hq, Sq)
     const float* dlse;  // (B, Hq, Sq) or null
-    TensorView dq;    // (B, Sq, Hq, D)
-    TensorView dk;    // (B, Sk, Hk, D)
-    TensorView dv;    // (B, Sk, Hk, Dv)
+    TensorView dq;      // (B, Sq, Hq, D)
+    TensorView dk;      // (B, Sk, Hk, D)
+    TensorView dv;      // (B, Sk, Hk, Dv)
 
     bool deterministic;
 
     // Workspace. Rows are padded to whole Q tiles: Sq' = q_tiles * kBlockQ.
     int q_tiles;
-    float* dq_accum;   // (B, Hq, q_tiles, kBlockQ * padded D), each tile in fragment order
-    float* lse_log2;   // (B, Hq, Sq'), lse * log2(e); +inf where the row sees no key
-    float* delta;      // (B, Hq, Sq'), rowsum(dO * O) - dlse
+    float* dq_accum;      // (B, Hq, q_tiles, kBlockQ * padded D), each tile in fragment order
+    float* lse_log2;      // (B, Hq, Sq'), lse * log2(e); +inf where the row sees no key
+    float* delta;         // (B, Hq, Sq'), rowsum(dO * O) - dlse
     int* turn = nullptr;  // (1 + B * Hq * q_tiles) zeros when deterministic: a ticket, then per
                           // Q tile the number of KV tiles that have added their dQ
 };

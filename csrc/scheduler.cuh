@@ -65,8 +65,12 @@ struct Sequence {
     int seqlen_k;
 };
 
+// kMayBePacked = false is for kernels that never see packed sequences: there the lengths stay in
+// the constant bank and take no registers.
+template <bool kMayBePacked>
 FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int batch) {
     Sequence sequence{batch, 0, 0, params.seqlen_q, params.seqlen_k};
+    if constexpr (!kMayBePacked) return sequence;
     if (params.cu_seqlens_q != nullptr) {
         sequence.batch = 0;
         sequence.q_begin = params.cu_seqlens_q[batch];

@@ -17,8 +17,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const Interval range =
-                range_of_row(ptx::not_hoisted(16 * m + lane_row() + 8 * i));
+            const Interval range = range_of_row(ptx::not_hoisted(16 * m + lane_row() + 8 * i));
             // Relative to this lane, so that each element compares with a compile-time constant.
             const int begin = range.begin - first_col - lane_col();
             const int end = range.end - first_col - lane_col();
@@ -26,8 +25,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
-                    if (8 * n + e < begin || 8 * n + e >= end)
-                        s.v[m][n][2 * i + e] = -INFINITY;
+                    if (8 * n + e < begin || 8 * n + e >= end) s.v[m][n][2 * i + e] = -INFINITY;
         }
 }
 
@@ -76,9 +74,8 @@ __device__ __forceinline__ void for_each_keep_transposed(const DropoutMask& mask
         for (int block = 0; block < Scores::kN / 2; ++block)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const Philox4 random =
-                    mask.block(first_query + 16 * block + lane_col() + e,
-                               first_key + 16 * m + lane_row());
+                const Philox4 random = mask.block(first_query + 16 * block + lane_col() + e,
+                                                  first_key + 16 * m + lane_row());
 #pragma unroll
                 for (int query_half = 0; query_half < 2; ++query_half)
 #pragma unroll

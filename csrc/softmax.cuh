@@ -21,6 +21,9 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
+__device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+
 template <int kRows>
 struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
@@ -63,7 +66,7 @@ struct OnlineSoftmax {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const float new_max = fmaxf(row_max[m][i], tile_max[m][i]);
-                    const float factor = ptx::ex2((row_max[m][i] - finite(new_max)) * scale);
+                    const float factor = ptx::ex2((row_max[m][i] - finite_max(new_max)) * scale);
                     row_max[m][i] = new_max;
                     row_sum[m][i] *= factor;
 #pragma unroll
@@ -77,7 +80,7 @@ struct OnlineSoftmax {
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float max_scaled = finite(row_max[m][i]) * scale;
+                const float max_scaled = finite_max(row_max[m][i]) * scale;
 #pragma unroll
                 for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
@@ -99,19 +102,12 @@ struct OnlineSoftmax {
 
     // Natural logarithm of the row's sum of exponentials; -inf for a row without keys.
     __device__ __forceinline__ float lse(int m, int i, float scale) const {
-        return row_sum[m][i] > 0.f
-                   ? (row_max[m][i] * scale + log2f(row_sum[m][i])) * kLn2
-                   : -INFINITY;
+        return row_sum[m][i] > 0.f ? (row_max[m][i] * scale + log2f(row_sum[m][i])) * kLn2
+                                   : -INFINITY;
     }
 
     __device__ __forceinline__ float inverse_sum(int m, int i) const {
         return row_sum[m][i] > 0.f ? 1.f / row_sum[m][i] : 0.f;
-    }
-
-  private:
-    // A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
-    static __device__ __forceinline__ float finite(float max) {
-        return max == -INFINITY ? 0.f : max;
     }
 };
 

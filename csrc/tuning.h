@@ -2,6 +2,8 @@
 // what else was tried, is in docs/notes.
 #pragma once
 
+#include "variants.h"
+
 namespace flash_ext::tuning {
 
 struct Forward {
@@ -14,17 +16,44 @@ struct Forward {
 };
 
 // Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond.
-constexpr Forward fa2_forward(int head_dim) {
+constexpr Forward fa2_forward(int head_dim, Features features) {
+    if (head_dim == 128 && features == Features::kGeneral) return {32, 4, 32, 2, false, 2};
     switch (head_dim) {
-        case 64: return {32, 4, 64, 2, true, 2};
-        case 96: return {32, 4, 64, 2, false, 2};
-        case 128: return {32, 4, 64, 2, false, 2};
-        case 192: return {16, 8, 64, 2, false, 1};
-        default: return {16, 8, 32, 2, false, 1};
+        case 64:
+            return {32, 4, 64, 2, true, 2};
+        case 96:
+            return {32, 4, 64, 2, false, 2};
+        case 128:
+            return {32, 4, 64, 2, false, 2};
+        case 192:
+            return {16, 8, 64, 2, false, 1};
+        default:
+            return {16, 8, 32, 2, false, 1};
     }
 }
 
-// Both backward kernels share backward_tile.cuh and these shapes.
+struct Fa1Forward {
+    int rows_per_warp;
+    int warps_q;
+    int block_kv;        // where shared memory suffices (227 KB, Hopper)
+    int small_block_kv;  // elsewhere (163 KB, A100)
+};
+
+constexpr Fa1Forward fa1_forward(int head_dim) {
+    switch (head_dim) {
+        case 64:
+            return {32, 2, 256, 128};
+        case 96:
+            return {32, 2, 128, 128};
+        case 128:
+            return {32, 2, 256, 128};
+        case 192:
+            return {16, 2, 128, 128};
+        default:
+            return {16, 2, 128, 64};
+    }
+}
+
 struct Backward {
     int block_q;
     int keys_per_warp;  // rows of S^T, dK and dV that a warp holds
@@ -33,14 +62,43 @@ struct Backward {
     int ctas_per_sm;
 };
 
-constexpr Backward backward(int head_dim) {
+// As many keys a warp as dK and dV leave registers for: each fragment of Q and dO serves them all.
+constexpr Backward fa2_backward(int head_dim, Features features) {
+    if (head_dim == 64 && features == Features::kGeneral) return {32, 16, 8, 1, 1};
     switch (head_dim) {
-        case 64: return {32, 32, 4, 1, 2};
-        case 96: return {64, 16, 8, 1, 1};
-        case 128: return {64, 16, 8, 1, 1};
-        case 192: return {64, 16, 4, 2, 1};
-        default: return {32, 16, 4, 2, 1};
+        case 64:
+            return {32, 32, 4, 1, 2};
+        case 96:
+            return {64, 16, 8, 1, 1};
+        case 128:
+            return {64, 32, 4, 2, 1};
+        case 192:
+            return {64, 16, 4, 2, 1};
+        default:
+            return {32, 16, 4, 2, 1};
     }
+}
+
+// Computing delta in the loop takes registers too.
+constexpr Backward fa1_backward(int head_dim) {
+    switch (head_dim) {
+        case 64:
+            return {32, 16, 8, 1, 1};
+        case 96:
+            return {64, 16, 4, 2, 1};
+        case 128:
+            return {32, 16, 4, 2, 1};
+        case 192:
+            return {32, 16, 4, 2, 1};
+        default:
+            return {32, 16, 4, 2, 1};
+    }
+}
+
+// Rows of a Q tile in the backward's workspaces.
+constexpr int backward_block_q(Variant variant, int head_dim) {
+    return variant == Variant::kFa1 ? fa1_backward(head_dim).block_q
+                                    : fa2_backward(head_dim, Features::kPlain).block_q;
 }
 
 }  // namespace flash_ext::tuning

@@ -20,15 +20,14 @@ __device__ __forceinline__ float row_dot(const Element* x, const Element* y, int
             const auto* ye = reinterpret_cast<const Element*>(&ys);
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                sum += static_cast<float>(xe[i]) * static_cast<float>(ye[i]);
+                sum += ptx::to_float(xe[i]) * ptx::to_float(ye[i]);
         }
     } else {
         for (int col = lane; col < cols; col += 32)
-            sum += static_cast<float>(x[col]) * static_cast<float>(y[col]);
+            sum += ptx::to_float(x[col]) * ptx::to_float(y[col]);
     }
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-        sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
     return sum;
 }
 
@@ -38,15 +37,16 @@ struct RowStatistics {
 };
 
 // Of one query, by a whole warp. A row past the sequence has P = 0 as well.
-template <class Element>
+template <class Config>
 __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& params,
                                                         const Sequence& sequence, int head,
                                                         int query) {
+    using Element = typename Config::Element;
     if (query >= sequence.seqlen_q) return {INFINITY, 0.f};
     const int64_t row = sequence.q_begin + query;
     const float dot = row_dot(row_pointer<const Element>(params.dout, sequence.batch, row, head),
                               row_pointer<const Element>(params.out, sequence.batch, row, head),
-                              params.head_dim_v, params.aligned);
+                              params.head_dim_v, !Config::kGeneral || params.aligned);
     const int64_t index = statistics_offset(params, sequence, head) + query;
     const float lse = params.lse[index];
     const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
@@ -59,7 +59,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
     backward_delta_kernel(const __grid_constant__ BackwardParams params) {
     const auto [q_tile, head, batch] = q_tile_index(blockIdx.x, params);
-    const Sequence sequence = sequence_of(params, batch);
+    const Sequence sequence = sequence_of<Config::kGeneral>(params, batch);
     const int64_t tile = blockIdx.x;
 
     auto* accum = reinterpret_cast<float4*>(params.dq_accum + tile * Config::kDQTileFloats);
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 #pragma unroll 4
     for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
-        const RowStatistics statistics = row_statistics<typename Config::Element>(
-            params, sequence, head, q_tile * Config::kBlockQ + row);
+        const RowStatistics statistics =
+            row_statistics<Config>(params, sequence, head, q_tile * Config::kBlockQ + row);
         if (lane_id() == 0) {
             params.lse_log2[tile * Config::kBlockQ + row] = statistics.lse_log2;
             params.delta[tile * Config::kBlockQ + row] = statistics.delta;

@@ -31,10 +31,9 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, Features kFeatures>
+template <class Element_, int kHeadDim_, Features kFeatures, tuning::Backward kTuning>
 struct BackwardConfig {
     using Element = Element_;
-    static constexpr auto kTuning = tuning::backward(kHeadDim_);
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -65,29 +64,60 @@ struct BackwardConfig {
     static constexpr int kDelta = kLse + kStages * kBlockQ * 4;
     static constexpr int kSharedBytes = kDelta + kStages * kBlockQ * 4;
 
-    // A tile of dq_accum, in fragment order: [warp][m][n][lane][4].
-    using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN>;
+    // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
+    // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
+    static constexpr int kDQParts = kHeadDim == 256 ? 2 : 1;
+    using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQParts>;
     static constexpr int kDQTileFloats = kBlockQ * kHeadDim;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
-    static_assert(kHeadDim % (16 * kWarpsN) == 0 && kBlockQ % (16 * kWarpsD) == 0);
+    static_assert(kHeadDim % (16 * kWarpsN * kDQParts) == 0 && kBlockQ % (16 * kWarpsD) == 0);
 };
 
-// This lane's first four floats of a Q tile's dq_accum; fragment (m, n) is dq_fragment() floats on.
+// This lane's first four floats of a part of a Q tile's dq_accum; fragment (m, n) is dq_fragment()
+// floats on.
 template <class Config>
-__device__ __forceinline__ float* dq_accum_tile(const BackwardParams& params, int batch, int head,
-                                                int q_tile) {
-    const int64_t tile = (static_cast<int64_t>(batch) * params.heads_q + head) * params.q_tiles +
-                         q_tile;
-    constexpr int kWarpFloats = Config::DQ::kM * Config::DQ::kN * 128;
-    return params.dq_accum + tile * Config::kDQTileFloats + warp_id() * kWarpFloats +
-           lane_id() * 4;
+__device__ __forceinline__ float* dq_accum_part(const BackwardParams& params, int batch, int head,
+                                                int q_tile, int part) {
+    const int64_t tile =
+        (static_cast<int64_t>(batch) * params.heads_q + head) * params.q_tiles + q_tile;
+    constexpr int kPartFloats = Config::DQ::kM * Config::DQ::kN * 128;
+    return params.dq_accum + tile * Config::kDQTileFloats +
+           (warp_id() * Config::kDQParts + part) * kPartFloats + lane_id() * 4;
 }
 
 template <class Config>
 __device__ __forceinline__ constexpr int dq_fragment(int m, int n) {
     return (m * Config::DQ::kN + n) * 128;
 }
+
+// The inner loop's order: the Q tiles that see the KV tile, for each query head of the group in
+// turn.
+struct QTileWalk {
+    Interval q_tiles;
+    int last_head;
+    int head;
+    int q_tile;
+    int stage = 0;  // where in shared memory: alternating
+
+    __device__ __forceinline__ QTileWalk(Interval q_tiles_, int first_head, int heads)
+        : q_tiles(q_tiles_),
+          last_head(q_tiles_.empty() ? first_head - 1 : first_head + heads - 1),
+          head(first_head),
+          q_tile(q_tiles_.begin) {}
+
+    __device__ __forceinline__ bool done() const { return head > last_head; }
+
+    __device__ __forceinline__ QTileWalk next() const {
+        QTileWalk after = *this;
+        after.stage ^= 1;
+        if (++after.q_tile == q_tiles.end) {
+            after.q_tile = q_tiles.begin;
+            ++after.head;
+        }
+        return after;
+    }
+};
 
 template <class Config>
 struct BackwardTile {
@@ -105,15 +135,15 @@ struct BackwardTile {
     int head_k;
     Sequence sequence;
     BandMask mask;
-    int warp_key;   // the warp's first row within the KV tile
-    int warp_d;     // 0 .. kWarpsD - 1
+    int warp_key;  // the warp's first row within the KV tile
+    int warp_d;    // 0 .. kWarpsD - 1
     uint32_t smem;
 
     __device__ __forceinline__ BackwardTile(const BackwardParams& p, int batch_, int head_k_)
         : params(p),
           batch(batch_),
           head_k(head_k_),
-          sequence(sequence_of(p, batch_)),
+          sequence(sequence_of<kGeneral>(p, batch_)),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
           warp_key(warp_id() % Config::kWarpsKV * Config::kKeysPerWarp),
           warp_d(warp_id() / Config::kWarpsKV),
@@ -123,11 +153,11 @@ struct BackwardTile {
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
         const GlobalTile<const Element> gK{
-            row_pointer<const Element>(params.k, sequence.batch, row, head_k),
-            params.k.row_stride, rows, params.head_dim};
+            row_pointer<const Element>(params.k, sequence.batch, row, head_k), params.k.row_stride,
+            rows, params.head_dim};
         const GlobalTile<const Element> gV{
-            row_pointer<const Element>(params.v, sequence.batch, row, head_k),
-            params.v.row_stride, rows, params.head_dim_v};
+            row_pointer<const Element>(params.v, sequence.batch, row, head_k), params.v.row_stride,
+            rows, params.head_dim_v};
         load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kK, gK, params.aligned);
         load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
     }
@@ -137,15 +167,15 @@ struct BackwardTile {
         const int64_t row = sequence.q_begin + first_query;
         const int rows = sequence.seqlen_q - first_query;
         const GlobalTile<const Element> gQ{
-            row_pointer<const Element>(params.q, sequence.batch, row, head_q),
-            params.q.row_stride, rows, params.head_dim};
+            row_pointer<const Element>(params.q, sequence.batch, row, head_q), params.q.row_stride,
+            rows, params.head_dim};
         const GlobalTile<const Element> gDO{
             row_pointer<const Element>(params.dout, sequence.batch, row, head_q),
             params.dout.row_stride, rows, params.head_dim_v};
-        load_tile<QTile, Config::kThreads, kGeneral>(
-            smem + Config::kQ + stage * QTile::kBytes, gQ, params.aligned);
-        load_tile<QTile, Config::kThreads, kGeneral>(
-            smem + Config::kDO + stage * QTile::kBytes, gDO, params.aligned);
+        load_tile<QTile, Config::kThreads, kGeneral>(smem + Config::kQ + stage * QTile::kBytes, gQ,
+                                                     params.aligned);
+        load_tile<QTile, Config::kThreads, kGeneral>(smem + Config::kDO + stage * QTile::kBytes,
+                                                     gDO, params.aligned);
     }
 
     __device__ __forceinline__ float* lse(int stage) const {
@@ -169,6 +199,7 @@ struct BackwardTile {
         rP.clear();
         gemm<Element, Config::kHeadDim>(rP, AFromRows<KVTile>(smem + Config::kK, warp_key),
                                         BFromRows<QTile>(sQ, warp_query));
+        if constexpr (kGeneral) scale_scores(rP, params.scale_log2);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           {first_key, first_key + Config::kBlockKV})) {
             mask_scores(rP, first_query,
@@ -216,21 +247,31 @@ struct BackwardTile {
         } else {
             store_to_shared<Element, PTile>(smem + Config::kP, rP, warp_key, warp_query / 16);
             __syncthreads();  // P^T and dS^T are complete
-            gemm<Element, Config::kBlockQ>(
-                rdV, AFromRows<PTile>(smem + Config::kP, warp_key), dO_columns);
-            gemm<Element, Config::kBlockQ>(
-                rdK, AFromRows<PTile>(smem + Config::kDS, warp_key), q_columns);
+            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(smem + Config::kP, warp_key),
+                                           dO_columns);
+            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(smem + Config::kDS, warp_key),
+                                           q_columns);
         }
     }
 
     // dQ of this step, without the factor scale: dS K over all keys of the tile.
-    __device__ __forceinline__ void compute_dq(DQ& rdQ) const {
+    // use(part of dQ, where it belongs in dq_accum) is called once per part.
+    template <class Use>
+    __device__ __forceinline__ void compute_dq(int head_q, int q_tile, Use use) const {
         const int warp_m = warp_id() / Config::kWarpsN;
         const int warp_n = warp_id() % Config::kWarpsN;
+        using KColumns = BFromColumns<KVTile, Config::kWarpsN>;
+        const AFromColumns<PTile> dS(smem + Config::kDS, 0, warp_m * DQ::kM);
+        const KColumns k(smem + Config::kK, 0, warp_n);
+        DQ rdQ;
         rdQ.clear();
-        gemm<Element, Config::kBlockKV>(
-            rdQ, AFromColumns<PTile>(smem + Config::kDS, 0, warp_m * DQ::kM),
-            BFromColumns<KVTile, Config::kWarpsN>(smem + Config::kK, 0, warp_n));
+        gemm<Element, Config::kBlockKV>(rdQ, dS, k);
+        use(rdQ, dq_accum_part<Config>(params, batch, head_q, q_tile, 0));
+        if constexpr (Config::kDQParts == 2) {
+            rdQ.clear();
+            gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, DQ::kN / 2>{k});
+            use(rdQ, dq_accum_part<Config>(params, batch, head_q, q_tile, 1));
+        }
     }
 
     // dK and dV to HBM by way of the K and V tiles. All warps have left the loop.
@@ -242,21 +283,21 @@ struct BackwardTile {
         __syncthreads();  // dK and dV are complete
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
-        const GlobalTile<Element> gdK{
-            row_pointer<Element>(params.dk, sequence.batch, row, head_k), params.dk.row_stride,
-            rows, params.head_dim};
-        const GlobalTile<Element> gdV{
-            row_pointer<Element>(params.dv, sequence.batch, row, head_k), params.dv.row_stride,
-            rows, params.head_dim_v};
+        const GlobalTile<Element> gdK{row_pointer<Element>(params.dk, sequence.batch, row, head_k),
+                                      params.dk.row_stride, rows, params.head_dim};
+        const GlobalTile<Element> gdV{row_pointer<Element>(params.dv, sequence.batch, row, head_k),
+                                      params.dv.row_stride, rows, params.head_dim_v};
         store_tile<KVTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, smem + Config::kK, 0,
                                                                          params.aligned);
         store_tile<KVTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, smem + Config::kV, 0,
                                                                          params.aligned);
     }
 
-  private:
-    // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0.
+ private:
+    // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0. The
+    // general kernel has scaled the scores before masking them: a scale may be zero or negative.
     __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query) const {
+        const float scale = kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
@@ -267,7 +308,7 @@ struct BackwardTile {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& x = s.v[m][n][2 * i + e];
-                        x = ptx::ex2(x * params.scale_log2 - lse);
+                        x = ptx::ex2(x * scale - lse);
                     }
             }
     }
@@ -299,24 +340,30 @@ __global__ void __launch_bounds__(Config::kThreads)
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     const auto [q_tile, head, batch] = q_tile_index(blockIdx.x, params);
-    const Sequence sequence = sequence_of(params, batch);
+    const Sequence sequence = sequence_of<Config::kGeneral>(params, batch);
 
-    const float* accum = dq_accum_tile<Config>(params, batch, head, q_tile);
-    typename Config::DQ rdQ;
-#pragma unroll
-    for (int m = 0; m < Config::DQ::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Config::DQ::kN; ++n) {
-            const float4 x =
-                *reinterpret_cast<const float4*>(accum + dq_fragment<Config>(m, n));
-            rdQ.v[m][n][0] = x.x * params.scale;
-            rdQ.v[m][n][1] = x.y * params.scale;
-            rdQ.v[m][n][2] = x.z * params.scale;
-            rdQ.v[m][n][3] = x.w * params.scale;
-        }
+    using DQ = typename Config::DQ;
     const uint32_t sdQ = ptx::shared_address(dynamic_shared());
-    store_to_shared<Element, QTile, Config::kWarpsN>(
-        sdQ, rdQ, warp_id() / Config::kWarpsN * Config::DQ::kRows, warp_id() % Config::kWarpsN);
+#pragma unroll
+    for (int part = 0; part < Config::kDQParts; ++part) {
+        const float* accum = dq_accum_part<Config>(params, batch, head, q_tile, part);
+        DQ rdQ;
+#pragma unroll
+        for (int m = 0; m < DQ::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < DQ::kN; ++n) {
+                const float4 x =
+                    *reinterpret_cast<const float4*>(accum + dq_fragment<Config>(m, n));
+                rdQ.v[m][n][0] = x.x;
+                rdQ.v[m][n][1] = x.y;
+                rdQ.v[m][n][2] = x.z;
+                rdQ.v[m][n][3] = x.w;
+            }
+        scale_scores(rdQ, params.scale);
+        store_to_shared<Element, QTile, Config::kWarpsN>(
+            sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
+            warp_id() % Config::kWarpsN + part * (DQ::kN / 2) * Config::kWarpsN);
+    }
     __syncthreads();  // the tile is complete
     const int first_query = q_tile * Config::kBlockQ;
     const GlobalTile<Element> gdQ{

@@ -1,17 +1,17 @@
 // FlashAttention-2 backward (Dao 2023, algorithm 2).
 //
 // Loop order: delta = rowsum(dO * O) in a pass of its own; then one CTA per (KV tile, KV head,
-// batch), inner loop over the Q tiles that see the KV tile, for each query head of the group. dK and
-// dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; a last pass
-// converts it. The steps, warps and shared memory are those of backward_tile.cuh.
+// batch), inner loop over the Q tiles that see the KV tile, for each query head of the group. dK
+// and dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; a last
+// pass converts it. The steps, warps and shared memory are those of backward_tile.cuh.
 //
 // Barriers, per Q tile: the first says that its Q, dO, lse and delta have landed for all threads
 // and that all warps have left the tile before, so that its stage and dS may be overwritten; the
 // second (in accumulate_dk_dv) that dS is complete.
 //
-// Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that have;
-// a CTA waits for its turn. CTAs take their work by ticket, so all that a CTA waits for are already
-// running and none waits forever.
+// Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that
+// have; a CTA waits for its turn. CTAs take their work by ticket, so all that a CTA waits for are
+// already running and none waits forever.
 #pragma once
 
 #include "backward_delta.cuh"
@@ -45,7 +45,7 @@ __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* ac
     for (int m = 0; m < Config::DQ::kM; ++m)
 #pragma unroll
         for (int n = 0; n < Config::DQ::kN; ++n) {
-            const float(&x)[4] = rdQ.v[m][n];
+            const float (&x)[4] = rdQ.v[m][n];
             ptx::red_add_v4(accum + dq_fragment<Config>(m, n), x[0], x[1], x[2], x[3]);
         }
 }
@@ -80,59 +80,46 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
     const Tile cta(params, work.batch, work.head);
     const int first_key = work.rank * Config::kBlockKV;
-    const Interval q_tiles = tiles_of(
-        cta.mask.queries_of({first_key, first_key + Config::kBlockKV}), Config::kBlockQ);
+    const Interval q_tiles =
+        tiles_of(cta.mask.queries_of({first_key, first_key + Config::kBlockKV}), Config::kBlockQ);
     const int group = params.heads_q / params.heads_k;
-    const int last_head = (work.head + 1) * group - 1;
 
     typename Tile::Gradient rdK;
     typename Tile::Gradient rdV;
     rdK.clear();
     rdV.clear();
-
-    int head = work.head * group;
-    int q_tile = q_tiles.begin;
-    int stage = 0;
+    QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
-    if (!q_tiles.empty()) {
-        cta.load_q_do(head, q_tile, stage);
-        load_statistics<Config>(cta, head, q_tile, stage);
+    if (!walk.done()) {
+        cta.load_q_do(walk.head, walk.q_tile, walk.stage);
+        load_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
     }
     ptx::cp_async_commit();
 
-    while (!q_tiles.empty() && head <= last_head) {
+    while (!walk.done()) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // this Q tile has landed; all warps have left the one before
-        int next_head = head;
-        int next_tile = q_tile + 1;
-        if (next_tile == q_tiles.end) {
-            next_tile = q_tiles.begin;
-            ++next_head;
-        }
-        if (next_head <= last_head) {
-            cta.load_q_do(next_head, next_tile, stage ^ 1);
-            load_statistics<Config>(cta, next_head, next_tile, stage ^ 1);
+        const QTileWalk next = walk.next();
+        if (!next.done()) {
+            cta.load_q_do(next.head, next.q_tile, next.stage);
+            load_statistics<Config>(cta, next.head, next.q_tile, next.stage);
         }
         ptx::cp_async_commit();
 
-        cta.accumulate_dk_dv(rdK, rdV, head, q_tile, first_key, stage);
-        typename Config::DQ rdQ;
-        cta.compute_dq(rdQ);
-
-        float* accum = dq_accum_tile<Config>(params, work.batch, head, q_tile);
+        cta.accumulate_dk_dv(rdK, rdV, walk.head, walk.q_tile, first_key, walk.stage);
+        int* turn = nullptr;
+        int mine = 0;
         if (params.deterministic) {
-            const Interval keys = cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ));
-            const int mine = work.rank - keys.begin / Config::kBlockKV;
-            int* turn = turn_of(params, work.batch, head, q_tile);
-            wait_for_turn(turn, mine);
-            add_dq<Config>(rdQ, accum);
-            end_turn(turn, mine);
-        } else {
-            add_dq<Config>(rdQ, accum);
+            const Interval keys = cta.mask.keys_of(tile_interval(walk.q_tile, Config::kBlockQ));
+            mine = work.rank - keys.begin / Config::kBlockKV;
+            turn = turn_of(params, work.batch, walk.head, walk.q_tile);
         }
-        head = next_head;
-        q_tile = next_tile;
-        stage ^= 1;
+        cta.compute_dq(walk.head, walk.q_tile, [&](const auto& rdQ, float* accum) {
+            if (turn != nullptr) wait_for_turn(turn, mine);
+            add_dq<Config>(rdQ, accum);
+        });
+        if (turn != nullptr) end_turn(turn, mine);
+        walk = next;
     }
 
     ptx::cp_async_wait<0>();
@@ -144,20 +131,22 @@ template <int kHeadDim>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
-        using Config = BackwardConfig<decltype(element), kHeadDim, features.value>;
+        using Config = BackwardConfig<decltype(element), kHeadDim, features.value,
+                                      tuning::fa2_backward(kHeadDim, features.value)>;
         const int q_tile_count = params.q_tiles * params.heads_q * params.batch;
-        const int ctas = ceil_div(params.seqlen_k, Config::kBlockKV) * params.heads_k * params.batch;
+        const int ctas =
+            ceil_div(params.seqlen_k, Config::kBlockKV) * params.heads_k * params.batch;
         const bool tiles_differ =
             params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
         params.schedule = make_schedule(
-            ceil_div(params.seqlen_k, Config::kBlockKV), params.heads_k, params.batch,
-            tiles_differ,
+            ceil_div(params.seqlen_k, Config::kBlockKV), params.heads_k, params.batch, tiles_differ,
             int64_t{8} * kHeadDim * params.seqlen_q * (params.heads_q / params.heads_k));
 
-        status = launch_kernel(backward_delta_kernel<Config>, q_tile_count, Config::kThreads, 0, params,
-                               stream);
+        status = launch_kernel(backward_delta_kernel<Config>, q_tile_count, Config::kThreads, 0,
+                               params, stream);
         if (status == cudaSuccess && params.deterministic)
-            status = cudaMemsetAsync(params.turn, 0, (1 + int64_t{q_tile_count}) * sizeof(int), stream);
+            status =
+                cudaMemsetAsync(params.turn, 0, (1 + int64_t{q_tile_count}) * sizeof(int), stream);
         if (status == cudaSuccess)
             status = launch_kernel(fa2_backward_kernel<Config>, ctas, Config::kThreads,
                                    Config::kSharedBytes, params, stream);

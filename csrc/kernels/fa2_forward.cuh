@@ -32,7 +32,7 @@ namespace flash_ext {
 template <class Element_, int kHeadDim_, Features kFeatures>
 struct Fa2ForwardConfig {
     using Element = Element_;
-    static constexpr auto kTuning = tuning::fa2_forward(kHeadDim_);
+    static constexpr auto kTuning = tuning::fa2_forward(kHeadDim_, kFeatures);
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
@@ -72,8 +72,8 @@ struct Fa2Forward {
 
     __device__ __forceinline__ explicit Fa2Forward(const ForwardParams& p)
         : params(p),
-          work(work_tile(ptx::not_hoisted(blockIdx.x), p.schedule)),
-          sequence(sequence_of(p, work.batch)),
+          work(work_tile(blockIdx.x, p.schedule)),
+          sequence(sequence_of<kGeneral>(p, work.batch)),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
           first_query((p.schedule.tiles - 1 - work.rank) * Config::kBlockQ),
           warp_row(warp_id() * Config::kRowsPerWarp),
@@ -157,10 +157,10 @@ struct Fa2Forward {
         __syncwarp();  // all lanes have read their Q fragments
         store_to_shared<Element, QTile>(sQ, rO, warp_row);
         __syncwarp();  // O's rows are complete
-        const GlobalTile<Element> gO{
-            row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + first_row,
-                                 work.head),
-            params.out.row_stride, sequence.seqlen_q - first_row, params.head_dim_v};
+        const GlobalTile<Element> gO{row_pointer<Element>(params.out, sequence.batch,
+                                                          sequence.q_begin + first_row, work.head),
+                                     params.out.row_stride, sequence.seqlen_q - first_row,
+                                     params.head_dim_v};
         store_tile<QTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
     }
 };
@@ -200,7 +200,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             if (kv_tile == kv_tiles.end - 1) q_registers.fetch(q_shared);
             cta.attend(q_registers, kv_tile, stage_of(kv_tile), softmax, rO, softmax_scale);
         } else {
-
             cta.attend(q_shared, kv_tile, stage_of(kv_tile), softmax, rO, softmax_scale);
         }
     }
@@ -208,8 +207,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     ptx::cp_async_wait<0>();
     __syncthreads();  // Q's copy is over even where there was no KV tile to wait for it
     softmax.finish();
-    // Where O goes is worked out anew: carried through the loop it would cost registers.
-    Kernel(params).store(rO, softmax, softmax_scale);
+    cta.store(rO, softmax, softmax_scale);
 }
 
 template <int kHeadDim>

@@ -42,7 +42,8 @@ void dispatch_kernel(const AttentionParams& params, bool general, Launch launch)
 
 // Does this call need the general kernel?
 inline bool needs_general(const AttentionParams& params) {
-    return !params.aligned || params.keep_threshold < (1u << 16) || params.scale <= 0.f;
+    return !params.aligned || params.cu_seqlens_q != nullptr || params.seqused_k != nullptr ||
+           params.keep_threshold < (1u << 16) || params.scale <= 0.f;
 }
 
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles.
@@ -51,8 +52,8 @@ cudaError_t launch_kernel(void (*kernel)(Params), int ctas, int threads, int sha
                           const Params& params, cudaStream_t stream) {
     if (ctas == 0) return cudaSuccess;
     if (shared_bytes > 48 * 1024) {
-        const cudaError_t status = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        const cudaError_t status =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         if (status != cudaSuccess) return status;
     }
     kernel<<<ctas, threads, shared_bytes, stream>>>(params);

@@ -54,7 +54,9 @@ struct SharedBlocks {
         const bool rows_first = kOrder == Order::kRowsFirst;
         const int row = first_row + (rows_first ? lane % 16 : lane % 8 + lane / 16 * 8);
         const int half = rows_first ? lane / 16 : lane / 8 % 2;
-        lane_address = tile_address + Tile::offset(row, 2 * first_col_block + half);
+        // One address stays in a register over a loop, not one for each XOR pattern.
+        lane_address =
+            ptx::not_hoisted(tile_address + Tile::offset(row, 2 * first_col_block + half));
     }
 
     __device__ __forceinline__ void load(uint32_t (&fragment)[4], int row_block,
@@ -98,6 +100,15 @@ struct BFromColumns : SharedBlocks<Tile, Order::kRowsFirst, true, kColStep> {
     using SharedBlocks<Tile, Order::kRowsFirst, true, kColStep>::SharedBlocks;
     __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
         this->load(b, k, n);
+    }
+};
+
+// Another B without its first kSkipped 16-column blocks.
+template <class B, int kSkipped>
+struct BSkipping {
+    const B& b;
+    __device__ __forceinline__ void load_b(uint32_t (&fragment)[4], int n, int k) const {
+        b.load_b(fragment, kSkipped + n, k);
     }
 };
 

@@ -37,8 +37,7 @@ struct SharedTile {
     // Byte offset of the 16-byte chunk that holds columns [8 chunk, 8 chunk + 8) of row.
     static FLASH_HOST_DEVICE constexpr int offset(int row, int chunk) {
         const int panel = chunk / kChunksPerRow;
-        return panel * kPanelBytes + row * kPitch +
-               (((chunk % kChunksPerRow) ^ swizzle(row)) << 4);
+        return panel * kPanelBytes + row * kPitch + (((chunk % kChunksPerRow) ^ swizzle(row)) << 4);
     }
 };
 

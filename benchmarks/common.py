@@ -1,0 +1,222 @@
+"""What every benchmark shares: the machine's description, the source digest, results, progress."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SOURCE_SUFFIXES = {".cu", ".cuh", ".h", ".cpp", ".py"}
+# What must be equal for two runs to stand in one result file.
+SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
+
+if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the checkout itself
+    sys.path.insert(0, str(ROOT))
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+def source_digest(root: Path = ROOT) -> str:
+    """Sixteen hex digits that name the state of the kernels' and the package's sources.
+
+    The same as this shell command prints in the repository's root::
+
+        find csrc flash_ext -type f \\( -name '*.cu' -o -name '*.cuh' -o -name '*.h' \\
+          -o -name '*.cpp' -o -name '*.py' \\) | LC_ALL=C sort | xargs sha256sum \\
+          | sha256sum | cut -c1-16
+    """
+    paths = [
+        os.path.relpath(os.path.join(folder, name), root)
+        for top in ("csrc", "flash_ext")
+        for folder, _, names in os.walk(root / top)
+        for name in names
+        if Path(name).suffix in SOURCE_SUFFIXES and not os.path.islink(os.path.join(folder, name))
+    ]
+    listing = hashlib.sha256()
+    for path in sorted(paths, key=os.fsencode):
+        content = hashlib.sha256((root / path).read_bytes()).hexdigest()
+        listing.update(f"{content}  {path}\n".encode())
+    return listing.hexdigest()[:16]
+
+
+def cpu_name() -> str:
+    """The processor's model name where Linux tells it, else its architecture."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
+
+
+def nvidia_smi(device: torch.device) -> dict[str, str]:
+    """Driver, clocks and power of ``device`` as nvidia-smi reports them, or {} without it."""
+    fields = (
+        "driver_version",
+        "power.limit",
+        "power.draw",
+        "temperature.gpu",
+        "clocks.sm",
+        "clocks.max.sm",
+        "clocks.mem",
+    )
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    # By its UUID, because CUDA_VISIBLE_DEVICES renumbers what torch sees; else the first one.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    for chosen in ([f"--id=GPU-{uuid}"], []):
+        command = ["nvidia-smi", *chosen, f"--query-gpu={','.join(fields)}"]
+        try:
+            done = subprocess.run(
+                [*command, "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return {}
+        lines = done.stdout.strip().splitlines()
+        if done.returncode == 0 and lines:
+            return dict(zip(fields, (v.strip() for v in lines[0].split(",")), strict=False))
+    return {}
+
+
+def describe_setup(device: torch.device) -> Json:
+    """Device, versions, source digest, date and clocks: the head of every result file."""
+    import flash_ext
+
+    cuda = device.type == "cuda"
+    smi = nvidia_smi(device) if cuda else {}
+    origin = Path(flash_ext.__file__).resolve()
+    if not origin.is_relative_to(ROOT):
+        print(
+            f"warning: measuring the installed {origin.parent}, but the digest is of {ROOT};"
+            " install with pip install --no-build-isolation -e .",
+            file=sys.stderr,
+        )
+    setup: Json = {
+        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "driver": smi.get("driver_version"),
+        "python": platform.python_version(),
+        "digest": source_digest(),
+        "date": now(),
+    }
+    if smi:
+        setup["nvidia_smi_at_start"] = smi
+    if not cuda:
+        setup["threads"] = torch.get_num_threads()
+    return setup
+
+
+def now() -> str:
+    """The time in UTC, to the second, in ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def slug(device: torch.device) -> str:
+    """The name of a device's folder under results: 'NVIDIA H200' gives 'nvidia-h200'."""
+    if device.type != "cuda":
+        return device.type
+    name = torch.cuda.get_device_name(device).lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def result_path(device: torch.device, name: str, out: str | None = None) -> Path:
+    """``out`` if given, else results/<device>/<name>; the folder is made."""
+    path = Path(out) if out else RESULTS / slug(device) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def read_json(path: Path) -> Json | None:
+    """The content of a result file, or None where there is none."""
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def write_json(path: Path, content: Json) -> None:
+    """Write at once: a run that is interrupted leaves the old file whole."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def same_setup(a: Json, b: Json) -> bool:
+    """Whether two results come from the same device, versions and sources."""
+    return all(a.get(key) == b.get(key) for key in SAME_SETUP)
+
+
+def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """Iterate with a progress bar: tqdm's where it is installed, else a line of dots."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for done, item in enumerate(items, 1):
+            yield item
+            print(f"\r{what}: {done}/{total}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+    else:
+        seconds = 0.1 if sys.stderr.isatty() else 5  # a log file needs few lines
+        yield from tqdm(items, total=total, desc=what, dynamic_ncols=True, mininterval=seconds)
+
+
+def say(line: str) -> None:
+    """Print a line without breaking a progress bar."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(line)
+    else:
+        tqdm.write(line)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one short line for a result file."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+EXTRA_MEMORY = (
+    "Peak extra memory of one call: the most memory the allocator held for tensors during the "
+    "call, less what it held just before. Outputs and temporaries count, inputs do not; for a "
+    "backward call, what the forward call saved does not either."
+)
+
+
+def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes of peak extra memory of one call, as defined by ``EXTRA_MEMORY``.
+
+    On CUDA the caching allocator's own statistics. On CPU torch's profiler, which sees every
+    allocation and release of torch's CPU allocator.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs every start and stop
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = recorded.profiler.kineto_results.events()
+    held = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,336 @@
+"""Speed of flash_ext's variants beside their peers, forward and backward.
+
+    python benchmarks/compare.py                                 # the standard grid, everything
+    python benchmarks/compare.py --variants fa2 --peers flash cudnn
+    python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
+    python benchmarks/compare.py --device cpu                    # a smoke test
+
+The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
+to 16,384, causal and full. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for
+backward. No provider is timed before its results agree with float32 standard attention.
+
+Results go to benchmarks/results/<device>/compare.json. A run with the same device, versions and
+source digest adds its cells to that file or replaces them, each cell as a whole, because a ratio
+means something only within one process; any other run starts the file anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import common
+import torch
+from common import Json, say
+from providers import PEERS, VARIANTS, Provider, Workload, collect, relative_error
+from support import probe
+from timing import METHOD, Timer
+
+TOKENS, HIDDEN = 16384, 2048
+HEAD_DIMS = (64, 128, 256)
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1  # relative errors beyond which a result is wrong
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One column of a table: what every provider is asked to compute."""
+
+    dtype: str
+    d: int
+    causal: bool
+    seqlen: int
+    batch: int
+    heads: int
+    direction: str = "forward"
+
+    def flops(self) -> float:
+        """Floating-point operations of the two (forward) or five (backward) matmuls."""
+        matmuls = 4.0 * self.batch * self.heads * self.seqlen**2 * self.d
+        return matmuls * (0.5 if self.causal else 1.0) * (2.5 if self.direction != "forward" else 1)
+
+    def matches(self, terms: str) -> bool:
+        """Whether the cell meets every term of a filter such as 'd=128,causal,fwd,S>=2048'."""
+        for term in filter(None, (t.strip() for t in terms.split(","))):
+            number = re.fullmatch(r"(d|S|B|H)(=|>=|<=)(\d+)", term)
+            if number:
+                have = {"d": self.d, "S": self.seqlen, "B": self.batch, "H": self.heads}[number[1]]
+                want = int(number[3])
+                fits = {"=": have == want, ">=": have >= want, "<=": have <= want}[number[2]]
+            elif term in ("causal", "full"):
+                fits = self.causal == (term == "causal")
+            elif term in ("fwd", "bwd"):
+                fits = self.direction.startswith({"fwd": "forward", "bwd": "backward"}[term])
+            else:
+                raise SystemExit(f"--filter: cannot read {term!r}; terms look like d=128, S>=2048,"
+                                 " causal, full, fwd, bwd")  # fmt: skip
+            if not fits:
+                return False
+        return True
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    add("--dtype", choices=list(DTYPES), help="default: bf16, on a CPU fp32")
+    add("--d", nargs="*", type=int, help=f"head dims, default {HEAD_DIMS}")
+    add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
+    add("--batch", type=int, help=f"default: {TOKENS} tokens over S")
+    add("--heads", type=int, help=f"default: {HIDDEN} over the head dim")
+    add("--causal", action="store_true", help="only causal")
+    add("--full", action="store_true", help="only without a mask")
+    add("--fwd", action="store_true", help="only forward")
+    add("--bwd", action="store_true", help="only backward")
+    add("--filter", action="append", help="cells to run, as in 'd=128,causal,fwd,S>=2048';"
+        " several filters add up")  # fmt: skip
+    add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
+    add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
+    add("--skip-slow", type=float, nargs="?", const=100.0, metavar="MS",
+        help="leave out what takes longer per call than this (100 ms if not said)")  # fmt: skip
+    add("--brief", action="store_true", help="print speeds and mean ratios only")
+    add("--seed", type=int, default=0)
+    add("--out", help="result file, default benchmarks/results/<device>/compare.json")
+    return parser.parse_args()
+
+
+def grid(args: argparse.Namespace) -> Iterator[Cell]:
+    """The cells of a run, the two directions of a shape one after the other."""
+    cpu = args.device == "cpu"
+    dtype = args.dtype or ("fp32" if cpu else "bf16")
+    tokens, hidden = (512, 128) if cpu else (TOKENS, HIDDEN)
+    masks = [m for m, only in ((True, args.full), (False, args.causal)) if not only] or [
+        True,
+        False,
+    ]
+    directions = ["forward", "backward"]
+    if args.fwd != args.bwd:
+        directions = ["forward"] if args.fwd else ["backward"]
+    head_dims = args.d or ((64,) if cpu else HEAD_DIMS)
+    seqlens = args.s or ((128, 256) if cpu else SEQLENS)
+    for d, causal, seqlen in itertools.product(head_dims, masks, seqlens):
+        batch = args.batch or max(1, tokens // seqlen)
+        heads = args.heads or max(1, hidden // d)
+        for direction in directions:
+            cell = Cell(dtype, d, causal, seqlen, batch, heads, direction)
+            if not args.filter or any(cell.matches(f) for f in args.filter):
+                yield cell
+
+
+class Bench:
+    """Measures cells on one device."""
+
+    def __init__(self, args: argparse.Namespace, providers: list[Provider]) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        self.timer = Timer(self.device)
+        self.providers = providers
+
+    def shape(self, cells: list[Cell]) -> Iterator[tuple[Cell, Json]]:
+        """Measure the directions of one shape on the same inputs."""
+        cell = cells[0]
+        work = Workload(
+            (cell.batch, cell.seqlen, cell.heads, cell.d), DTYPES[cell.dtype], self.device
+        )
+        exact = work.exact(cell.causal, gradients=any(c.direction == "backward" for c in cells))
+        for cell in cells:
+            yield (
+                cell,
+                self.cell(cell, work, exact[:1] if cell.direction == "forward" else exact[1:]),
+            )
+
+    def cell(self, cell: Cell, work: Workload, exact: list[torch.Tensor]) -> Json:
+        """The results of every provider in one cell: numbers, or why there are none."""
+        calls: dict[str, Callable[[], object]] = {}
+        estimates: dict[str, tuple[float, float]] = {}
+        results: Json = {}
+        for provider in self.providers:
+            try:
+                prepare = work.forward if cell.direction == "forward" else work.backward
+                call = prepare(provider, cell.causal)
+                whole, block = self.check(call(), provider, exact)
+                if not (whole <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
+                    reason = f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}"
+                    say(f"!!! {provider.label}, {cell}: {reason} !!!")
+                    results[provider.name] = {"skipped": reason, "wrong": True}
+                    continue
+                device_seconds, host_seconds = self.timer.estimate(call)
+                slow = self.args.skip_slow
+                if slow and device_seconds * 1e3 > slow:
+                    reason = f"{device_seconds * 1e3:.0f} ms a call, over --skip-slow {slow:g}"
+                    results[provider.name] = {"skipped": reason}
+                    continue
+                extra = common.peak_extra_memory(call, self.device)
+            except Exception as error:  # a peer's failure must not end the run
+                results[provider.name] = {"skipped": common.first_line(error)}
+                call = None  # a graph that did not fit must not stay
+                self.release()
+                continue
+            calls[provider.name], estimates[provider.name] = call, (device_seconds, host_seconds)
+            results[provider.name] = {"extra_bytes": extra, "error": float(f"{whole:.3g}")}
+        if calls:
+            timed = self.timer.compare(calls, estimates, self.args.min_time, self.args.rounds)
+            for name, samples in timed.items():
+                summary = samples.summary()
+                summary["tflops"] = round(cell.flops() / summary["ms"] * 1e-9, 4)
+                results[name] = summary | results[name]
+        return results
+
+    def release(self) -> None:
+        """Give unused cached memory back to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def check(
+        self, got: object, provider: Provider, exact: list[torch.Tensor]
+    ) -> tuple[float, float]:
+        """The largest relative errors, whole and block-wise, over a call's results."""
+        if isinstance(got, tuple):  # gradients come in the provider's layout, out in ours
+            tensors = [provider.view(x) for x in got]
+        else:
+            assert isinstance(got, torch.Tensor)
+            tensors = [got]
+        errors = [relative_error(x, want) for x, want in zip(tensors, exact, strict=True)]
+        return max(e[0] for e in errors), max(e[1] for e in errors)
+
+
+def geometric_mean(values: list[float]) -> float:
+    """The geometric mean, NaN of nothing."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def ratios(cells: list[Json], ours: str, peer: str) -> list[float]:
+    """How many times faster ``ours`` is than ``peer``: ratios of medians, cell by cell."""
+    pairs = [(c["providers"].get(ours, {}), c["providers"].get(peer, {})) for c in cells]
+    return [b["ms"] / a["ms"] for a, b in pairs if "ms" in a and "ms" in b]
+
+
+def print_tables(cells: list[Json], providers: list[Provider], brief: bool) -> None:
+    """One table per direction, head dim and mask; then geometric means over all of them."""
+    labels = {p.name: p.label for p in providers}
+    ours = [p.name for p in providers if p.ours]
+    pairs = [  # each two of our own variants once, the later over the earlier
+        (a, b) for a in ours for b in labels if b not in ours or ours.index(b) < ours.index(a)
+    ]
+
+    def group(cell: Json) -> tuple[bool, int, bool, str]:
+        return cell["direction"] != "forward", cell["d"], cell["causal"], cell["dtype"]
+
+    def line(label: str, values: list[str]) -> None:
+        print(f"  {label:<28}" + "".join(f"{v:>9}" for v in values))
+
+    for (backward, d, causal, dtype), found in itertools.groupby(sorted(cells, key=group), group):
+        columns = sorted(found, key=lambda c: (c["seqlen"], c["batch"], c["heads"]))
+        title = f"{'backward' if backward else 'forward'}, d {d}, {'causal' if causal else 'full'}"
+        print(f"\n{title}, {dtype}: TFLOP/s")
+        line("S", [str(c["seqlen"]) for c in columns])
+        line("B x H", [f"{c['batch']}x{c['heads']}" for c in columns])
+        for name, label in labels.items():
+            row = [c["providers"].get(name, {}) for c in columns]
+            marks = ["WRONG" if r.get("wrong") else "-" for r in row]
+            values = [
+                f"{r['tflops']:.3g}" + ("*" if r.get("launch_bound") else "") if "ms" in r else mark
+                for r, mark in zip(row, marks, strict=True)
+            ]
+            if any(v != "-" for v in values):
+                line(label, values)
+        for a, b in () if brief else pairs:
+            each = [ratios([c], a, b) for c in columns]
+            if any(each):
+                line(
+                    f"{a} / {labels[b]}",
+                    [f"{e[0]:.2f}x" if e else "-" for e in each]
+                    + [f"| {geometric_mean([e[0] for e in each if e]):.2f}x"],
+                )
+    print("\ngeometric mean of the ratio, and the smallest")
+    for direction, (a, b) in itertools.product(("forward", "backward"), pairs):
+        values = ratios([c for c in cells if c["direction"] == direction], a, b)
+        if values:
+            numbers = f"{geometric_mean(values):6.2f}x {min(values):6.2f}x"
+            print(f"  {direction:<9}{a} / {labels[b]:<20}{numbers}  in {len(values)} cells")
+    reasons = {
+        (labels[name], result["skipped"]): f"d {c['d']} S {c['seqlen']} {c['direction']}"
+        for c in cells
+        for name, result in c["providers"].items()
+        if "skipped" in result and name in labels
+    }
+    for (label, reason), where in reasons.items():
+        print(f"  not measured: {label}: {reason} (last at {where})")
+    if any(r.get("launch_bound") for c in cells for r in c["providers"].values()):
+        print("  * the CPU could not keep ahead of the GPU: the time holds launch overhead too")
+
+
+def key(cell: Json) -> tuple[object, ...]:
+    """What identifies a cell of a result file."""
+    return tuple(cell[k] for k in Cell.__dataclass_fields__)
+
+
+def main() -> int:
+    """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
+    args = parse()
+    torch.manual_seed(args.seed)
+    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
+    cells = list(grid(args))
+    if not cells:
+        raise SystemExit("no cell left: see --filter, --causal, --full, --fwd, --bwd")
+    providers, missing = collect(args.variants, args.peers)
+    bench = Bench(args, providers)
+    path = common.result_path(bench.device, "compare.json", args.out)
+    result = common.describe_setup(bench.device) | {
+        "method": METHOD,
+        "extra_bytes": common.EXTRA_MEMORY,
+        "not_importable": missing,
+        "labels": {p.name: p.label for p in providers},
+    }
+    old = common.read_json(path)
+    kept = {key(c): c for c in old["cells"]} if old and common.same_setup(old, result) else {}
+    if old and kept:
+        result["labels"] = old["labels"] | result["labels"]
+
+    measured: list[Json] = []
+    shapes: dict[Cell, list[Cell]] = {}
+    for cell in cells:
+        shapes.setdefault(Cell(**(asdict(cell) | {"direction": "forward"})), []).append(cell)
+
+    def run() -> Iterator[tuple[Cell, Json]]:
+        for same_shape in shapes.values():
+            yield from bench.shape(same_shape)
+            bench.release()  # one shape's graphs must not crowd out the next
+
+    try:
+        for cell, results in common.progress(run(), len(cells), "cells"):
+            measured.append(asdict(cell) | {"date": common.now(), "providers": results})
+    finally:  # also what an interrupted run has measured
+        kept |= {key(c): c for c in measured}
+        if bench.device.type == "cuda":
+            result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
+        try:
+            result["support"] = probe(bench.device)
+        except Exception as error:  # a kernel that broke the device must not cost the results
+            say(f"no support table: {common.first_line(error)}")
+        common.write_json(path, result | {"cells": sorted(kept.values(), key=key)})
+    print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
+    print_tables(measured, providers, args.brief)
+    for name, reason in missing.items():
+        print(f"  not importable: {name}: {reason}")
+    print(f"\nwritten: {path}")
+    bad = [c for c in measured for p in providers
+           if p.ours and (r := c["providers"][p.name]).get("skipped")
+           and "--skip-slow" not in r["skipped"]]  # fmt: skip
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

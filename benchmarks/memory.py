@@ -1,0 +1,157 @@
+"""Peak extra memory of attention, forward and backward, from S = 1k to 64k.
+
+    python benchmarks/memory.py               # on the GPU
+    python benchmarks/memory.py --device cpu  # shorter sequences, the CPU kernels
+
+For each variant the growth is fitted: the exponent is the slope of log(bytes) over log(S), and
+must stay under 1.1 (the papers' O(N) extra memory); standard attention's is near 2. Results go to
+benchmarks/results/<device>/memory.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import common
+import torch
+from common import Json
+from providers import PEERS, VARIANTS, Provider, Workload, collect
+
+EXPONENT_LIMIT = 1.1
+DIRECTIONS = {
+    "forward": "one forward call without gradients",
+    "backward": "one backward call, on a graph that was built before",
+    "both": "a forward call and its backward call, with what is saved between them",
+}
+
+
+class Growth(NamedTuple):
+    """A fit of peak extra memory over the sequence length."""
+
+    exponent: float  # slope of log(bytes) over log(S): 1 is linear, 2 quadratic
+    bytes_per_token: float  # at the longest sequence measured
+
+
+def fit(points: dict[int, int]) -> Growth:
+    """Least squares in log-log over {S: bytes}; needs two lengths."""
+    xs = [math.log(s) for s in points]
+    ys = [math.log(max(b, 1)) for b in points.values()]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    slope /= sum((x - mean_x) ** 2 for x in xs)
+    longest = max(points)
+    return Growth(round(slope, 4), round(points[longest] / longest, 1))
+
+
+def prepare(
+    work: Workload, provider: Provider, direction: str, causal: bool
+) -> Callable[[], object]:
+    """The call whose memory is measured."""
+    if direction == "forward":
+        return work.forward(provider, causal)
+    if direction == "backward":
+        return work.backward(provider, causal)
+    return lambda: work.backward(provider, causal)()
+
+
+def measure(
+    provider: Provider,
+    direction: str,
+    seqlens: list[int],
+    args: argparse.Namespace,
+    device: torch.device,
+) -> Json:
+    """Bytes per sequence length, until a length no longer fits or runs, and the fit."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    points: dict[int, int] = {}
+    stopped = None
+    for seqlen in seqlens:
+        work = Workload((1, seqlen, args.heads, args.d), dtype, device)
+        try:
+            call = prepare(work, provider, direction, args.causal)
+            call()  # the first call may set up what stays, such as a library's workspace
+            gc.collect()
+            points[seqlen] = common.peak_extra_memory(call, device)
+        except Exception as error:
+            stopped = f"S = {seqlen}: {common.first_line(error)}"
+            break
+        finally:
+            call = None
+            del work
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    growth = fit(points)._asdict() if len(points) > 1 else {}
+    return {"bytes": points, **growth} | ({"stopped": stopped} if stopped else {})
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--peers", nargs="*", default=["standard"], choices=list(PEERS))
+    add("--d", type=int, default=128, help="head dim")
+    add("--heads", type=int, default=4)
+    add("--causal", action=argparse.BooleanOptionalAction, default=True)
+    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 64k")
+    add("--out", help="result file, default benchmarks/results/<device>/memory.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run; the exit status is 1 if a variant's memory was not measured to grow linearly."""
+    args = parse()
+    device = torch.device(args.device)
+    top = 16 if device.type == "cuda" else 12  # 2^16 = 64k
+    seqlens = sorted(args.s or [1 << n for n in range(top - 6, top + 1)])
+    providers, missing = collect(args.variants, args.peers)
+    torch.manual_seed(0)
+    result = common.describe_setup(device) | {
+        "shape": {"batch": 1, "heads": args.heads, "d": args.d, "causal": args.causal},
+        "definition": common.EXTRA_MEMORY,
+        "directions": DIRECTIONS,
+        "not_importable": missing,
+        "exponent_limit": EXPONENT_LIMIT,
+        "labels": {p.name: p.label for p in providers},
+    }
+    jobs = [(provider, direction) for provider in providers for direction in DIRECTIONS]
+    providers_results: Json = {p.name: {} for p in providers}
+    for provider, direction in common.progress(jobs, len(jobs), "memory"):
+        providers_results[provider.name][direction] = measure(
+            provider, direction, seqlens, args, device
+        )
+    path = common.result_path(device, "memory.json", args.out)
+    common.write_json(path, result | {"providers": providers_results})
+    # Read back, so that what is asserted is what the file says.
+    measured = (common.read_json(path) or {})["providers"]
+
+    print(f"{result['device']}, source {result['digest']}: peak extra memory in MiB")
+    print(f"  {'S':<32}" + "".join(f"{s:>9}" for s in seqlens) + "  exponent  bytes/token")
+    not_linear = []
+    for provider, direction in jobs:
+        row = measured[provider.name][direction]
+        cells = [row["bytes"].get(str(s)) for s in seqlens]
+        line = "".join(f"{'-' if b is None else f'{b / 2**20:.1f}':>9}" for b in cells)
+        exponent = row.get("exponent", math.nan)
+        print(f"  {provider.label + ', ' + direction:<32}{line}  {exponent:>8.3f}"
+              f"  {row.get('bytes_per_token', math.nan):>11.0f}")  # fmt: skip
+        if "stopped" in row:
+            print(f"    stopped at {row['stopped']}")
+        if provider.ours and ("stopped" in row or not exponent < EXPONENT_LIMIT):
+            not_linear.append(f"{provider.name} {direction}")
+    print(f"\nwritten: {path}")
+    if not_linear:
+        print(f"NOT LINEAR (exponent {EXPONENT_LIMIT} or more, or stopped): {not_linear}")
+    return 1 if not_linear else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""What compare.py measures: flash_ext's variants and their peers, behind one signature."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import common  # noqa: F401  (makes flash_ext importable from a checkout)
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flash_ext
+import flash_ext.reference
+
+Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v, causal -> out
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of attention. ``attend`` takes and returns its own layout, as views
+    of the same (B, S, H, D) memory: nobody pays for a copy."""
+
+    name: str
+    label: str
+    attend: Attend
+    heads_first: bool = False  # takes (B, H, S, D)
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is one of flash_ext's variants."""
+        return self.name in flash_ext.VARIANTS
+
+    def view(self, x: Tensor) -> Tensor:
+        """(B, S, H, D) to the provider's layout, and back."""
+        return x.transpose(1, 2) if self.heads_first else x
+
+
+def variant(name: str) -> Provider:
+    """A variant of flash_ext, called as a user calls it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return flash_ext.attention(q, k, v, causal=causal, variant=name)
+
+    return Provider(name, f"flash_ext {name}", attend)
+
+
+def sdpa(name: str, label: str, backend: SDPBackend) -> Provider:
+    """One backend of torch's scaled_dot_product_attention."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with sdpa_kernel([backend]):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return Provider(name, label, attend, heads_first=True)
+
+
+@functools.lru_cache(maxsize=1)
+def causal_mask(seqlen: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(S, S): -inf where key j is hidden from query i, else 0; made once, in the untimed calls."""
+    return torch.full((seqlen, seqlen), -torch.inf, dtype=dtype, device=device).triu(1)
+
+
+def standard() -> Provider:
+    """Standard attention in three passes over HBM, in the inputs' type: S = QK', softmax, PV.
+
+    Leaner than flash_ext.reference, which computes lse too and minds fully masked rows, so that
+    no ratio is flattered: the scale goes into Q, and the mask is added in place, which the
+    backward pass has nothing to do for.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        scores = (q * q.shape[-1] ** -0.5).transpose(1, 2) @ k.permute(0, 2, 3, 1)
+        if causal:
+            scores += causal_mask(q.shape[1], q.dtype, q.device)
+        return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+    return Provider("standard", "standard attention", attend)
+
+
+def package(name: str, label: str, module: str) -> Provider:
+    """flash_attn_func of a flash-attn package. Raises ImportError where it is not installed."""
+    function = importlib.import_module(module).flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        result = function(q, k, v, causal=causal)
+        return result[0] if isinstance(result, tuple) else result
+
+    return Provider(name, label, attend)
+
+
+VARIANTS: dict[str, Callable[[], Provider]] = {
+    name: (lambda name=name: variant(name)) for name in flash_ext.VARIANTS
+}
+PEERS: dict[str, Callable[[], Provider]] = {
+    "flash": lambda: sdpa("flash", "SDPA flash", SDPBackend.FLASH_ATTENTION),
+    "cudnn": lambda: sdpa("cudnn", "SDPA cuDNN", SDPBackend.CUDNN_ATTENTION),
+    "efficient": lambda: sdpa("efficient", "SDPA efficient", SDPBackend.EFFICIENT_ATTENTION),
+    "standard": standard,
+    "flash_attn_2": lambda: package("flash_attn_2", "flash-attn 2", "flash_attn"),
+    "flash_attn_3": lambda: package("flash_attn_3", "flash-attn 3", "flash_attn_interface"),
+    "flash_attn_4": lambda: package("flash_attn_4", "flash-attn 4", "flash_attn.cute"),
+}
+
+
+def collect(variants: list[str], peers: list[str]) -> tuple[list[Provider], dict[str, str]]:
+    """The providers asked for, and for each package that is not importable the reason."""
+    found, missing = [], {}
+    for name in variants:
+        found.append(VARIANTS[name]())
+    for name in peers:
+        try:
+            found.append(PEERS[name]())
+        except Exception as error:  # a broken package fails in its own ways on import
+            missing[name] = common.first_line(error)
+    return found, missing
+
+
+class Workload:
+    """Fresh random inputs of one shape, and the exact results to hold every provider against."""
+
+    CHUNK_BYTES = 1 << 30  # of one float32 score matrix, while computing the exact results
+    BLOCK = 64  # rows per block of the block-wise error
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(shape, dtype=dtype, device=device) for _ in range(4)
+        )
+
+    def forward(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
+        """The forward call to be timed; it returns out as (B, S, H, D)."""
+        q, k, v = (provider.view(x) for x in (self.q, self.k, self.v))
+
+        def call() -> Tensor:
+            with torch.no_grad():
+                return provider.view(provider.attend(q, k, v, causal))
+
+        return call
+
+    def backward(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
+        """The backward call to be timed, on a graph built here; it returns dq, dk, dv."""
+        leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
+        out = provider.attend(*leaves, causal)
+        dout = provider.view(self.dout)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
+        """out, or out, dq, dk, dv, of standard attention in float32, each (B, S, H, D)."""
+        batch, seqlen, heads, width = self.q.shape
+        # One head per batch entry, so that a chunk may hold any number of heads.
+        inputs = [
+            x.transpose(1, 2).reshape(batch * heads, seqlen, 1, width)
+            for x in (self.q, self.k, self.v, self.dout)
+        ]
+        step = max(1, self.CHUNK_BYTES // (4 * seqlen * seqlen))
+        results = [torch.empty_like(inputs[0], dtype=torch.float32) for _ in range(4)]
+        for first in range(0, batch * heads, step):
+            part = slice(first, first + step)
+            q, k, v, dout = (x[part].float().requires_grad_(gradients) for x in inputs)
+            out = flash_ext.reference.attention(q, k, v, causal=causal)[0]
+            results[0][part] = out.detach()
+            if gradients:
+                for result, grad in zip(
+                    results[1:], torch.autograd.grad(out, (q, k, v), dout), strict=True
+                ):
+                    result[part] = grad
+        return [
+            x.view(batch, heads, seqlen, width).transpose(1, 2)
+            for x in (results if gradients else results[:1])
+        ]
+
+
+def relative_error(got: Tensor, want: Tensor, block: int = Workload.BLOCK) -> tuple[float, float]:
+    """Frobenius error of (B, S, H, D) tensors relative to ``want``: of the whole, and of the
+    worst block of 64 rows of one head, where a single wrong tile shows. NaN counts as infinite."""
+    pad = -want.shape[1] % block
+
+    def block_squares(x: Tensor) -> Tensor:
+        rows = x.float().square().sum(-1)  # (B, S, H)
+        return torch.nn.functional.pad(rows, (0, 0, 0, pad)).unflatten(1, (-1, block)).sum(2)
+
+    wrong, size = block_squares(got.float() - want), block_squares(want)
+    # A block that is all zeros by rights (dq of a first row) is measured against the average.
+    floor = size.mean() * 1e-2 + 1e-30
+    whole = (wrong.sum() / (size.sum() + 1e-30)).sqrt()
+    worst = (wrong / size.clamp_min(floor)).max().sqrt()
+    errors = torch.stack([whole, worst]).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(errors[0]), float(errors[1])

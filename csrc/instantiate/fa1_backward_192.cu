@@ -1,0 +1,3 @@
+#include "../kernels/fa1_backward.cuh"
+
+template cudaError_t flash_ext::fa1_backward<192>(flash_ext::BackwardParams, cudaStream_t);

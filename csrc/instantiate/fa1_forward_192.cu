@@ -1,0 +1,3 @@
+#include "../kernels/fa1_forward.cuh"
+
+template cudaError_t flash_ext::fa1_forward<192>(flash_ext::ForwardParams, cudaStream_t);

@@ -1,0 +1,113 @@
+// FlashAttention-1 backward (Dao et al. 2022, algorithm 4).
+//
+// Loop order: one CTA per (batch, KV head), sequential over KV tiles; inner loop over the Q tiles
+// that see the KV tile, for each query head of the group. dQ is read from and written to HBM, in
+// float32, at every step; delta = rowsum(dO * O) is computed anew at every step. Only this CTA ever
+// touches its heads' dQ, so there are no atomics and the result is deterministic by construction.
+// The steps, warps and shared memory are those of backward_tile.cuh.
+//
+// Barriers, per Q tile: the first says that its Q, dO, lse and delta are there for all threads and
+// that all warps have left the tile before; the second (in accumulate_dk_dv) that dS is complete.
+#pragma once
+
+#include "backward_delta.cuh"
+
+namespace flash_ext {
+
+// lse and delta of a Q tile from O, dO and the forward's lse.
+template <class Config>
+__device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& cta, int head_q,
+                                                   int q_tile, int stage) {
+#pragma unroll 1  // registers are scarce here
+    for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
+        const RowStatistics statistics = row_statistics<Config>(cta.params, cta.sequence, head_q,
+                                                                q_tile * Config::kBlockQ + row);
+        if (lane_id() == 0) {
+            cta.lse(stage)[row] = statistics.lse_log2;
+            cta.delta(stage)[row] = statistics.delta;
+        }
+    }
+}
+
+// Line 21: dQ_i to HBM after adding to what is there.
+template <class Config>
+__device__ __forceinline__ void update_dq(const typename Config::DQ& rdQ, float* accum) {
+#pragma unroll
+    for (int m = 0; m < Config::DQ::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Config::DQ::kN; ++n) {
+            auto* target = reinterpret_cast<float4*>(accum + dq_fragment<Config>(m, n));
+            const float (&x)[4] = rdQ.v[m][n];
+            const float4 old = *target;
+            *target = make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]);
+        }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    fa1_backward_kernel(const __grid_constant__ BackwardParams params) {
+    using Tile = BackwardTile<Config>;
+    const int head_k = blockIdx.x % params.heads_k;
+    const int batch = blockIdx.x / params.heads_k;
+    const int seqlen_k = sequence_of<Config::kGeneral>(params, batch).seqlen_k;
+    const int group = params.heads_q / params.heads_k;
+    const int kv_tiles = ceil_div(seqlen_k, Config::kBlockKV);
+
+    for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
+        // Made anew for each KV tile: what the inner loop does not need is not carried through it.
+        const Tile cta(params, ptx::not_hoisted(batch), ptx::not_hoisted(head_k));
+        const int first_key = kv_tile * Config::kBlockKV;
+        const Interval q_tiles = tiles_of(
+            cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
+        typename Tile::Gradient rdK;
+        typename Tile::Gradient rdV;
+        rdK.clear();
+        rdV.clear();
+        QTileWalk walk(q_tiles, head_k * group, group);
+        __syncthreads();  // dK and dV of the KV tile before have left shared memory
+        cta.load_kv(first_key);
+        if (!walk.done()) {
+            cta.load_q_do(walk.head, walk.q_tile, walk.stage);
+            compute_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
+        }
+        ptx::cp_async_commit();
+
+        while (!walk.done()) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // this Q tile is there; all warps have left the one before
+            const QTileWalk next = walk.next();
+            if (!next.done()) {
+                cta.load_q_do(next.head, next.q_tile, next.stage);
+                compute_statistics<Config>(cta, next.head, next.q_tile, next.stage);
+            }
+            ptx::cp_async_commit();
+
+            cta.accumulate_dk_dv(rdK, rdV, walk.head, walk.q_tile, first_key, walk.stage);
+            cta.compute_dq(walk.head, walk.q_tile,
+                           [](const auto& rdQ, float* accum) { update_dq<Config>(rdQ, accum); });
+            walk = next;
+        }
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // all warps have left the K and V tiles
+        cta.store_dk_dv(rdK, rdV, first_key);
+    }
+}
+
+template <int kHeadDim>
+cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
+        using Config = BackwardConfig<decltype(element), kHeadDim, features.value,
+                                      tuning::fa1_backward(kHeadDim)>;
+        const int64_t q_tile_count = int64_t{params.q_tiles} * params.heads_q * params.batch;
+        status = cudaMemsetAsync(params.dq_accum, 0,
+                                 q_tile_count * Config::kDQTileFloats * sizeof(float), stream);
+        if (status == cudaSuccess)
+            status = launch_kernel(fa1_backward_kernel<Config>, params.heads_k * params.batch,
+                                   Config::kThreads, Config::kSharedBytes, params, stream);
+        if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+    });
+    return status;
+}
+
+}  // namespace flash_ext

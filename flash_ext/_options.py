@@ -1,0 +1,51 @@
+"""The options of the ops, laid down once: the schema string and every check derive from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+VARIANTS = ("fa1", "fa2")
+"""Every variant, oldest first. `torch.ops.flash_ext.check` returns an index into this tuple."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Keyword options of `torch.ops.flash_ext.fwd`, `bwd` and `check`, with their defaults.
+
+    See `flash_ext.attention` for their meaning. There, `window` is one pair and the rest is alike.
+    """
+
+    scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    dropout_p: float = 0.0
+    rng_state: Tensor | None = None
+    deterministic: bool = False
+    variant: str = "auto"
+
+
+# The keys are the annotations above as written: `annotations` from __future__ keeps them as text.
+_SCHEMA_TYPES = {
+    "float": "float",
+    "float | None": "float?",
+    "bool": "bool",
+    "int": "int",
+    "str": "str",
+    "Tensor | None": "Tensor?",
+}
+
+
+def schema_options() -> str:
+    """The options as the keyword-only part of an op schema: "*, float? scale=None, …"."""
+    parts = (f"{_SCHEMA_TYPES[str(f.type)]} {f.name}={f.default!r}" for f in fields(Options))
+    return "*, " + ", ".join(parts)

@@ -1,0 +1,97 @@
+"""The dropout mask: a pure function of (seed, offset, batch, head, row, column).
+
+Every variant on every device drops the same elements. Random bits come from Philox4x32-10 (Salmon
+et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): one call gives eight 16-bit
+numbers, which serve rows {i, i + 8} and columns {j, j + 1, j + 8, j + 9} of a 16 × 16 tile. That
+is what one thread holds in the accumulators of two tensor-core instructions, so a CUDA thread needs
+one call for its eight elements and no exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def _keep_threshold(dropout_p: float) -> int:
+    """Entries whose 16-bit number is below this are kept. At least 1, so the scale is finite."""
+    return max(1, round((1 - dropout_p) * 65536))
+
+
+def keep_scale(dropout_p: float) -> float:
+    """What kept entries are multiplied by: one over the exact probability of being kept."""
+    return 65536 / _keep_threshold(dropout_p)
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of the 64-bit product. int64 wraps around, which keeps all its bits."""
+    product = a * b
+    return (product >> 32) & _LOW32, product & _LOW32
+
+
+def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 on 32-bit numbers held in int64 tensors, which broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW32, (k1 + _KEY_STEPS[1]) & _LOW32
+    return c0, c1, c2, c3
+
+
+def keep_tile(
+    rng_state: Tensor,
+    dropout_p: float,
+    batch: int,
+    heads: int,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> Tensor:
+    """The part of `keep_mask` for the given half-open ranges of rows and columns."""
+    device = rng_state.device
+    (i0, i1), (j0, j1) = rows, columns
+    # Whole 16 × 16 tiles first; what lies outside the ranges is cut off at the end.
+    tile_i0, tile_j0 = i0 // 16, j0 // 16
+    tiles_i, tiles_j = -(-i1 // 16) - tile_i0, -(-j1 // 16) - tile_j0
+
+    seed, offset = rng_state[0], rng_state[1]
+    key = (seed & _LOW32, ((seed >> 32) ^ (offset >> 32)) & _LOW32)
+    c0 = torch.arange(tile_j0 * 4, (tile_j0 + tiles_j) * 4, device=device)
+    c1 = torch.arange(tile_i0 * 8, (tile_i0 + tiles_i) * 8, device=device).unsqueeze(1)
+    c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1)
+    words = torch.stack(torch.broadcast_tensors(*_philox((c0, c1, c2, offset & _LOW32), key)), -1)
+
+    # Half-word n of the eight, low half of a word first, belongs to row half n / 4, column half
+    # n / 2 % 2 and column parity n % 2.
+    u16 = torch.stack((words & 0xFFFF, words >> 16), -1)
+    u16 = u16.view(batch, heads, tiles_i, 8, tiles_j, 4, 2, 2, 2)
+    # → (batch, heads, i / 16, i / 8 % 2, i % 8, j / 16, j / 8 % 2, j % 8 / 2, j % 2)
+    keep = (u16 < _keep_threshold(dropout_p)).permute(0, 1, 2, 6, 3, 4, 7, 5, 8)
+    keep = keep.reshape(batch, heads, tiles_i * 16, tiles_j * 16)
+    row, column = i0 - tile_i0 * 16, j0 - tile_j0 * 16
+    return keep[:, :, row : row + i1 - i0, column : column + j1 - j0]
+
+
+def keep_mask(
+    rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int
+) -> Tensor:
+    """Which entries of P dropout keeps.
+
+    Args:
+        rng_state: int64, shape (2,): seed and offset.
+        dropout_p: the probability of dropping, 0 <= dropout_p < 1; it is rounded to 1/65536.
+        batch, heads: B and Hq, the number of query heads.
+        seqlen_q, seqlen_k: Sq and Sk.
+
+    Returns:
+        bool, shape (B, Hq, Sq, Sk), on rng_state's device; true where the entry is kept, and is
+        then multiplied by `keep_scale(dropout_p)`.
+    """
+    return keep_tile(rng_state, dropout_p, batch, heads, (0, seqlen_q), (0, seqlen_k))

@@ -1,0 +1,87 @@
+"""Which variant runs for these inputs, and why not the others."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from ._options import VARIANTS
+from .functional import attention
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str()` of it is meant to be read."""
+
+    variant: str | None
+    """The variant that `attention` runs, or None where it raises."""
+
+    reasons: dict[str, str | None]
+    """For every variant: None if it runs, else why it does not."""
+
+    device: str
+    """Where the inputs are, for example "cuda:0 (NVIDIA H200)"."""
+
+    binary: str
+    """Whether the CUDA kernels are loaded, and if not, what to do."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"flash_ext runs: {self.variant or 'nothing'}",
+            f"device:         {self.device}",
+            f"CUDA kernels:   {self.binary}",
+        ]
+        lines += [f"{name}: {reason or 'runs'}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def _try(q: Tensor, k: Tensor, v: Tensor, variant: str, options: dict[str, Any]) -> str | None:
+    """None if this variant runs, else why not."""
+    try:
+        ops.check(q, k, v, **options, variant=variant)
+    except (ValueError, RuntimeError) as error:
+        # Errors from C++ add the place in the source: before the message and on later lines.
+        first_line = str(error).partition("\n")[0]
+        return first_line[max(first_line.find("flash_ext:"), 0) :].removeprefix("flash_ext: ")
+    return None
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
+    """Say what `flash_ext.attention(q, k, v, **options)` would run, without running it.
+
+    Args:
+        q, k, v, options: as for `flash_ext.attention`. Here q, k, v may hold anything: only their
+            shapes, strides, dtypes and devices count.
+
+    Returns:
+        An `Explanation`: print it, or read its fields.
+
+    Raises:
+        TypeError: an option that `flash_ext.attention` does not have.
+    """
+    inspect.signature(attention).bind(q, k, v, **options)  # refuses unknown options
+    wanted = options.pop("variant", "auto")
+    options.pop("return_lse", None)
+    options["window_left"], options["window_right"] = options.pop("window", (-1, -1))
+    if options.get("deterministic") is None:
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if options.get("dropout_p", 0.0) > 0 and options.get("rng_state") is None:
+        options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
+
+    reasons = {name: _try(q, k, v, name, options) for name in VARIANTS}
+    chosen = _try(q, k, v, wanted, options) is None
+    return Explanation(
+        variant=VARIANTS[ops.check(q, k, v, **options, variant=wanted)] if chosen else None,
+        reasons=reasons,
+        device=_device_name(q.device),
+        binary=ops.cuda_missing or "loaded",
+    )

@@ -1,0 +1,214 @@
+"""The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`: schemas, fake kernels, autograd, kernels.
+
+    fwd(q, k, v, *, options) -> (out, lse)
+    bwd(dout, dlse?, q, k, v, out, lse, *, options) -> (dq, dk, dv, dbias, dsink)
+    check(q, k, v, *, options) -> int    the index in VARIANTS of what fwd would run, or its error
+
+Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out like q with Dv, lse (B, Hq, Sq);
+dbias and dsink are of shape (0,) where there is no bias or sink. lse is float32 (float64 for
+float64, which only the CPU kernels take) and the natural logarithm. The options are those of
+`flash_ext._options.Options`.
+
+The schemas are defined here, so fake and CPU kernels need no binary. The CUDA kernels come from
+`_C.abi3.so`, if it was built.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from . import tiled
+from ._checks import check_backward, check_forward, statistics_dtype
+from ._options import VARIANTS, Options, schema_options
+
+_BINARY = Path(__file__).with_name("_C.abi3.so")
+_HOW_TO_BUILD = (
+    "Where nvcc is on PATH or in $CUDA_HOME, type this in the source folder: "
+    "pip install --no-build-isolation ."
+)
+
+# Tensor arguments whose gradient an op computes, beside q, k and v.
+_DIFFERENTIABLE_OPTIONS = ("bias", "sink")
+
+_library = Library("flash_ext", "DEF")
+
+
+def _define(signature: str, returns: str, tags: tuple[torch.Tag, ...] = ()) -> Any:
+    name = signature.partition("(")[0]
+    _library.define(f"{signature}, {schema_options()}) -> {returns}", tags=tags)
+    return getattr(torch.ops.flash_ext, name).default
+
+
+_TRACEABLE = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+fwd = _define("fwd(Tensor q, Tensor k, Tensor v", "(Tensor out, Tensor lse)", _TRACEABLE)
+bwd = _define(
+    "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    _TRACEABLE,
+)
+# Asks the device what it can do, so it has no fake kernel: it is never part of a graph.
+check = _define("check(Tensor q, Tensor k, Tensor v", "int")
+
+
+# --- Fake kernels: shapes, dtypes and strides only ---
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[3]))
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=statistics_dtype(q.dtype))
+    return out, lse
+
+
+def _bwd_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    inputs = (q, k, v, *(options.get(name) for name in _DIFFERENTIABLE_OPTIONS))
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+register_fake("flash_ext::fwd", _fwd_fake, lib=_library)
+register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
+
+
+# --- Autograd ---
+# torch.library.register_autograd refuses ops with keyword-only tensors, so this registers the two
+# autograd.Functions itself, in the same way.
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, keyset: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The trailing arguments are the differentiable options, for autograd to see them."""
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = fwd.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, **options)
+        ctx.tensor_options = [n for n, x in options.items() if isinstance(x, Tensor)]
+        ctx.other_options = {n: x for n, x in options.items() if n not in ctx.tensor_options}
+        ctx.save_for_backward(q, k, v, out, lse, *(options[n] for n in ctx.tensor_options))
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse = grads
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        options = ctx.other_options | dict(zip(ctx.tensor_options, tensors, strict=True))
+        if dout is None:
+            dout = torch.zeros_like(out)
+        elif dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
+        optional = zip(_DIFFERENTIABLE_OPTIONS, (dbias, dsink), strict=True)
+        return (None, None, dq, dk, dv, *(d if n in options else None for n, d in optional))
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, options: dict[str, Any], *tensors: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return bwd.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise RuntimeError(
+            "flash_ext: the gradient of a gradient is not supported; "
+            "flash_ext.reference.attention is differentiable any number of times"
+        )
+
+
+def _fwd_autograd(keyset: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    differentiable = [options.get(name) for name in _DIFFERENTIABLE_OPTIONS]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *differentiable):
+        return _Forward.apply(  # type: ignore[no-untyped-call]
+            keyset, options, q, k, v, *differentiable
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return fwd.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, **options)
+
+
+def _bwd_autograd(keyset: Any, *tensors: Any, **options: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        return _Backward.apply(keyset, options, *tensors)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return bwd.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **options)
+
+
+_library.impl("fwd", _fwd_autograd, "Autograd", with_keyset=True)
+_library.impl("bwd", _bwd_autograd, "Autograd", with_keyset=True)
+
+
+# --- CPU kernels ---
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    options = Options(**given)
+    return tiled.FORWARD[check_forward(q, k, v, options)](q, k, v, options)
+
+
+def _bwd_cpu(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **given: Any,
+) -> tuple[Tensor, ...]:
+    options = Options(**given)
+    variant = check_backward(dout, dlse, q, k, v, out, lse, options)
+    gradients = tiled.BACKWARD[variant](dout, dlse, q, k, v, out, lse, options)
+    return (*gradients, q.new_empty(0), q.new_empty(0))
+
+
+def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> int:
+    return VARIANTS.index(check_forward(q, k, v, Options(**given)))
+
+
+_library.impl("fwd", _fwd_cpu, "CPU")
+_library.impl("bwd", _bwd_cpu, "CPU")
+_library.impl("check", _check_cpu, "CPU")
+
+
+# --- CUDA kernels ---
+
+
+def _load_binary() -> str | None:
+    """Load the CUDA kernels. Returns why they are missing, None where they are there."""
+    if not _BINARY.exists():
+        return f"not built. {_HOW_TO_BUILD}"
+    try:
+        torch.ops.load_library(_BINARY)
+    except OSError as error:
+        return f"built, but they do not load: {error}. To rebuild them: {_HOW_TO_BUILD}"
+    return None
+
+
+cuda_missing = _load_binary()
+"""In what state the CUDA kernels are, and what to do; None where they are loaded."""
+
+
+def _cuda_unavailable(*tensors: Any, **options: Any) -> NoReturn:
+    raise RuntimeError(f"flash_ext: the CUDA kernels are {cuda_missing}")
+
+
+if cuda_missing is not None:
+    for _name in ("fwd", "bwd", "check"):
+        _library.impl(_name, _cuda_unavailable, "CUDA")

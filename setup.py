@@ -1,0 +1,178 @@
+"""Builds flash_ext/_C.abi3.so, the CUDA kernels; everything static is in pyproject.toml.
+
+The binary uses only libtorch's stable ABI and defines no Python module (it is loaded with
+torch.ops.load_library), so one build serves every Python >= 3.10 and torch >= 2.11, CPU-only
+torch included. Without nvcc the package installs pure, with the CPU kernels.
+
+Environment variables:
+  FLASH_EXT_SKIP_CUDA=1   install without the CUDA kernels
+  FLASH_EXT_CUDA_ARCHS    targets, default "80+PTX;90a" ("+PTX" adds PTX for later GPUs)
+  FLASH_EXT_STRICT=0      ptxas warnings (spills, local memory, ...) no longer fail the build
+  CUDA_HOME               the CUDA toolkit; if set, no other is tried
+  PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
+  MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets at once (default: 2)
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).resolve().parent
+STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
+
+
+def find_cuda_home() -> Path | None:
+    """The CUDA toolkit: $CUDA_HOME, else where the nvcc on PATH lives, else /usr/local/cuda.
+
+    A toolkit needs bin/nvcc and include/cuda_runtime.h. The nvcc on PATH may be a script or a
+    link in a folder without headers, so nvcc itself is asked for its home.
+    """
+    candidates = []
+    if os.environ.get("CUDA_HOME"):
+        candidates = [Path(os.environ["CUDA_HOME"])]
+    else:
+        if nvcc := shutil.which("nvcc"):
+            dryrun = subprocess.run(
+                [nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"], capture_output=True, text=True
+            )
+            if home := re.search(r"^#\$ _HERE_=(.+)/bin$", dryrun.stderr, re.MULTILINE):
+                candidates.append(Path(home[1]))
+            candidates.append(Path(nvcc).resolve().parent.parent)
+        candidates.append(Path("/usr/local/cuda"))
+    for home in candidates:
+        if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
+            return home
+    return None
+
+
+def gencode_flags(archs: str) -> list[str]:
+    """Turns "80+PTX;90a" into nvcc flags; their presence switches off torch's own guess."""
+    flags = []
+    for arch in re.split(r"[;,\s]+", archs.strip("; ,")):
+        if not re.fullmatch(r"\d+[af]?(\+PTX)?", arch):
+            sys.exit(f"flash_ext: FLASH_EXT_CUDA_ARCHS must be like '80+PTX;90a', got {archs!r}")
+        number = arch.removesuffix("+PTX")
+        code = f"sm_{number}" if number == arch else f"[sm_{number},compute_{number}]"
+        flags.append(f"-gencode=arch=compute_{number},code={code}")
+    return flags
+
+
+def find_files(*patterns: str) -> list[str]:
+    """The files of the repository that match, relative to its root and in a fixed order."""
+    return sorted(str(path.relative_to(ROOT)) for glob in patterns for path in ROOT.glob(glob))
+
+
+def run_ninja(build_directory: str, *_: object, **__: object) -> None:
+    """Stands in for torch's, which shows 2,000 characters a file and ends in a traceback."""
+    ninja_file = Path(build_directory, "build.ninja")
+    text = ninja_file.read_text()
+    for rule, tool in ("compile", "c++"), ("cuda_compile", "nvcc"):
+        text = text.replace(f"rule {rule}\n", f"rule {rule}\n  description = {tool} $in\n")
+    ninja_file.write_text(text)
+    sys.stdout.flush()
+    ninja = subprocess.run(["ninja", "-j", os.environ["MAX_JOBS"]], cwd=build_directory)
+    if ninja.returncode != 0:
+        sys.exit("flash_ext: the CUDA kernels did not compile, see above")
+
+
+def cuda_options(cuda_home: Path) -> dict:
+    """The arguments of setup() that add the extension."""
+    os.environ["CUDA_HOME"] = str(cuda_home)  # else torch looks for it, and warns
+    try:
+        import torch
+        from torch.utils import cpp_extension as cpp
+    except ImportError:
+        sys.exit(
+            "flash_ext: building the CUDA kernels needs the torch of your environment; use:"
+            " pip install --no-build-isolation ."
+        )
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version is None or tuple(map(int, version.groups())) < (2, 11):
+        sys.exit(f"flash_ext: torch must be 2.11 or newer, got {torch.__version__}")
+    if not shutil.which("ninja"):  # pip put it beside a Python that was called by its path
+        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
+    if not cpp.is_ninja_available():
+        sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
+
+    # A CPU-only torch forgets CUDA_HOME, and without torch.version.cuda nvcc gets no depfiles.
+    # The binary carries its own CUDA runtime, so the version that torch was built with is no
+    # matter, and torch's check of it is satisfied with nvcc's version.
+    nvcc = str(cuda_home / "bin/nvcc")
+    release = re.search(
+        r"release (\d+\.\d+)", subprocess.check_output([nvcc, "--version"], text=True)
+    )
+    cpp.CUDA_HOME = str(cuda_home)
+    torch.version.cuda = release[1] if release else "13.0"
+    compiler = os.environ.get("PYTORCH_NVCC", shlex.quote(nvcc))
+    guard = shlex.join([sys.executable, str(ROOT / "csrc/nvcc_strict.py")])
+    os.environ["PYTORCH_NVCC"] = f"{guard} {compiler}"
+    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    os.environ.setdefault("NINJA_STATUS", "[%f/%t, %e s] ")
+
+    cpp._run_ninja_build = run_ninja
+
+    class BuildExtension(cpp.BuildExtension):
+        def build_extensions(self) -> None:
+            super().build_extensions()
+            sys.path.insert(0, str(ROOT / "csrc"))
+            import nvcc_strict
+
+            objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
+            nvcc_strict.report(objects, ROOT / "build/ptxas.log")
+
+    common = ["-O3", "-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
+    nvcc_flags = [
+        *common,
+        *gencode_flags(os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a"),
+        "-lineinfo",
+        "--expt-relaxed-constexpr",
+        "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
+        "-Xcompiler=-fvisibility=hidden",
+        f"--threads={os.environ.get('NVCC_THREADS') or 2}",
+    ]
+    sources = find_files("csrc/*.cpp", "csrc/instantiate/*.cu")
+    extension = Extension(
+        "flash_ext._C",
+        sources,
+        depends=find_files("csrc/**/*.h", "csrc/**/*.cuh", "csrc/*.py"),
+        language="c++",
+        py_limited_api=True,
+        include_dirs=[str(ROOT / "csrc"), *cpp.include_paths("cuda")],
+        library_dirs=cpp.library_paths("cuda"),
+        libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
+        extra_compile_args={"cxx": [*common, "-Wall", "-fvisibility=hidden"], "nvcc": nvcc_flags},
+        # libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
+        # symbol here, so the linker would see no need for libtorch.so.
+        extra_link_args=["-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"],
+    )
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": BuildExtension},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+def build_options() -> dict:
+    if os.environ.get("FLASH_EXT_SKIP_CUDA", "0") not in ("", "0"):
+        why = "FLASH_EXT_SKIP_CUDA is set"
+    elif cuda_home := find_cuda_home():
+        return cuda_options(cuda_home)
+    elif os.environ.get("CUDA_HOME"):
+        why = f"CUDA_HOME={os.environ['CUDA_HOME']} has no bin/nvcc and include/cuda_runtime.h"
+    else:
+        why = "no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda)"
+    if {"build_ext", "bdist_wheel", "editable_wheel", "install"} & set(sys.argv):
+        print(
+            f"flash_ext: {why}: the CUDA kernels are not built, the CPU kernels work",
+            file=sys.stderr,
+        )
+    return {}
+
+
+setup(**build_options())

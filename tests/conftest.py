@@ -1,0 +1,83 @@
+"""Markers, devices and the evidence file.
+
+A test that takes the argument `device` runs once per device: "cpu", and "cuda" under the marker
+`gpu`, which skips, saying why, where there is no GPU or no compiled library.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))  # the helper modules, whatever pytest's import mode
+
+import evidence  # noqa: E402
+
+import flash_ext  # noqa: E402
+
+STARTED = pytest.StashKey[float]()
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+LIBRARY = Path(flash_ext.__file__).resolve().parent / "_C.abi3.so"
+
+
+def why_no_gpu() -> str | None:
+    """None where the GPU tests can run, else the reason they cannot."""
+    if not torch.cuda.is_available():
+        return "no CUDA device, or a torch built without CUDA"
+    if not LIBRARY.exists():
+        return f"the CUDA kernels were not built: there is no {LIBRARY.name} beside flash_ext"
+    return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--evidence",
+        action="store_true",
+        help="after a complete run of the gpu tests (-m gpu), write benchmarks/results/<gpu>/"
+        "tests.json: counts, device, versions and the digest of the source",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device and the compiled library")
+    config.stash[STARTED] = time.time()
+    # The CPU's tensors are small, and with xdist every core has its own process.
+    torch.set_num_threads(1)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    given = [marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")]
+    parametrized = any("device" in (x.split(",") if isinstance(x, str) else x) for x in given)
+    if "device" in metafunc.fixturenames and not parametrized:
+        metafunc.parametrize("device", DEVICES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_no_gpu()
+    if reason:
+        skip = pytest.mark.skip(reason=reason)
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    if not config.option.evidence:
+        return
+    refusal = evidence.why_not_complete(config) or why_no_gpu()
+    if refusal:
+        terminalreporter.write_line(f"evidence not written: {refusal}", red=True)
+        return
+    counts = {
+        outcome: len(terminalreporter.stats.get(outcome, []))
+        for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+    }
+    path = evidence.write_tests(counts, int(exitstatus), time.time() - config.stash[STARTED])
+    terminalreporter.write_line(f"evidence written: {path}")

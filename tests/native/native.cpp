@@ -1,0 +1,157 @@
+// The constexpr code of csrc as a Python module, for tests/test_native.py: masks, tile ranges, the
+// scheduler, shared-memory layout, dropout bits and the lists of variants.h. No CUDA, no torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "dropout.cuh"
+#include "mask.cuh"
+#include "params.h"
+#include "scheduler.cuh"
+#include "tile/swizzle.cuh"
+#include "variants.h"
+
+namespace py = pybind11;
+using namespace flash_ext;
+
+namespace {
+
+using Pair = std::pair<int, int>;
+
+Pair pair_of(Interval interval) { return {interval.begin, interval.end}; }
+Interval interval_of(Pair pair) { return {pair.first, pair.second}; }
+
+// Window sides as the ops take them: -1 is unlimited.
+BandMask band_mask(int seqlen_q, int seqlen_k, int left, int right) {
+    const auto side = [](int window) { return window < 0 ? BandMask::kUnlimited : window; };
+    return {seqlen_q, seqlen_k, side(left), side(right)};
+}
+
+// {columns of a panel, bytes of the tile, byte offset of every (row, chunk)}.
+using Layout = std::tuple<int, int, std::vector<std::vector<int>>>;
+
+template <int kRows, int kCols>
+Layout layout() {
+    using Tile = SharedTile<kRows, kCols>;
+    std::vector<std::vector<int>> offsets(kRows);
+    for (int row = 0; row < kRows; ++row)
+        for (int chunk = 0; chunk < kCols / Tile::kChunk; ++chunk)
+            offsets[row].push_back(Tile::offset(row, chunk));
+    return {Tile::kPanelCols, Tile::kBytes, offsets};
+}
+
+template <int kRows>
+Layout layout_of_width(int cols) {
+    switch (cols) {
+        case 32:
+            return layout<kRows, 32>();
+        case 64:
+            return layout<kRows, 64>();
+        case 96:
+            return layout<kRows, 96>();
+        case 128:
+            return layout<kRows, 128>();
+        case 192:
+            return layout<kRows, 192>();
+        case 256:
+            return layout<kRows, 256>();
+        default:
+            throw py::value_error("no such width");
+    }
+}
+
+// The sequences of a batch: (batch, q_begin, k_begin, seqlen_q, seqlen_k) and the offset of the
+// statistics of its head 1.
+using SequenceFacts = std::tuple<int, int, int, int, int, int64_t>;
+
+template <bool kMayBePacked>
+std::vector<SequenceFacts> sequences(int batch, int heads_q, int seqlen_q, int seqlen_k,
+                                     const std::optional<std::vector<int>>& cu_seqlens_q,
+                                     const std::optional<std::vector<int>>& cu_seqlens_k,
+                                     const std::optional<std::vector<int>>& seqused_k) {
+    AttentionParams params{};
+    params.batch = batch;
+    params.heads_q = heads_q;
+    params.seqlen_q = seqlen_q;
+    params.seqlen_k = seqlen_k;
+    params.cu_seqlens_q = cu_seqlens_q ? cu_seqlens_q->data() : nullptr;
+    params.cu_seqlens_k = cu_seqlens_k ? cu_seqlens_k->data() : nullptr;
+    params.seqused_k = seqused_k ? seqused_k->data() : nullptr;
+    std::vector<SequenceFacts> facts;
+    for (int b = 0; b < batch; ++b) {
+        const Sequence s = sequence_of<kMayBePacked>(params, b);
+        facts.emplace_back(s.batch, s.q_begin, s.k_begin, s.seqlen_q, s.seqlen_k,
+                           statistics_offset(params, s, 1));
+    }
+    return facts;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(flash_ext_native, m) {
+    py::class_<BandMask>(m, "BandMask")
+        .def(py::init(&band_mask))
+        .def("key_range", [](const BandMask& x, int query) { return pair_of(x.key_range(query)); })
+        .def("query_range", [](const BandMask& x, int key) { return pair_of(x.query_range(key)); })
+        .def("keys_of", [](const BandMask& x,
+                           Pair queries) { return pair_of(x.keys_of(interval_of(queries))); })
+        .def("queries_of",
+             [](const BandMask& x, Pair keys) { return pair_of(x.queries_of(interval_of(keys))); })
+        .def("is_full", [](const BandMask& x, Pair queries, Pair keys) {
+            return x.is_full(interval_of(queries), interval_of(keys));
+        });
+    m.def("tiles_of", [](Pair positions, int block) {
+        return pair_of(tiles_of(interval_of(positions), block));
+    });
+    m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
+
+    py::class_<Schedule>(m, "Schedule")
+        .def(py::init([](int tiles, int heads, int batch, int section_heads) {
+            return Schedule{tiles, heads, batch, section_heads};
+        }))
+        .def_readonly("section_heads", &Schedule::section_heads);
+    m.def("make_schedule", &make_schedule);
+    m.def("work_tile", [](int linear, const Schedule& schedule) {
+        const WorkTile tile = work_tile(linear, schedule);
+        return std::tuple(tile.rank, tile.head, tile.batch);
+    });
+    m.def("q_tile_index", [](int linear, int q_tiles, int heads_q) {
+        BackwardParams params{};
+        params.q_tiles = q_tiles;
+        params.heads_q = heads_q;
+        const QTileIndex index = q_tile_index(linear, params);
+        return std::tuple(index.q_tile, index.head, index.batch);
+    });
+    m.def("sequences", &sequences<true>);
+    m.def("dense_sequences", &sequences<false>);
+
+    m.def("layout", [](int rows, int cols) {
+        switch (rows) {
+            case 16:
+                return layout_of_width<16>(cols);
+            case 64:
+                return layout_of_width<64>(cols);
+            default:
+                throw py::value_error("no such height");
+        }
+    });
+
+    m.def("philox", [](std::array<uint32_t, 4> c, std::array<uint32_t, 2> key) {
+        const Philox4 random = philox4x32_10(c[0], c[1], c[2], c[3], key[0], key[1]);
+        return std::array{random.v[0], random.v[1], random.v[2], random.v[3]};
+    });
+    m.def("is_kept",
+          [](int64_t seed, int64_t offset, int64_t head, uint32_t threshold, int row, int col) {
+              return DropoutMask(seed, offset, head, threshold).keep(row, col);
+          });
+
+    m.attr("variants") = std::vector<std::string>(kVariantNames, kVariantNames + kVariants);
+    m.attr("head_dims") = std::vector<int>(std::begin(kHeadDims), std::end(kHeadDims));
+    m.attr("max_head_dim") = kMaxHeadDim;
+    m.def("padded_head_dim", &padded_head_dim);
+}

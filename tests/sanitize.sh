@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Runs the four kernels on tiny shapes under compute-sanitizer: memcheck (out-of-bounds and
+# misaligned accesses), racecheck (shared-memory hazards), synccheck (wrong barriers) and initcheck
+# (reads of memory never written), all at once. Writes benchmarks/results/<gpu>/sanitizer.json.
+# Exits with 0 only if every tool ran to its end and found nothing.
+#
+#     bash tests/sanitize.sh [tool ...]
+#
+# May be set: PYTHON, SECONDS_PER_TOOL (200), COMPUTE_SANITIZER (its path).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+LIMIT=${SECONDS_PER_TOOL:-200}
+SANITIZER=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer)}
+SANITIZER=${SANITIZER:-${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer}
+[ -x "$SANITIZER" ] || { echo "compute-sanitizer is neither on PATH nor in \$CUDA_HOME/bin"; exit 2; }
+tools=("$@")
+[ ${#tools[@]} -gt 0 ] || tools=(memcheck racecheck synccheck initcheck)
+
+# Every tensor an allocation of its own, so that a read past its end meets no other tensor.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+run_tool() { # tool port
+    local tool=$1 port=$2 begin=$SECONDS status
+    local options=(--tool "$tool" --port "$port" --error-exitcode 99 --print-limit 20)
+    # Only this package's kernels are judged. initcheck must see what the others write, so it
+    # watches all; sanitize_cases.py runs no other kernel that reads.
+    [ "$tool" = initcheck ] || options+=(--kernel-name kernel_substring=flash_ext)
+    timeout --kill-after=10 "$LIMIT" "$SANITIZER" "${options[@]}" \
+        "$PYTHON" tests/sanitize_cases.py "$tool" >"$logs/$tool.log" 2>&1
+    status=$?
+    echo "$tool $status $((SECONDS - begin))" >"$logs/$tool.summary"
+}
+
+port=49152
+for tool in "${tools[@]}"; do
+    run_tool "$tool" "$port" &
+    port=$((port + 256))
+done
+wait
+
+failed=0
+for tool in "${tools[@]}"; do
+    echo "=== $tool"
+    tail -n 60 "$logs/$tool.log"
+    read -r _ status _ <"$logs/$tool.summary"
+    [ "$status" -eq 0 ] || failed=1
+done
+cat "$logs"/*.summary >"$logs/summary"
+echo "=== tool, exit status (0 clean, 99 errors found, 124 out of time), seconds"
+cat "$logs/summary"
+cases=$("$PYTHON" tests/sanitize_cases.py --count) &&
+    "$PYTHON" tests/evidence.py --cases "$cases" "$logs/summary" || failed=1
+exit $failed

@@ -1,0 +1,316 @@
+"""The grid: out, lse, dq, dk, dv of every variant against float64, over sizes and options.
+
+Would catch a wrong tile edge, mask, stride, head mapping, rescale, rounding or gradient anywhere in
+the kernels, a read outside the valid rows (inputs lie in NaN) and an output element never written
+(outputs start as NaN). One list of problems serves both devices; the CPU runs a thinner one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_testing import LAYOUTS, VARIANTS, Problem, assert_accurate, check, yardstick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flash_ext
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+MASKS = ({}, {"causal": True})
+# (query heads, key heads): grouped, multi-head, multi-query, and an odd group.
+HEADS = ((4, 2), (3, 3), (4, 1), (6, 2))
+
+HEAD_DIMS = {
+    "cpu": (1, 8, 40, 59, 64, 128, 256),
+    "cuda": (1, 8, 16, 24, 32, 40, 59, 64, 72, 80, 96, 104, 111, 128, 160, 192, 224, 248, 255, 256),
+}
+SHORT = {
+    "cpu": ((1, 1), (1, 239), (239, 1), (3, 79), (130, 65), (113, 203)),
+    "cuda": (
+        *((1, 1), (1, 239), (239, 1), (3, 799), (799, 3), (127, 512), (512, 127)),
+        *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
+    ),
+}
+LONG = {
+    "cpu": ((300, 517),),
+    "cuda": ((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048), (1, 4224), (2000, 1000)),
+}
+WINDOWS = (
+    *((0, 0), (17, 5), (64, 0), (0, 64), (-1, 0), (-1, 7), (3, -1), (0, -1), (200, 200), (1000, 3)),
+)
+WINDOW_SHAPES = {
+    "cpu": ((65, 130), (130, 65), (113, 203)),
+    "cuda": ((1, 239), (3, 799), (799, 3), (113, 203), (203, 113), (256, 512), (512, 256)),
+}
+
+
+def alternate(problems: Iterator[Problem]) -> Iterator[Problem]:
+    """Vary type, heads, loss and seed along a list, so that they need no axis of their own.
+
+    Drawn, not cycled: a cycle would tie itself to the grid's inner axes.
+    """
+    draw = random.Random(0)
+    for problem in problems:
+        heads_q, heads_k = draw.choice(HEADS)
+        yield dataclasses.replace(
+            problem,
+            dtype=draw.choice(HALF_TYPES),
+            heads_q=heads_q,
+            heads_k=heads_k,
+            loss=draw.choice(("both", "both", "both", "out", "lse")),
+            seed=draw.randrange(1000),
+        ).well_conditioned()
+
+
+def head_dims_and_lengths(device: str) -> Iterator[Problem]:
+    """Every head dimension with every short pair of lengths, full and causal."""
+    grid = itertools.product(HEAD_DIMS[device], SHORT[device], MASKS)
+    return alternate(Problem(1, *lengths, head_dim=d, **mask) for d, lengths, mask in grid)
+
+
+def windows(device: str) -> Iterator[Problem]:
+    """Every window, with Sq below, at and above Sk: wholly masked rows and tiles on both sides."""
+    dims = (40, 64, 128, 256) if device == "cuda" else (40, 64)
+    grid = itertools.product(WINDOWS, WINDOW_SHAPES[device], dims)
+    return alternate(Problem(1, *lengths, head_dim=d, window=w) for w, lengths, d in grid)
+
+
+def windows_with_causal(device: str) -> Iterator[Problem]:
+    """causal overrides the window's right side."""
+    grid = itertools.product(((17, 5), (64, -1)), ((113, 203), (130, 65)), (64, 96))
+    return alternate(
+        Problem(1, *lengths, head_dim=d, causal=True, window=w) for w, lengths, d in grid
+    )
+
+
+def layouts(device: str) -> Iterator[Problem]:
+    """Every way the inputs may lie in memory, aligned and not."""
+    dims = (24, 40, 59, 64, 96, 128, 192, 256) if device == "cuda" else (40, 59, 64)
+    lengths = ((130, 197), (197, 130)) if device == "cuda" else ((70, 97),)
+    grid = itertools.product(LAYOUTS, dims, lengths, MASKS)
+    for index, (layout, d, (sq, sk), mask) in enumerate(grid):
+        heads_q, heads_k = HEADS[index % 2]  # at least two key heads, or there is no stride
+        yield Problem(
+            2, sq, sk, heads_q, heads_k, d, HALF_TYPES[index // 2 % 2], **mask, layout=layout
+        )
+
+
+def head_groups(device: str) -> Iterator[Problem]:
+    """Multi-head, grouped and multi-query attention, with more than one batch."""
+    dims = (64, 128, 256) if device == "cuda" else (64,)
+    groups = ((1, 1), (5, 5), (6, 2), (6, 1), (16, 4))
+    for heads, d, dtype, mask in itertools.product(groups, dims, HALF_TYPES, MASKS):
+        yield Problem(3, 100, 150, *heads, d, dtype, **mask)
+
+
+def dropout(device: str) -> Iterator[Problem]:
+    """Dropout with each kind of mask; the yardstick drops the same elements."""
+    dims = (32, 40, 64, 96, 128, 160, 192, 256) if device == "cuda" else (40, 64)
+    lengths = ((113, 203), (256, 130)) if device == "cuda" else ((65, 130),)
+    masks = (*MASKS, {"window": (33, 9)})
+    grid = itertools.product((0.17, 0.5), dims, lengths, masks)
+    return alternate(
+        Problem(2, *pair, head_dim=d, dropout_p=p, **mask) for p, d, pair, mask in grid
+    )
+
+
+def scales(device: str) -> Iterator[Problem]:
+    """Scales that are not 1/sqrt(D): small, zero, negative, and so large that logits reach 1e4."""
+    pairs = ((0.01, 1.0), (0.0, 1.0), (-0.2, 1.0), (0.3, 1.0), (1.0, 50.0))
+    for (scale, gain), d, mask, dtype in itertools.product(pairs, (64, 96), MASKS, HALF_TYPES):
+        yield Problem(
+            1, 130, 190, head_dim=d, scale=scale, logit_gain=gain, dtype=dtype, seed=5, **mask
+        )
+
+
+def losses(device: str) -> Iterator[Problem]:
+    """The loss uses out, lse or both; from lse alone dv is exactly 0."""
+    dims = (40, 64, 128, 192, 256) if device == "cuda" else (40, 64)
+    for loss, d, mask, dtype in itertools.product(
+        ("out", "lse", "both"), dims, (*MASKS, {"window": (20, 3)}), HALF_TYPES
+    ):
+        yield Problem(1, 190, 130, 4, 2, head_dim=d, loss=loss, dtype=dtype, **mask)
+
+
+def long_sequences(device: str) -> Iterator[Problem]:
+    """Many tiles in both directions; one problem as long as the longest of the peers' tests."""
+    dims = (64, 96, 128, 192, 256) if device == "cuda" else (64,)
+    masks = (*MASKS, {"window": (300, 0)})
+    grid = itertools.product(LONG[device], dims, masks)
+    yield from alternate(Problem(1, *pair, head_dim=d, **mask) for pair, d, mask in grid)
+    if device == "cuda":
+        for d, mask, dtype in itertools.product((64, 128), MASKS, HALF_TYPES):
+            yield Problem(1, 4224, 4224, 2, 1, d, dtype, **mask)
+
+
+def empty(device: str) -> Iterator[Problem]:
+    """A size of zero anywhere but in the heads and the head dimension."""
+    for batch, sq, sk in ((0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)):
+        for mask in MASKS:
+            yield Problem(batch, sq, sk, **mask)
+
+
+def wide_types(device: str) -> Iterator[Problem]:
+    """float32 on the CPU kernels."""
+    if device == "cpu":
+        for d, mask in itertools.product((8, 64), (*MASKS, {"window": (20, 3)})):
+            yield Problem(1, 113, 203, 4, 2, d, torch.float32, dropout_p=0.2, **mask)
+
+
+GRIDS = (
+    head_dims_and_lengths,
+    windows,
+    windows_with_causal,
+    layouts,
+    head_groups,
+    dropout,
+    scales,
+    losses,
+    long_sequences,
+    empty,
+    wide_types,
+)
+
+
+def every_case() -> Iterator[object]:
+    """(device, problem, variant); the variants of a problem are neighbours, to share its yardstick.
+
+    Half of the problems ask for the deterministic backward pass.
+    """
+    for device in ("cpu", "cuda"):
+        marks = [pytest.mark.gpu] if device == "cuda" else []
+        for grid in GRIDS:
+            for problem, variant in itertools.product(grid(device), VARIANTS):
+                yield pytest.param(
+                    device,
+                    problem,
+                    variant,
+                    marks=marks,
+                    id=f"{device}-{grid.__name__}-{problem}-{variant}",
+                )
+
+
+@pytest.mark.parametrize(("device", "problem", "variant"), list(every_case()))
+def test_against_float64(device: str, problem: Problem, variant: str) -> None:
+    check(problem, variant, device, deterministic=problem.seed % 2 == 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS["cuda"])
+def test_deterministic_backward_of_every_head_dim(head_dim: int, causal: bool) -> None:
+    problem = Problem(2, 200, 270, 4, 2, head_dim, causal=causal)
+    for variant in VARIANTS:
+        check(problem, variant, "cuda", deterministic=True)
+
+
+@st.composite
+def problems(draw: st.DrawFn, longest: int) -> Problem:
+    """Any problem up to the given length, small sizes and tile edges more often than not."""
+    edges = [n + d for n in (16, 32, 64, 128, 256) for d in (-1, 0, 1) if n + d <= longest]
+    lengths = st.one_of(st.sampled_from(edges), st.integers(1, longest))
+    heads_k = draw(st.integers(1, 3))
+    sides = st.one_of(st.just(-1), st.integers(0, 40), st.integers(0, longest))
+    return Problem(
+        batch=draw(st.integers(1, 3)),
+        seqlen_q=draw(lengths),
+        seqlen_k=draw(lengths),
+        heads_q=heads_k * draw(st.integers(1, 3)),
+        heads_k=heads_k,
+        head_dim=draw(st.integers(1, 256)),
+        dtype=draw(st.sampled_from(HALF_TYPES)),
+        causal=draw(st.booleans()),
+        window=draw(st.tuples(sides, sides)),
+        scale=draw(st.sampled_from((None, None, 0.05, 0.4))),
+        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.1, 0.8))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        loss=draw(st.sampled_from(("both", "both", "out", "lse"))),
+        seed=draw(st.integers(0, 1000)),
+    ).well_conditioned()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(problem=problems(longest=150))
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+def test_random_problems_on_cpu(problem: Problem, variant: str) -> None:
+    check(problem, variant, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(problem=problems(longest=700), deterministic=st.booleans())
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_random_problems_on_gpu(problem: Problem, deterministic: bool, variant: str) -> None:
+    check(problem, variant, "cuda", deterministic=deterministic)
+
+
+def run_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, variant: str):
+    """All five results of causal attention on the given tensors."""
+    out, lse = flash_ext.attention(q, k, v, causal=True, variant=variant, return_lse=True)
+    return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+
+def assert_batch_accurate(index: int, tensors: tuple, results: tuple) -> None:
+    """One batch of the results of `run_whole` against the yardstick of that batch alone."""
+    q, k, v, dout = (x[index : index + 1].detach() for x in tensors)
+    sides = []
+    for dtype in (torch.float64, q.dtype):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        out, lse = flash_ext.reference.attention(*leaves, causal=True)
+        gradients = torch.autograd.grad(out, leaves, dout.to(dtype))
+        names = ("out", "lse", "dq", "dk", "dv")
+        sides.append(dict(zip(names, (out.detach(), lse.detach(), *gradients), strict=True)))
+    actual = {name: x[index : index + 1] for name, x in zip(sides[0], results, strict=True)}
+    assert_accurate(actual, *sides, q.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_past_2_31_elements(variant: str) -> None:
+    """Offsets beyond int32, and more (batch, head) pairs than a grid's second dimension holds."""
+    batch = (1 << 31) // (128 * 16 * 128) + 8
+    if torch.cuda.mem_get_info()[0] < 80 << 30:
+        pytest.skip("needs 80 GiB of free GPU memory")
+    yardstick.cache_clear()
+    shape = (batch, 128, 16, 128)
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for _ in range(4)
+    ]
+    for x in tensors[:3]:
+        x.requires_grad_()
+    results = run_whole(*tensors, variant)
+    for index in (0, batch - 1):
+        assert_batch_accurate(index, tuple(tensors), results)
+    del results, tensors
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dim", (0, 1, 2))
+def test_strides_past_2_31_elements(dim: int, variant: str) -> None:
+    """A stride that int32 does not hold, of the batch, the row or the head."""
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GiB of free GPU memory")
+    shape, strides = (2, 2, 2, 64), [8192, 2048, 512, 1]
+    strides[dim] = (1 << 31) + 4096
+    size = sum(strides) + 512
+    buffer = torch.full((size,), float("nan"), device="cuda", dtype=torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(dim)
+    tensors = []
+    for index in range(4):  # side by side in one buffer: 64 elements in every 512
+        x = buffer.as_strided(shape, strides, index * 64)
+        x.copy_(torch.randn(shape, device="cuda", generator=generator))
+        tensors.append(x.detach())
+    for x in tensors[:3]:
+        x.requires_grad_()
+    results = run_whole(*tensors, variant)
+    for index in range(shape[0]):
+        assert_batch_accurate(index, tuple(tensors), results)

@@ -1,0 +1,136 @@
+"""Bitwise repeatability where it is promised, run after run.
+
+Would catch a race in shared memory, a missing barrier, an atomic in a path called deterministic, a
+reduction whose order depends on timing, and an output element that keeps old memory.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_testing import (
+    VARIANTS,
+    Problem,
+    assert_all_bitwise_equal,
+    assert_bitwise_equal,
+    make_inputs,
+    options_of,
+    run,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_ext
+
+REPEATED = [
+    pytest.param("cpu", 3, Problem(2, 90, 600, 4, 2, 64, causal=True, dropout_p=0.1)),
+    *(
+        pytest.param("cuda", runs, problem, marks=pytest.mark.gpu)
+        for runs, problem in (
+            (1000, Problem(2, 300, 300, 4, 2, 64, causal=True)),
+            (1000, Problem(2, 257, 400, 4, 4, 128, torch.float16, dropout_p=0.17)),
+            (1000, Problem(1, 200, 333, 2, 1, 256, window=(100, 20))),
+            (1000, Problem(1, 130, 260, 2, 2, 40, causal=True, layout="odd_offset")),
+            (200, Problem(4, 1024, 1024, 16, 4, 64, causal=True)),
+            (200, Problem(4, 1024, 1024, 16, 16, 128)),
+            (200, Problem(4, 777, 1000, 8, 2, 192, causal=True)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("device", "runs", "problem"), REPEATED, ids=str)
+def test_every_run_has_the_same_bits(
+    device: str, runs: int, problem: Problem, variant: str
+) -> None:
+    """fa1 promises it for every backward pass, fa2 where deterministic is set."""
+    inputs = make_inputs(problem, device)
+    leaves = (inputs.q, inputs.k, inputs.v)
+
+    def once() -> tuple[torch.Tensor, ...]:
+        out, lse = flash_ext.attention(
+            *leaves,
+            **options_of(problem),
+            rng_state=inputs.rng_state,
+            deterministic=variant != "fa1",
+            variant=variant,
+            return_lse=True,
+        )
+        grads = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
+        return (out.detach(), lse.detach(), *grads)
+
+    first = once()
+    # Counted on the device: a comparison that waits would hide timing-dependent differences.
+    different = torch.zeros(len(first), dtype=torch.int64, device=device)
+    for _ in range(runs):
+        for index, (x, expected) in enumerate(zip(once(), first, strict=True)):
+            bits = torch.int32 if x.dtype == torch.float32 else torch.int16
+            different[index] += (x.view(bits) != expected.view(bits)).any()
+    counts = dict(zip(("out", "lse", "dq", "dk", "dv"), different.tolist(), strict=True))
+    assert not any(counts.values()), f"runs of {runs} that differ: {counts}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
+def test_forward_repeats_while_the_device_is_full(head_dim: int, variant: str) -> None:
+    """More CTAs than the device holds at once; dk and dv repeat even without deterministic."""
+    problem = Problem(4, 512, 512, 32, 32, head_dim, causal=True)
+    inputs = make_inputs(problem, "cuda")
+    first = run(problem, variant, "cuda", inputs=inputs)
+    for _ in range(20):
+        again = run(problem, variant, "cuda", inputs=inputs)
+        for name in ("out", "lse", "dk", "dv"):
+            assert_bitwise_equal(again[name], first[name], name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_results_do_not_depend_on_the_batch(variant: str, device: str) -> None:
+    """A sequence gives the same bits alone as in a batch (out, lse, and all of a fixed order)."""
+    inputs = make_inputs(Problem(3, 150, 190, 4, 2, 64, causal=True), device)
+    leaves = (inputs.q, inputs.k, inputs.v)
+
+    def results(part: slice) -> dict[str, torch.Tensor]:
+        parts = [x.detach()[part].requires_grad_() for x in leaves]
+        out, lse = flash_ext.attention(
+            *parts, causal=True, deterministic=True, variant=variant, return_lse=True
+        )
+        grads = torch.autograd.grad(out, parts, inputs.dout[part])
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+
+    whole = results(slice(0, 3))
+    alone = results(slice(1, 2))
+    if device == "cpu":  # the CPU kernels batch their matrix products: same up to rounding
+        for name in whole:
+            torch.testing.assert_close(alone[name], whole[name][1:2], rtol=0.02, atol=0.02)
+    else:
+        assert_all_bitwise_equal(alone, {name: x[1:2] for name, x in whole.items()})
+
+
+class RecordOptions(TorchDispatchMode):
+    """Records `deterministic` of every flash_ext op that runs under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "flash_ext":
+            self.seen.append(kwargs.get("deterministic", False))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("asked", (None, False, True))
+@pytest.mark.parametrize("torch_setting", (False, True))
+def test_deterministic_follows_torch_unless_given(asked: bool | None, torch_setting: bool) -> None:
+    q = torch.randn(1, 4, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(torch_setting)
+    try:
+        with RecordOptions() as record:
+            flash_ext.attention(q, q, q, deterministic=asked).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    wanted = torch_setting if asked is None else asked
+    assert record.seen == [wanted, wanted]  # forward, backward

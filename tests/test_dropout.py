@@ -1,0 +1,190 @@
+"""The dropout mask: its bits, and that every variant on every device drops exactly those elements.
+
+Would catch a Philox slip, an index mapped to the wrong element in forward or backward, a mask that
+depends on the tiling, and a scale that does not match the rate.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from attention_testing import VARIANTS, assert_bitwise_equal
+from dropout_bits import is_kept, philox4x32_10
+
+import flash_ext
+from flash_ext.dropout import keep_mask, keep_scale
+
+RATES = (0.1, 0.17, 0.5, 0.9)
+
+
+def test_philox_known_answers() -> None:
+    """The test vectors that Random123 publishes; the rest of this file stands on them."""
+    ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    answers = {
+        ((0,) * 4, (0,) * 2): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        ((ones,) * 4, (ones,) * 2): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        (pi, (0xA4093822, 0x299F31D0)): (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    }
+    for (counter, key), answer in answers.items():
+        assert philox4x32_10(counter, key) == answer
+
+
+@pytest.mark.parametrize(
+    ("seed", "offset"), ((0, 0), (1, 2), (-1, -1), (-(2**63), 2**63 - 1), (0x123456789ABC, 1 << 40))
+)
+def test_keep_mask_element_by_element(seed: int, offset: int, device: str) -> None:
+    batch, heads, seqlen_q, seqlen_k, p = 2, 3, 77, 150, 0.3
+    state = torch.tensor([seed, offset], device=device)
+    mask = keep_mask(state, p, batch, heads, seqlen_q, seqlen_k)
+    assert mask.shape == (batch, heads, seqlen_q, seqlen_k) and mask.dtype == torch.bool
+    mask = mask.cpu()
+    draw = random.Random(seed)
+    for _ in range(2000):
+        b, h, i, j = (draw.randrange(n) for n in mask.shape)
+        assert mask[b, h, i, j] == is_kept(seed, offset, p, b * heads + h, i, j), (b, h, i, j)
+
+
+@pytest.mark.parametrize("p", RATES)
+def test_rate_scale_and_independence(p: float) -> None:
+    mask = keep_mask(torch.tensor([3, 4]), p, 4, 4, 256, 256).double()
+    rate = 1 / keep_scale(p)
+    assert abs(rate - (1 - p)) <= 2**-16
+    deviation = (rate * (1 - rate)) ** 0.5
+    count = mask.numel()
+    assert abs(mask.mean().item() - rate) < 5 * deviation / count**0.5
+    centred = (mask - rate) / deviation
+    for dim, shift in ((0, 1), (1, 1), (2, 1), (2, 8), (2, 16), (3, 1), (3, 8), (3, 16)):
+        correlation = (centred * centred.roll(shift, dim)).mean().item()
+        assert abs(correlation) < 5 / count**0.5, (dim, shift)
+
+
+def test_extreme_rates() -> None:
+    state = torch.tensor([1, 2])
+    assert keep_scale(0.0) == 1.0 and keep_mask(state, 0.0, 1, 1, 64, 64).all()
+    assert keep_scale(1 - 1e-9) == 65536  # at least one value in 65,536 is kept: no division by 0
+
+
+def uniform_attention(problem_shape, device, dtype, rng_state, p, variant, v, causal):
+    """Attention with q = 0: every visible weight is the same, so zeros in P are dropped ones."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim = problem_shape
+    q = torch.zeros(batch, seqlen_q, heads_q, dim, device=device, dtype=dtype)
+    k = torch.randn(batch, seqlen_k, heads_k, dim, device=device).to(dtype)
+    return flash_ext.attention(
+        q, k, v, dropout_p=p, rng_state=rng_state, variant=variant, causal=causal
+    )
+
+
+def visible_part(mask: torch.Tensor, causal: bool) -> torch.Tensor:
+    seqlen_q, seqlen_k = mask.shape[-2:]
+    return mask & mask.new_ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q) if causal else mask
+
+
+# batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
+SMALL = ((2, 37, 61, 4, 2, 64), (1, 130, 200, 2, 1, 40))
+EXTRACTIONS = [
+    *(pytest.param("cpu", shape) for shape in SMALL),
+    *(
+        pytest.param("cuda", shape, marks=pytest.mark.gpu)
+        for d in (32, 40, 64, 96, 128, 160, 192, 256)
+        for shape in ((2, 257, 300, 4, 2, d), (1, 300, 129, 3, 3, d))
+    ),
+]
+
+
+def shape_id(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("device", "shape"), EXTRACTIONS, ids=shape_id)
+def test_forward_drops_exactly_the_mask(
+    shape: tuple[int, ...], variant: str, causal: bool, device: str
+) -> None:
+    """Columns of V pick single keys, a head dimension's worth of keys at a time."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim = shape
+    state = torch.tensor([-5, 1 << 35 | 9], device=device)
+    p = 0.4
+    expected = visible_part(keep_mask(state, p, batch, heads_q, seqlen_q, seqlen_k), causal)
+    for first in range(0, seqlen_k, dim):
+        v = torch.eye(seqlen_k, device=device, dtype=torch.float16)[:, first : first + dim]
+        v = torch.nn.functional.pad(v, (0, dim - v.shape[1]))
+        v = v[None, :, None].expand(batch, seqlen_k, heads_k, dim).contiguous()
+        out = uniform_attention(shape, device, v.dtype, state, p, variant, v, causal)
+        kept = (out.transpose(1, 2) != 0)[..., : seqlen_k - first]
+        assert torch.equal(kept, expected[..., first : first + dim])
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("device", "shape"), EXTRACTIONS, ids=shape_id)
+def test_backward_drops_exactly_the_mask(
+    shape: tuple[int, ...], variant: str, causal: bool, device: str
+) -> None:
+    """dV = Pᵀ dO, where columns of dO pick single queries."""
+    batch, seqlen_q, seqlen_k, heads, _, dim = shape
+    shape = (batch, seqlen_q, seqlen_k, heads, heads, dim)
+    state = torch.tensor([77, -3], device=device)
+    p = 0.4
+    expected = visible_part(keep_mask(state, p, batch, heads, seqlen_q, seqlen_k), causal)
+    v = torch.zeros(batch, seqlen_k, heads, dim, device=device, dtype=torch.float16)
+    v.requires_grad_()
+    for first in range(0, seqlen_q, dim):
+        dout = torch.eye(seqlen_q, device=device, dtype=v.dtype)[:, first : first + dim]
+        dout = torch.nn.functional.pad(dout, (0, dim - dout.shape[1]))
+        dout = dout[None, :, None].expand(batch, seqlen_q, heads, dim).contiguous()
+        out = uniform_attention(shape, device, v.dtype, state, p, variant, v, causal)
+        (dv,) = torch.autograd.grad(out, v, dout)
+        kept = (dv.permute(0, 2, 3, 1) != 0)[:, :, : seqlen_q - first]
+        assert torch.equal(kept, expected[:, :, first : first + dim])
+
+
+def some_inputs(device: str) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(3, 2, 50, 2, 32, generator=generator)
+    return tuple(numbers.to(device=device, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lse_is_that_of_the_undropped_weights(variant: str, device: str) -> None:
+    inputs = some_inputs(device)
+    _, plain = flash_ext.attention(*inputs, variant=variant, return_lse=True)
+    _, dropped = flash_ext.attention(*inputs, dropout_p=0.5, variant=variant, return_lse=True)
+    assert_bitwise_equal(dropped, plain)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_almost_everything_dropped(variant: str, device: str) -> None:
+    inputs = [x.requires_grad_() for x in some_inputs(device)]
+    out = flash_ext.attention(*inputs, dropout_p=0.99999, variant=variant)
+    grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert all(x.isfinite().all() for x in (out, *grads))
+
+
+def test_state_is_drawn_from_torchs_generator(device: str) -> None:
+    inputs = some_inputs(device)
+    torch.manual_seed(1)
+    first, second = (flash_ext.attention(*inputs, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert_bitwise_equal(flash_ext.attention(*inputs, dropout_p=0.5), first)
+
+
+def test_seed_and_offset_both_matter(device: str) -> None:
+    inputs = some_inputs(device)
+    states = [(0, 0), (1, 0), (0, 1), (1 << 32, 0), (0, 2 << 32)]
+    outs = [
+        flash_ext.attention(*inputs, dropout_p=0.5, rng_state=torch.tensor(s, device=device))
+        for s in states
+    ]
+    for index, out in enumerate(outs):
+        assert not any(torch.equal(out, other) for other in outs[index + 1 :])
+
+
+def test_no_dropout_ignores_the_state(device: str) -> None:
+    inputs = some_inputs(device)
+    state = torch.tensor([1, 2], device=device)
+    plain = flash_ext.attention(*inputs)
+    assert_bitwise_equal(flash_ext.attention(*inputs, rng_state=state), plain)

@@ -1,0 +1,96 @@
+"""explain: says what would run, and for what would not, the same reason that running gives.
+
+Would catch an explanation that disagrees with `attention`, and a CPU-only install that does not say
+what is missing and how to get it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from attention_testing import VARIANTS
+
+import flash_ext
+
+
+def some_inputs(device: str, **make) -> list[torch.Tensor]:
+    make = {"dtype": torch.bfloat16} | make
+    return [torch.randn(1, 8, 2, 64, device=device, **make) for _ in range(3)]
+
+
+def test_what_runs(device: str) -> None:
+    explanation = flash_ext.explain(*some_inputs(device), causal=True)
+    assert explanation.variant == "fa2"
+    assert explanation.reasons == dict.fromkeys(VARIANTS)
+    assert device in explanation.device
+    text = str(explanation)
+    assert len(text.splitlines()) >= 4
+    assert all(word in text for word in (*VARIANTS, device))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_named_variant(variant: str, device: str) -> None:
+    assert flash_ext.explain(*some_inputs(device), variant=variant).variant == variant
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    (
+        ("softcap", {"softcap": 3.0}),
+        ("window_left", {"window": (-3, 0)}),
+        ("dropout_p", {"dropout_p": 1.0}),
+        ("variant", {"variant": "fa9"}),
+    ),
+)
+def test_why_not(argument: str, options: dict, device: str) -> None:
+    inputs = some_inputs(device)
+    explanation = flash_ext.explain(*inputs, **options)
+    assert explanation.variant is None
+    with pytest.raises((ValueError, RuntimeError), match=argument):
+        flash_ext.attention(*inputs, **options)
+    if argument != "variant":
+        assert all(argument in reason for reason in explanation.reasons.values())
+        assert argument in str(explanation)
+
+
+def test_bad_tensors_are_explained_too(device: str) -> None:
+    q, k, v = some_inputs(device)
+    explanation = flash_ext.explain(q, k[:, :, :, :32], v)
+    assert explanation.variant is None
+    assert all(reason.startswith("k must be") for reason in explanation.reasons.values())
+
+
+def test_every_option_of_attention_is_taken(device: str) -> None:
+    inputs = some_inputs(device)
+    options = {
+        "scale": 0.5,
+        "causal": True,
+        "window": (3, 0),
+        "dropout_p": 0.1,
+        "deterministic": True,
+        "return_lse": True,
+    }
+    flash_ext.attention(*inputs, **options)
+    assert flash_ext.explain(*inputs, **options).variant is not None
+
+
+def test_an_unknown_option_is_an_error(device: str) -> None:
+    with pytest.raises((TypeError, RuntimeError), match="causl"):
+        flash_ext.explain(*some_inputs(device), causl=True)
+
+
+def test_says_whether_the_cuda_kernels_are_there() -> None:
+    binary = flash_ext.explain(*some_inputs("cpu")).binary
+    if Path(flash_ext.__file__).with_name("_C.abi3.so").exists():
+        assert binary == "loaded"
+    else:
+        assert "not built" in binary and "pip install" in binary
+
+
+@pytest.mark.gpu
+def test_float32_on_cuda_is_explained() -> None:
+    explanation = flash_ext.explain(*some_inputs("cuda", dtype=torch.float32))
+    assert explanation.variant is None
+    assert all("q must be" in reason for reason in explanation.reasons.values())

@@ -1,0 +1,264 @@
+"""The constexpr code of csrc, compiled for the host and tried exhaustively on small sizes.
+
+Would catch, without a GPU: a tile range that misses a visible element or visits an empty tile, a
+tile called full that is not, backward visiting other tiles than forward, a tile scheduled twice or
+never, shared-memory chunks that overlap or conflict in banks, other dropout bits than Python's, and
+lists in variants.h that differ from Python's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from attention_testing import VARIANTS, dense_mask
+from dropout_bits import is_kept, philox4x32_10
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+SOURCE = ROOT / "tests" / "native" / "native.cpp"
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
+
+
+@pytest.fixture(scope="session")
+def native() -> ModuleType:
+    """The compiled module, cached under build/ by the content of everything it is made from."""
+    pybind11 = pytest.importorskip("pybind11")
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"there is no C++ compiler {COMPILER} (set CXX)")
+    content = hashlib.sha256(" ".join([COMPILER, *FLAGS, sys.version]).encode())
+    for path in [SOURCE, *sorted((*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h")))]:
+        content.update(path.read_bytes())
+    folder = ROOT / "build" / "tests-native"
+    library = folder / content.hexdigest()[:16] / "flash_ext_native.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    includes = [CSRC, pybind11.get_include(), sysconfig.get_path("include")]
+    with open(folder / "lock", "w") as lock:  # the processes of pytest-xdist compile it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            partial = library.with_suffix(".partial")
+            include_flags = [f"-I{path}" for path in includes]
+            command = [COMPILER, *FLAGS, *include_flags, str(SOURCE), "-o", str(partial)]
+            compiled = subprocess.run(command, capture_output=True, text=True)
+            assert compiled.returncode == 0, f"{' '.join(command)}\n{compiled.stderr}"
+            partial.replace(library)
+    loader = importlib.machinery.ExtensionFileLoader("flash_ext_native", str(library))
+    spec = importlib.util.spec_from_loader("flash_ext_native", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+# --- mask.cuh ---
+
+LENGTHS = ((1, 1), (7, 7), (5, 12), (12, 5), (1, 10), (10, 1), (9, 8), (6, 0))
+SIDES = (-1, 0, 1, 2, 5, 30)
+TILES = ((2, 4), (4, 2), (3, 3), (16, 8))
+
+
+def interval(hits: torch.Tensor) -> tuple[int, int] | None:
+    """The interval of the true elements, None where there are none; they must be contiguous."""
+    positions = hits.nonzero()[:, 0].tolist()
+    if not positions:
+        return None
+    assert positions == list(range(positions[0], positions[-1] + 1))
+    return positions[0], positions[-1] + 1
+
+
+def same(actual: tuple[int, int], expected: tuple[int, int] | None) -> bool:
+    """Equal intervals, where all empty ones are equal."""
+    return actual[1] <= actual[0] if expected is None else tuple(actual) == expected
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+def test_mask_intervals(seqlen_q: int, seqlen_k: int, native: ModuleType) -> None:
+    for window in itertools.product(SIDES, SIDES):
+        visible = dense_mask(seqlen_q, seqlen_k, False, window)
+        mask = native.BandMask(seqlen_q, seqlen_k, *window)
+        for i in range(seqlen_q):
+            assert same(mask.key_range(i), interval(visible[i])), (window, i)
+        for j in range(seqlen_k):
+            assert same(mask.query_range(j), interval(visible[:, j])), (window, j)
+        for j in range(seqlen_k, seqlen_k + 3):  # keys past the end: seen by nobody
+            assert same(mask.query_range(j), None), (window, j)
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), TILES)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+def test_tile_ranges(
+    seqlen_q: int, seqlen_k: int, block_q: int, block_kv: int, native: ModuleType
+) -> None:
+    """Exactly the tiles with a visible element, the same from the Q side and from the KV side."""
+    q_tiles, kv_tiles = -(-seqlen_q // block_q), -(-seqlen_k // block_kv)
+    for window in itertools.product(SIDES, SIDES):
+        visible = dense_mask(seqlen_q, seqlen_k, False, window)
+        mask = native.BandMask(seqlen_q, seqlen_k, *window)
+        expected, from_q, from_kv = set(), set(), set()
+        for i in range(q_tiles):
+            queries = native.tile_interval(i, block_q)
+            begin, end = native.tiles_of(mask.keys_of(queries), block_kv)
+            from_q |= {(i, j) for j in range(begin, end)}
+            for j in range(kv_tiles):
+                keys = native.tile_interval(j, block_kv)
+                tile = visible[slice(*queries), slice(*keys)]
+                if tile.any():
+                    expected.add((i, j))
+                full = bool(tile.all()) and keys[1] <= seqlen_k
+                assert mask.is_full(queries, keys) == full, (window, i, j)
+        for j in range(kv_tiles):
+            keys = native.tile_interval(j, block_kv)
+            begin, end = native.tiles_of(mask.queries_of(keys), block_q)
+            from_kv |= {(i, j) for i in range(begin, end)}
+        assert from_q == expected, window
+        assert from_kv == expected, window
+
+
+def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:
+    """Unlimited windows on sequences of 2^28."""
+    long = 1 << 28
+    for seqlen_q, seqlen_k in ((long, long), (1, long), (long, 1)):
+        mask = native.BandMask(seqlen_q, seqlen_k, -1, -1)
+        for i in (0, seqlen_q - 1):
+            assert mask.key_range(i) == (0, seqlen_k)
+        for j in (0, seqlen_k - 1):
+            assert mask.query_range(j) == (0, seqlen_q)
+        assert mask.is_full((0, seqlen_q), (0, seqlen_k))
+
+
+# --- scheduler.cuh ---
+
+
+@pytest.mark.parametrize("tiles", (1, 2, 7))
+@pytest.mark.parametrize(("heads", "batch"), ((1, 1), (3, 1), (1, 5), (4, 3)))
+def test_every_tile_is_scheduled_once(
+    tiles: int, heads: int, batch: int, native: ModuleType
+) -> None:
+    for section_heads in range(1, heads * batch + 1):
+        schedule = native.Schedule(tiles, heads, batch, section_heads)
+        order = [native.work_tile(linear, schedule) for linear in range(tiles * heads * batch)]
+        assert sorted(order) == sorted(
+            itertools.product(range(tiles), range(heads), range(batch))
+        ), section_heads
+        flat_heads = [b * heads + h for _, h, b in order]
+        sections = [head // section_heads for head in flat_heads]
+        assert sections == sorted(sections), "one section after the other"
+        for section in set(sections):
+            ranks = [t[0] for t, s in zip(order, sections, strict=True) if s == section]
+            assert ranks == sorted(ranks), "longest first within a section"
+
+
+def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
+    for heads, batch, size in itertools.product((1, 16), (1, 4), (0, 1 << 10, 1 << 22, 1 << 40)):
+        longest_first = native.make_schedule(8, heads, batch, True, size).section_heads
+        assert 1 <= longest_first <= heads * batch
+        assert longest_first * size <= 32 << 20 or longest_first == 1
+        assert native.make_schedule(8, heads, batch, False, size).section_heads == 1
+
+
+def test_q_tiles_are_numbered_as_their_workspace(native: ModuleType) -> None:
+    q_tiles, heads, batch = 5, 3, 2
+    order = [native.q_tile_index(n, q_tiles, heads) for n in range(q_tiles * heads * batch)]
+    expected = itertools.product(range(batch), range(heads), range(q_tiles))
+    assert order == [(tile, head, b) for b, head, tile in expected]
+
+
+def test_sequences_of_a_batch(native: ModuleType) -> None:
+    """Dense, packed, and with unused keys: where each begins, and where its statistics lie."""
+    dense = [(b, 0, 0, 10, 20, (b * 4 + 1) * 10) for b in range(3)]
+    assert native.sequences(3, 4, 10, 20, None, None, None) == dense
+    assert native.dense_sequences(3, 4, 10, 20, None, None, None) == dense
+    packed = native.sequences(2, 4, 12, 30, [0, 5, 12], [0, 10, 30], None)
+    assert packed == [(0, 0, 0, 5, 10, 12), (0, 5, 10, 7, 20, 12 + 5)]
+    used = native.sequences(2, 4, 10, 20, None, None, [7, 25])
+    assert [facts[4] for facts in used] == [7, 20]
+
+
+# --- tile/swizzle.cuh ---
+
+CHUNK, BANKS = 16, 128  # bytes: what one lane moves at once, and what all banks hold
+
+
+@pytest.mark.parametrize("rows", (16, 64))
+@pytest.mark.parametrize("cols", (32, 64, 96, 128, 192, 256))
+def test_swizzle_is_a_bijection(rows: int, cols: int, native: ModuleType) -> None:
+    _, size, offsets = native.layout(rows, cols)
+    assert size == rows * cols * 2
+    assert sorted(itertools.chain.from_iterable(offsets)) == list(range(0, size, CHUNK))
+
+
+@pytest.mark.parametrize("cols", (32, 64, 96, 128, 192, 256))
+def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
+    """The eight 16-byte accesses of one phase fall into different banks."""
+    panel_cols, _, offsets = native.layout(64, cols)
+    chunks = cols // 8
+
+    def conflict_free(accesses: list[int]) -> bool:
+        return len({offset % BANKS for offset in accesses}) == len(accesses) == 8
+
+    for first_row in range(0, 64, 8):  # ldmatrix: eight rows at one column
+        for chunk in range(chunks):
+            assert conflict_free([offsets[first_row + r][chunk] for r in range(8)])
+    panel_chunks = panel_cols // 8
+    rows_per_phase = 8 // panel_chunks
+    for first_row in range(0, 64, rows_per_phase):  # copies: neighbouring chunks of a panel
+        for first in range(0, chunks, panel_chunks):
+            cells = itertools.product(range(rows_per_phase), range(panel_chunks))
+            assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])
+
+
+def test_128_byte_swizzle_is_that_of_the_hardware(native: ModuleType) -> None:
+    """Panels of 64 columns: bits 4 to 6 of the address are XORed with bits 7 to 9."""
+    _, _, offsets = native.layout(64, 64)
+    for row, chunk in itertools.product(range(64), range(8)):
+        linear = row * 128 + chunk * CHUNK
+        assert offsets[row][chunk] == linear ^ ((linear >> 7 & 7) << 4)
+
+
+# --- dropout.cuh ---
+
+
+def test_philox_is_pythons(native: ModuleType) -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        counter, key = ([draw.randrange(2**32) for _ in range(n)] for n in (4, 2))
+        assert tuple(native.philox(counter, key)) == philox4x32_10(tuple(counter), tuple(key))
+
+
+def test_dropout_bits_are_pythons(native: ModuleType) -> None:
+    draw = random.Random(1)
+    for _ in range(3000):
+        seed, offset = (draw.randrange(-(2**63), 2**63) for _ in range(2))
+        p = draw.choice((0.1, 0.5, 0.99))
+        head, row, col = draw.randrange(10**6), draw.randrange(70_000), draw.randrange(70_000)
+        threshold = max(1, round((1 - p) * 65536))
+        expected = is_kept(seed, offset, p, head, row, col)
+        assert native.is_kept(seed, offset, head, threshold, row, col) == expected
+
+
+# --- variants.h ---
+
+
+def test_variants_are_pythons(native: ModuleType) -> None:
+    assert tuple(native.variants) == VARIANTS
+
+
+def test_every_head_dim_has_a_kernel(native: ModuleType) -> None:
+    dims = native.head_dims
+    assert dims == sorted(dims) and dims[-1] == native.max_head_dim == 256
+    for head_dim in range(1, 257):
+        assert native.padded_head_dim(head_dim) == min(d for d in dims if d >= head_dim)
+    assert native.padded_head_dim(257) == -1

@@ -1,0 +1,282 @@
+"""How options act and combine, beyond the numbers of the grid.
+
+Would catch an option that is ignored, a default that differs from its documented meaning, wrong
+results at sizes of zero or in fully masked rows, and gradients that are wrong only when they arrive
+in an unusual layout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention_testing import (
+    VARIANTS,
+    Problem,
+    assert_all_bitwise_equal,
+    assert_bitwise_equal,
+    check,
+    dense_mask,
+    make_inputs,
+    nan_filled_outputs,
+    run,
+    yardstick,
+)
+
+import flash_ext
+
+pytestmark = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def test_scale_defaults_to_one_over_root_d(variant: str, device: str) -> None:
+    for head_dim in (64, 59):
+        default = run(Problem(head_dim=head_dim), variant, device, deterministic=True)
+        given = run(
+            Problem(head_dim=head_dim, scale=1 / math.sqrt(head_dim)),
+            variant,
+            device,
+            deterministic=True,
+        )
+        assert_all_bitwise_equal(given, default)
+
+
+def test_causal_is_a_right_window_of_zero(variant: str, device: str) -> None:
+    base = {"seqlen_q": 100, "seqlen_k": 150}
+    for left in (-1, 20):
+        results = [
+            run(Problem(**base, causal=causal, window=window), variant, device, deterministic=True)
+            for causal, window in ((True, (left, -1)), (False, (left, 0)), (True, (left, 9)))
+        ]
+        assert_all_bitwise_equal(results[1], results[0])
+        assert_all_bitwise_equal(results[2], results[0])
+
+
+def test_a_window_wider_than_the_sequence_hides_nothing(variant: str, device: str) -> None:
+    full = run(Problem(1, 70, 90), variant, device, deterministic=True)
+    for window in ((90, 90), (10**9, 2**31 - 1), (2**31 - 1, -1), (2**40, 2**62)):
+        wide = run(Problem(1, 70, 90, window=window), variant, device, deterministic=True)
+        assert_all_bitwise_equal(wide, full)
+
+
+@pytest.mark.parametrize("seqlens", ((1, 7), (7, 1), (5, 9), (9, 5)))
+def test_causal_aligns_bottom_right(seqlens: tuple[int, int], variant: str, device: str) -> None:
+    """Each visible key contributes 1 to out: with V = 1/weight the sum counts the keys."""
+    seqlen_q, seqlen_k = seqlens
+    visible = dense_mask(*seqlens, causal=True, window=(-1, -1))
+    q = torch.zeros(1, seqlen_q, 1, 16, device=device, dtype=torch.float16)
+    k = torch.zeros(1, seqlen_k, 1, 16, device=device, dtype=torch.float16)
+    v = torch.eye(seqlen_k, 16, device=device, dtype=torch.float16)[None, :, None]
+    out, lse = flash_ext.attention(q, k, v, causal=True, variant=variant, return_lse=True)
+    assert torch.equal(out[0, :, 0, :seqlen_k].cpu() != 0, visible)
+    torch.testing.assert_close(lse[0, 0].cpu(), visible.sum(1).log())
+
+
+@pytest.mark.parametrize("window", ((-1, 0), (0, 0), (3, 2)))
+def test_fully_masked_rows(window: tuple[int, int], variant: str, device: str) -> None:
+    problem = Problem(2, 200, 90, 4, 2, window=window)
+    rows = ~dense_mask(200, 90, False, window, device).any(1)
+    assert rows.any()
+    results = run(problem, variant, device)
+    assert not results["out"][:, rows].any()
+    assert (results["lse"][:, :, rows] == -torch.inf).all()
+    assert not results["dq"][:, rows].any()
+    check(problem, variant, device)
+
+
+def test_queries_that_see_nothing_move_no_gradient(variant: str, device: str) -> None:
+    """Every row is masked (Sq - Sk exceeds the window everywhere): all gradients are exactly 0."""
+    problem = Problem(1, 300, 1, window=(-1, 0), loss="both")
+    inputs = make_inputs(problem, device)
+    q = inputs.q.detach()[:, :200].requires_grad_()  # all of them before the diagonal of 300 x 1
+    with nan_filled_outputs():
+        out, lse = flash_ext.attention(
+            q, inputs.k[:, :0], inputs.v[:, :0], variant=variant, return_lse=True
+        )
+        (dq,) = torch.autograd.grad((out, lse), q, (torch.ones_like(out), torch.ones_like(lse)))
+    assert not out.any() and not dq.any() and (lse == -torch.inf).all()
+    results = run(problem, variant, device)
+    assert not results["dq"][:, :299].any()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    (
+        Problem(4, 5, 1, 4, 2, 64, loss="out"),
+        Problem(2, 130, 130, 4, 2, 128, window=(0, 0), loss="out"),
+        Problem(2, 70, 190, 2, 2, 40, torch.float16, causal=True, window=(0, -1), loss="out"),
+    ),
+    ids=str,
+)
+def test_one_visible_key(problem: Problem, variant: str, device: str) -> None:
+    """out is that key's value and does not depend on q or k: dP - D cancels up to float32."""
+    results = run(problem, variant, device)
+    ref, _ = yardstick(problem, device)
+    torch.testing.assert_close(results["out"].double(), ref["out"], rtol=0, atol=0)
+    assert results["dq"].abs().max() < 1e-4 and results["dk"].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("loss", ("out", "lse", "both"))
+def test_sizes_of_zero(loss: str, variant: str, device: str) -> None:
+    for batch, seqlen_q, seqlen_k in ((0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 0, 0), (0, 0, 0)):
+        for causal in (False, True):
+            problem = Problem(batch, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, loss=loss)
+            results = run(problem, variant, device)
+            assert results["out"].shape == (batch, seqlen_q, 4, 64)
+            assert results["lse"].shape == (batch, 4, seqlen_q)
+            assert not any(results[name].any() for name in ("out", "dq", "dk", "dv"))
+            assert (results["lse"] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("gain", (100.0, 1000.0))
+def test_huge_logits_stay_finite(
+    gain: float, dtype: torch.dtype, variant: str, device: str
+) -> None:
+    """Scores up to 1e5 and down to -1e5: a softmax without its maximum overflows at 89."""
+    for causal in (False, True):
+        problem = Problem(1, 130, 300, dtype=dtype, logit_gain=gain, scale=1.0, causal=causal)
+        results = run(problem, variant, device)
+        assert all(x.isfinite().all() for name, x in results.items() if name in ("out", "lse"))
+        assert not any(x.isnan().any() for x in results.values())
+
+
+def test_logits_far_below_zero(variant: str, device: str) -> None:
+    """All scores near -1e4: the maximum must start below any of them, not at zero."""
+    q = torch.full((1, 70, 2, 64), 12.5, device=device, dtype=torch.float16)
+    k = -torch.full((1, 200, 2, 64), 12.5, device=device, dtype=torch.float16)
+    v = torch.randn(1, 200, 2, 64, device=device).half()
+    out, lse = flash_ext.attention(q, k, v, scale=1.0, variant=variant, return_lse=True)
+    expected = torch.full_like(lse, -(12.5**2) * 64 + math.log(200))
+    torch.testing.assert_close(lse, expected)
+    mean = v.float().mean(1, keepdim=True).expand(out.shape)
+    torch.testing.assert_close(out.float(), mean, atol=2e-3, rtol=0)
+
+
+def test_zero_scale_averages(variant: str, device: str) -> None:
+    check(Problem(1, 50, 70, scale=0.0), variant, device)
+
+
+@pytest.mark.parametrize("kind", ("expanded", "transposed", "sliced", "reversed_heads"))
+def test_gradient_of_out_in_any_layout(kind: str, variant: str, device: str) -> None:
+    problem = Problem(2, 70, 90, 4, 2, 64, causal=True)
+    inputs = make_inputs(problem, device)
+    leaves = (inputs.q, inputs.k, inputs.v)
+    shape, dtype = inputs.q.shape, inputs.q.dtype
+    make = {
+        "expanded": lambda: torch.randn(1, 1, 1, 1, device=device, dtype=dtype).expand(shape),
+        "transposed": lambda: torch.randn(*reversed(shape), device=device, dtype=dtype).permute(
+            3, 2, 1, 0
+        ),
+        "sliced": lambda: torch.randn(*shape[:3], 2 * shape[3], device=device, dtype=dtype)[
+            ..., ::2
+        ],
+        "reversed_heads": lambda: (
+            torch.randn(*shape[:2], shape[3], shape[2], device=device, dtype=dtype).mT
+        ),
+    }[kind]
+    dout = make()
+    assert dout.shape == shape
+
+    def gradients(dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = flash_ext.attention(*leaves, causal=True, deterministic=True, variant=variant)
+        return torch.autograd.grad(out, leaves, dout)
+
+    for actual, expected in zip(gradients(dout), gradients(dout.contiguous()), strict=True):
+        assert_bitwise_equal(actual, expected)
+
+
+def test_gradient_of_lse_in_any_layout(variant: str, device: str) -> None:
+    problem = Problem(2, 70, 90, 4, 2, 64)
+    inputs = make_inputs(problem, device)
+    leaves = (inputs.q, inputs.k)
+
+    def gradients(dlse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _, lse = flash_ext.attention(
+            *leaves, inputs.v, deterministic=True, variant=variant, return_lse=True
+        )
+        return torch.autograd.grad(lse, leaves, dlse)
+
+    for dlse in (inputs.dlse.mT.contiguous().mT, inputs.dlse.new_ones(()).expand(2, 4, 70)):
+        for actual, expected in zip(gradients(dlse), gradients(dlse.contiguous()), strict=True):
+            assert_bitwise_equal(actual, expected)
+
+
+def test_gradients_of_broadcast_keys_add_up(variant: str, device: str) -> None:
+    """k and v expanded over heads in the graph: autograd sums what bwd returns per head."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(3, 2, 80, 4, 64, generator=generator).to(device, torch.float16)
+    q = numbers[0].requires_grad_()
+    k, v = (x[:, :, :1].requires_grad_() for x in numbers[1:])
+    expanded = [x.expand(2, 80, 4, 64) for x in (k, v)]
+    mha = flash_ext.attention(q, *expanded, variant=variant)
+    mqa = flash_ext.attention(q, k, v, variant=variant)
+    torch.testing.assert_close(mha, mqa, atol=2e-3, rtol=0)
+    dout = torch.ones_like(mha)
+    for first, second in zip(
+        torch.autograd.grad(mha, (q, k, v), dout),
+        torch.autograd.grad(mqa, (q, k, v), dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(first, second, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("wanted", ((0,), (1,), (2,), (0, 2)))
+def test_gradients_of_only_some_inputs(wanted: tuple[int, ...], variant: str, device: str) -> None:
+    inputs = make_inputs(Problem(1, 40, 50), device)
+    leaves = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+    for index in wanted:
+        leaves[index].requires_grad_()
+    out = flash_ext.attention(*leaves, deterministic=True, variant=variant)
+    some = torch.autograd.grad(out, [leaves[i] for i in wanted], inputs.dout)
+    everything = (inputs.q, inputs.k, inputs.v)
+    out = flash_ext.attention(*everything, deterministic=True, variant=variant)
+    expected = torch.autograd.grad(out, everything, inputs.dout)
+    for index, grad in zip(wanted, some, strict=True):
+        assert_bitwise_equal(grad, expected[index])
+
+
+def test_outputs_are_contiguous_and_typed(variant: str, device: str) -> None:
+    for layout in ("bhsd", "sbhd", "expanded_heads"):
+        problem = Problem(2, 30, 40, 4, 2, 64, torch.float16, layout=layout)
+        results = run(problem, variant, device)
+        inputs = make_inputs(problem, device)
+        for name in ("out", "dq", "dk", "dv"):
+            like = inputs.q if name in ("out", "dq") else inputs.k
+            assert results[name].shape == like.shape and results[name].dtype == torch.float16
+        assert results["lse"].dtype == torch.float32
+        assert results["out"].is_contiguous() and results["lse"].is_contiguous()
+
+
+def test_inputs_are_left_alone(variant: str, device: str) -> None:
+    inputs = make_inputs(Problem(2, 130, 70, causal=True), device)
+    leaves = (inputs.q, inputs.k, inputs.v)
+    before = [x.detach().clone() for x in (*leaves, inputs.dout, inputs.dlse)]
+    out, lse = flash_ext.attention(*leaves, causal=True, variant=variant, return_lse=True)
+    torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
+    for x, old in zip((*leaves, inputs.dout, inputs.dlse), before, strict=True):
+        assert_bitwise_equal(x.detach(), old)
+
+
+def test_memory_is_kept_only_while_needed(variant: str, device: str) -> None:
+    """Without gradients nothing is saved, and the result has no history."""
+    inputs = make_inputs(Problem(1, 40, 50), device)
+    with torch.no_grad():
+        out = flash_ext.attention(inputs.q, inputs.k, inputs.v, variant=variant)
+    assert not out.requires_grad and out.grad_fn is None
+    with torch.inference_mode():
+        again = flash_ext.attention(inputs.q, inputs.k, inputs.v, variant=variant)
+    assert_bitwise_equal(again, out)
+
+
+def test_auto_is_one_of_the_variants(variant: str, device: str) -> None:
+    """auto runs the variant that check names, to the bit."""
+    inputs = make_inputs(Problem(1, 40, 50), device)
+    tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+    chosen = VARIANTS[torch.ops.flash_ext.check(*tensors)]
+    auto = flash_ext.attention(*tensors)
+    named = flash_ext.attention(*tensors, variant=variant)
+    if variant == chosen:
+        assert_bitwise_equal(named, auto)
+    else:
+        torch.testing.assert_close(named, auto, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,167 @@
+"""The CPU kernels as algorithms: block sizes, many small tiles, and memory linear in the sequence.
+
+The grid runs them with the block sizes of a real cache, where short sequences are one tile. Here
+the on-chip memory is so small that every loop turns many times. Would catch a wrong rescale between
+tiles, a tile cut off at the band's edge, and a score matrix that is held as a whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from attention_testing import (
+    VARIANTS,
+    Problem,
+    assert_accurate,
+    make_inputs,
+    yardstick,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_ext import tiled
+from flash_ext._options import Options
+
+
+def options_for(problem: Problem, rng_state: torch.Tensor | None) -> Options:
+    return Options(
+        scale=problem.scale,
+        causal=problem.causal,
+        window_left=problem.window[0],
+        window_right=problem.window[1],
+        dropout_p=problem.dropout_p,
+        rng_state=rng_state,
+    )
+
+
+def run_tiled(problem: Problem, variant: str, on_chip: int) -> dict[str, torch.Tensor]:
+    inputs = make_inputs(problem, "cpu")
+    tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+    options = options_for(problem, inputs.rng_state)
+    out, lse = tiled.FORWARD[variant](*tensors, options, on_chip=on_chip)
+    dq, dk, dv = tiled.BACKWARD[variant](
+        inputs.dout, inputs.dlse, *tensors, out, lse, options, on_chip=on_chip
+    )
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+@pytest.mark.parametrize("head_dim", (1, 8, 40, 64, 128, 256))
+@pytest.mark.parametrize("on_chip", (16, 1024, 48 * 1024, 128 * 1024))
+def test_block_sizes_are_the_papers(on_chip: int, head_dim: int) -> None:
+    """Algorithm 1, line 1: B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d)."""
+    block = math.ceil(on_chip / (4 * head_dim))
+    assert tiled.block_sizes(on_chip, head_dim) == (min(block, head_dim), block)
+
+
+MANY_TILES = (
+    Problem(1, 37, 53, 4, 2, 8),
+    Problem(1, 53, 37, 2, 2, 8, causal=True),
+    Problem(2, 40, 64, 2, 1, 16, causal=True),
+    Problem(1, 37, 53, 2, 2, 8, window=(5, 3)),
+    Problem(1, 53, 37, 2, 1, 8, window=(-1, 0)),
+    Problem(1, 53, 37, 2, 1, 8, window=(0, 4)),
+    Problem(1, 70, 90, 4, 2, 8, window=(17, -1), dropout_p=0.3),
+    Problem(1, 70, 90, 2, 2, 16, causal=True, dropout_p=0.17),
+    Problem(1, 37, 53, 2, 2, 8, torch.float32, causal=True),
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("on_chip", (1, 300, 1000))
+@pytest.mark.parametrize("problem", MANY_TILES, ids=str)
+def test_many_small_tiles(problem: Problem, on_chip: int, variant: str) -> None:
+    """Down to tiles of one key."""
+    if on_chip == 1:
+        p = problem
+        problem = Problem(20, 9, 11, 2, 1, 3, p.dtype, p.causal, p.window, dropout_p=p.dropout_p)
+    assert_accurate(run_tiled(problem, variant, on_chip), *yardstick(problem, "cpu"), problem.dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_results_do_not_depend_on_the_tiles_in_float64(variant: str) -> None:
+    problem = Problem(1, 50, 70, 4, 2, 8, torch.float64, window=(20, 9), dropout_p=0.2)
+    ref, _ = yardstick(problem, "cpu")
+    for on_chip in (200, 500, 4096):
+        for name, x in run_tiled(problem, variant, on_chip).items():
+            torch.testing.assert_close(x, ref[name], rtol=1e-11, atol=1e-11)
+
+
+def test_both_variants_are_the_same_function() -> None:
+    problem = Problem(1, 50, 70, 4, 2, 16, torch.float64, causal=True, dropout_p=0.2)
+    results = [run_tiled(problem, variant, 500) for variant in VARIANTS]
+    for name in results[0]:
+        for other in results[1:]:
+            torch.testing.assert_close(other[name], results[0][name], rtol=1e-11, atol=1e-11)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any tensor made under it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_score_matrix_is_ever_held(variant: str) -> None:
+    """The largest tensor doubles with the sequence; a score matrix would quadruple."""
+    largest = []
+    for seqlen in (256, 512):
+        problem = Problem(1, seqlen, seqlen, 1, 1, 16, causal=True, dropout_p=0.1)
+        inputs = make_inputs(problem, "cpu")
+        tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+        options = options_for(problem, inputs.rng_state)
+        with LargestTensor() as record:
+            out, lse = tiled.FORWARD[variant](*tensors, options, on_chip=2048)
+            tiled.BACKWARD[variant](
+                inputs.dout, inputs.dlse, *tensors, out, lse, options, on_chip=2048
+            )
+        largest.append(record.elements)
+    assert largest[1] <= 2 * largest[0]
+    assert largest[1] < 512 * 512 // 8
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_tiles_are_skipped(variant: str) -> None:
+    """A narrow window costs far fewer tile products than no window."""
+
+    class CountProducts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm_):
+                self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for window in ((-1, -1), (-1, 0), (10, 0)):
+        problem = Problem(1, 256, 256, 1, 1, 16, window=window)
+        with CountProducts() as products:
+            run_tiled(problem, variant, 16 * 4 * 16)
+        counts.append(products.count)
+    full, causal, narrow = counts
+    assert causal < 0.6 * full and narrow < 0.25 * full
+
+
+def test_every_variant_has_both_kernels() -> None:
+    assert set(tiled.FORWARD) == set(tiled.BACKWARD) == set(VARIANTS)
+
+
+def test_small_sizes_exhaustively() -> None:
+    """Every pair of lengths up to five, with windows that reach past either end."""
+    for seqlen_q, seqlen_k, left, right in itertools.product(
+        range(1, 6), range(1, 6), (-1, 0, 2), (-1, 0, 2)
+    ):
+        problem = Problem(40, seqlen_q, seqlen_k, 2, 1, 4, window=(left, right))
+        for variant in VARIANTS:
+            actual = run_tiled(problem, variant, on_chip=32)
+            assert_accurate(actual, *yardstick(problem, "cpu"), problem.dtype)
