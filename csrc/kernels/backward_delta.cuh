@@ -19,8 +19,7 @@ __device__ __forceinline__ float row_dot(const Element* x, const Element* y, int
             const auto* xe = reinterpret_cast<const Element*>(&xs);
             const auto* ye = reinterpret_cast<const Element*>(&ys);
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                sum += ptx::to_float(xe[i]) * ptx::to_float(ye[i]);
+            for (int i = 0; i < 8; ++i) sum += ptx::to_float(xe[i]) * ptx::to_float(ye[i]);
         }
     } else {
         for (int col = lane; col < cols; col += 32)

@@ -18,26 +18,38 @@
 
 namespace flash_ext {
 
-// The Q tile's counter of KV tiles that have added their dQ.
-__device__ __forceinline__ int* turn_of(const BackwardParams& params, int batch, int head,
-                                        int q_tile) {
-    return params.turn + 1 +
-           (static_cast<int64_t>(batch) * params.heads_q + head) * params.q_tiles + q_tile;
-}
+// The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
+struct Turn {
+    const BackwardParams& params;
+    const WorkTile& work;
+    int head;
+    int q_tile;
 
-__device__ __forceinline__ void wait_for_turn(const int* turn, int mine) {
-    if (threadIdx.x == 0)
-        while (ptx::load_acquire(turn) != mine) __nanosleep(64);
-    __syncthreads();  // what the earlier CTAs added is visible to all threads
-}
-
-__device__ __forceinline__ void end_turn(int* turn, int mine) {
-    __syncthreads();  // all threads have issued their additions
-    if (threadIdx.x == 0) {
-        __threadfence();
-        ptx::store_release(turn, mine + 1);
+    // The Q tile's counter of KV tiles that have added their dQ.
+    __device__ __forceinline__ int* counter() const {
+        return params.turn + 1 +
+               (static_cast<int64_t>(work.batch) * params.heads_q + head) * params.q_tiles + q_tile;
     }
-}
+
+    // How many KV tiles see the Q tile and come before this CTA's.
+    __device__ __forceinline__ int mine(const BandMask& mask, int block_q, int block_kv) const {
+        return work.rank - mask.keys_of(tile_interval(q_tile, block_q)).begin / block_kv;
+    }
+
+    __device__ __forceinline__ void wait(const BandMask& mask, int block_q, int block_kv) const {
+        if (threadIdx.x == 0)
+            while (ptx::load_acquire(counter()) != mine(mask, block_q, block_kv)) __nanosleep(64);
+        __syncthreads();  // what the earlier CTAs added is visible to all threads
+    }
+
+    __device__ __forceinline__ void end(const BandMask& mask, int block_q, int block_kv) const {
+        __syncthreads();  // all threads have issued their additions
+        if (threadIdx.x == 0) {
+            __threadfence();
+            ptx::store_release(counter(), mine(mask, block_q, block_kv) + 1);
+        }
+    }
+};
 
 template <class Config>
 __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* accum) {
@@ -107,18 +119,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         ptx::cp_async_commit();
 
         cta.accumulate_dk_dv(rdK, rdV, walk.head, walk.q_tile, first_key, walk.stage);
-        int* turn = nullptr;
-        int mine = 0;
-        if (params.deterministic) {
-            const Interval keys = cta.mask.keys_of(tile_interval(walk.q_tile, Config::kBlockQ));
-            mine = work.rank - keys.begin / Config::kBlockKV;
-            turn = turn_of(params, work.batch, walk.head, walk.q_tile);
-        }
+        const Turn turn{params, work, walk.head, walk.q_tile};
         cta.compute_dq(walk.head, walk.q_tile, [&](const auto& rdQ, float* accum) {
-            if (turn != nullptr) wait_for_turn(turn, mine);
+            if (params.deterministic) turn.wait(cta.mask, Config::kBlockQ, Config::kBlockKV);
             add_dq<Config>(rdQ, accum);
         });
-        if (turn != nullptr) end_turn(turn, mine);
+        if (params.deterministic) turn.end(cta.mask, Config::kBlockQ, Config::kBlockKV);
         walk = next;
     }
 
