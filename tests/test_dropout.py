@@ -152,7 +152,8 @@ def test_lse_is_that_of_the_undropped_weights(variant: str, device: str) -> None
     inputs = some_inputs(device)
     _, plain = flash_ext.attention(*inputs, variant=variant, return_lse=True)
     _, dropped = flash_ext.attention(*inputs, dropout_p=0.5, variant=variant, return_lse=True)
-    assert_bitwise_equal(dropped, plain)
+    # Not bitwise: a kernel with dropout may sum a row in another order.
+    assert (dropped - plain).abs().max() < 1e-6 * (1 + plain.abs().max())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
