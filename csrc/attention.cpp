@@ -154,8 +154,12 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 
     Workspace workspace(q);
     if (variant == Variant::kFa1) {
-        const int64_t rows = q.size(0) * q.size(2) * q.size(1);
-        params.out_accum = workspace.allocate<float>(rows * padded_head_dim(params.head_dim_v));
+        const int head_dim = padded_head_dim(params.head_dim_v);
+        const int block_q = tuning::fa1_forward(head_dim).block_q;
+        const int64_t heads = q.size(0) * q.size(2);
+        const int64_t rows = heads * q.size(1);
+        params.out_accum = workspace.allocate<float>(heads * ceil_div(params.seqlen_q, block_q) *
+                                                     block_q * head_dim);
         params.row_max = workspace.allocate<float>(rows);
         params.row_sum = workspace.allocate<float>(rows);
     }

@@ -33,8 +33,7 @@ constexpr Forward fa2_forward(int head_dim, Features features) {
 }
 
 struct Fa1Forward {
-    int rows_per_warp;
-    int warps_q;
+    int block_q;
     int block_kv;        // where shared memory suffices (227 KB, Hopper)
     int small_block_kv;  // elsewhere (163 KB, A100)
 };
@@ -42,15 +41,15 @@ struct Fa1Forward {
 constexpr Fa1Forward fa1_forward(int head_dim) {
     switch (head_dim) {
         case 64:
-            return {32, 2, 256, 128};
+            return {32, 256, 256};
         case 96:
-            return {32, 2, 128, 128};
+            return {32, 256, 128};
         case 128:
-            return {32, 2, 256, 128};
+            return {32, 256, 128};
         case 192:
-            return {16, 2, 128, 128};
+            return {16, 128, 128};
         default:
-            return {16, 2, 128, 64};
+            return {16, 128, 64};
     }
 }
 

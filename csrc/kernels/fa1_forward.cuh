@@ -2,10 +2,6 @@
 //
 // Loop order: one CTA per (batch, head); outer loop over KV tiles, inner loop over Q tiles. O (in
 // float32), l and m live in HBM and are read and written at every step; O is kept normalised.
-// Warps: kWarpsQ x kWarpsKV. K and V are split across the kWarpsKV warps (split-K): each computes
-// the scores of its own keys and a partial product with its own rows of V, so the row maxima, the
-// row sums and the partial products must all be exchanged through shared memory, which is what
-// FlashAttention-2 does away with.
 //
 //     for each KV tile j:
 //         for each Q tile i that sees it:
@@ -19,12 +15,26 @@
 //
 // m is kept in base 2: scale log2(e) times the maximal score.
 //
-// Shared memory: K, V [kBlockKV][D]; two stages of Q [kBlockQ][D]; the partial products
-// [kWarpsKV][kBlockQ][kExchangeCols], a few columns at a time; maxima and sums [kWarpsKV][kBlockQ].
-// Barriers are commented where they stand.
+// Warps: two teams of four, which share the KV tile and take turns over the Q tiles, so that one
+// team's matmuls overlap with the other's traffic. Within a team K and V are split across the warps
+// (split-K): each computes the scores of its own keys and a partial product with its own rows of V.
+// Row maxima, row sums and partial products must therefore be exchanged through shared memory,
+// which is what FlashAttention-2 does away with. Each warp sums up and owns a quarter of the
+// columns of every panel of O; O_i in HBM is laid out as its owners' fragments.
+//
+// A warp meets the columns of a panel in an order of its own: the t-th quarter belongs to warp
+// (w ^ t), so its own is the first, and what it hands on and gets is the same in every warp.
+//
+// Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
+// [to warp][t - 1][its columns], the O_i fetched ahead, maxima and sums [warp][kBlockQ].
+//
+// Barriers (of a team, but for the KV tiles' own) stand commented in the code. cp.async groups are
+// committed in the order Q, O chunk 0, O chunk 1, ... of each step, so that counting them tells
+// what has landed.
 #pragma once
 
 #include "../mask.cuh"
+#include "../ptx/barrier.cuh"
 #include "../scheduler.cuh"
 #include "../score.cuh"
 #include "../softmax.cuh"
@@ -41,37 +51,35 @@ struct Fa1ForwardConfig {
     static constexpr auto kTuning = tuning::fa1_forward(kHeadDim_);
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
-    static constexpr int kWarpsQ = kTuning.warps_q;
-    static constexpr int kWarpsKV = 4;
-    static constexpr int kThreads = 32 * kWarpsQ * kWarpsKV;
-    static constexpr int kBlockQ = kRowsPerWarp * kWarpsQ;
+    static constexpr int kTeams = 2;
+    static constexpr int kTeamWarps = 4;
+    static constexpr int kTeamThreads = 32 * kTeamWarps;
+    static constexpr int kThreads = kTeams * kTeamThreads;
+    static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = kBlockKV_;
-    static constexpr int kKeysPerWarp = kBlockKV / kWarpsKV;
+    static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KVTile = SharedTile<kBlockKV, kHeadDim>;
 
-    // Columns of the partial products exchanged at a time, and how the threads share their sum:
-    // four columns of a row each.
-    static constexpr int kExchangeCols = QTile::kPanelCols;
-    static constexpr int kThreadsPerRow = kExchangeCols / 4;
-    static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
-    static constexpr int kPasses = kBlockQ / kRowsPerPass;
-    // Partial rows are padded so that the four rows a warp stores to differ in their banks.
-    static constexpr int kExchangePitch = kExchangeCols + 8;
-    static constexpr int kPartialFloats = kBlockQ * kExchangePitch;
+    // Columns of the partial products exchanged at a time, a panel, and a warp's own among them.
+    static constexpr int kExchangeCols = KVTile::kPanelCols;
+    static constexpr int kChunks = KVTile::kPanels;
+    using Owned = RegisterTile<kBlockQ, kExchangeCols / kTeamWarps>;
+    static constexpr int kOwnedBytes = Owned::kM * Owned::kN * 32 * 16;
 
-    // Offsets in shared memory.
+    // Offsets in shared memory; those of the second part count from the team's.
     static constexpr int kK = 0;
     static constexpr int kV = kK + KVTile::kBytes;
-    static constexpr int kQ = kV + KVTile::kBytes;
-    static constexpr int kPartial = kQ + 2 * QTile::kBytes;
-    static constexpr int kMax = kPartial + kWarpsKV * kPartialFloats * 4;
-    static constexpr int kSum = kMax + kWarpsKV * kBlockQ * 4;
-    static constexpr int kSharedBytes = kSum + kWarpsKV * kBlockQ * 4;
-
-    static_assert(kBlockQ % kRowsPerPass == 0 && kKeysPerWarp % 16 == 0);
+    static constexpr int kTeam = kV + KVTile::kBytes;
+    static constexpr int kQ = 0;
+    static constexpr int kPartial = kQ + QTile::kBytes;
+    static constexpr int kOld = kPartial + kTeamWarps * (kTeamWarps - 1) * kOwnedBytes;
+    static constexpr int kMax = kOld + kTeamWarps * kChunks * kOwnedBytes;
+    static constexpr int kSum = kMax + kTeamWarps * kBlockQ * 4;
+    static constexpr int kTeamBytes =  // a multiple of 1024, which swizzled tiles start on
+        ceil_div(kSum + kTeamWarps * kBlockQ * 4, 1024) * 1024;
+    static constexpr int kSharedBytes = kTeam + kTeams * kTeamBytes;
 };
 
 template <class Config>
@@ -79,37 +87,45 @@ struct Fa1Forward {
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     using KVTile = typename Config::KVTile;
-    using Scores = RegisterTile<Config::kRowsPerWarp, Config::kKeysPerWarp>;
-    using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDim>;
+    using Scores = RegisterTile<Config::kBlockQ, Config::kKeysPerWarp>;
+    using Weights = AInRegisters<Config::kBlockQ, Config::kKeysPerWarp>;
+    using Product = RegisterTile<Config::kBlockQ, Config::kExchangeCols>;
+    using Owned = typename Config::Owned;
     static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr int kM = Scores::kM;
+
+    // Per row that this lane holds elements of.
+    struct RowValues {
+        float v[kM][2];
+    };
 
     const ForwardParams& params;
     int head;
     int batch;
     Sequence sequence;
     BandMask mask;
-    int warp_row;  // the warp's first row within the Q tile
-    int warp_kv;   // which part of the keys is its own
-    uint32_t smem;
+    int team;
+    int warp;  // within the team: which part of the keys, and which columns of O, are its own
+    char* team_memory;
+    uint32_t sK;
+    uint32_t sV;
+    uint32_t sQ;
 
-    __device__ __forceinline__ explicit Fa1Forward(const ForwardParams& p)
+    __device__ __forceinline__ Fa1Forward(const ForwardParams& p, int flat_head)
         : params(p),
-          head(blockIdx.x % p.heads_q),
-          batch(blockIdx.x / p.heads_q),
+          head(flat_head % p.heads_q),
+          batch(flat_head / p.heads_q),
           sequence(sequence_of<kGeneral>(p, batch)),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          warp_row(warp_id() / Config::kWarpsKV * Config::kRowsPerWarp),
-          warp_kv(warp_id() % Config::kWarpsKV),
-          smem(ptx::shared_address(dynamic_shared())) {}
+          team(warp_id() / Config::kTeamWarps),
+          warp(warp_id() % Config::kTeamWarps),
+          team_memory(dynamic_shared() + Config::kTeam + team * Config::kTeamBytes),
+          sK(ptx::shared_address(dynamic_shared()) + Config::kK),
+          sV(ptx::shared_address(dynamic_shared()) + Config::kV),
+          sQ(ptx::shared_address(team_memory) + Config::kQ) {}
 
-    __device__ __forceinline__ float* maxima() const {
-        return reinterpret_cast<float*>(dynamic_shared() + Config::kMax);
-    }
-    __device__ __forceinline__ float* sums() const {
-        return reinterpret_cast<float*>(dynamic_shared() + Config::kSum);
-    }
-    __device__ __forceinline__ float* partials() const {
-        return reinterpret_cast<float*>(dynamic_shared() + Config::kPartial);
+    __device__ __forceinline__ void team_barrier() const {
+        ptx::barrier_sync(1 + team, Config::kTeamThreads);
     }
 
     __device__ __forceinline__ void load_kv(int kv_tile) const {
@@ -123,12 +139,8 @@ struct Fa1Forward {
         const GlobalTile<const Element> gV{
             row_pointer<const Element>(params.v, sequence.batch, row, head_k), params.v.row_stride,
             rows, params.head_dim_v};
-        load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kK, gK, params.aligned);
-        load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
-    }
-
-    __device__ __forceinline__ uint32_t q_stage(int q_tile) const {
-        return smem + Config::kQ + q_tile % 2 * QTile::kBytes;
+        load_tile<KVTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
+        load_tile<KVTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {
@@ -137,23 +149,47 @@ struct Fa1Forward {
             row_pointer<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
                                        head),
             params.q.row_stride, sequence.seqlen_q - first_query, params.head_dim};
-        load_tile<QTile, Config::kThreads, kGeneral>(q_stage(q_tile), gQ, params.aligned);
+        load_tile<QTile, Config::kTeamThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
-    // The warp's part of P V_j; leaves its row maxima and sums in shared memory.
-    __device__ __forceinline__ void partial_product(Output& rO, int q_tile, int kv_tile) const {
-        const int warp_key = warp_kv * Config::kKeysPerWarp;
+    // Fetches this lane's part of a chunk of O_i. Only this lane ever uses it.
+    __device__ __forceinline__ void load_old(int q_tile, int chunk) const {
+        const float* global = old_global(q_tile, chunk);
+        const uint32_t shared = ptx::shared_address(old_shared(chunk)) + lane_id() * 16;
+#pragma unroll
+        for (int f = 0; f < Owned::kM * Owned::kN; ++f)
+            ptx::cp_async_16(shared + f * 512, global + f * 128, true);
+    }
+
+    // m_i and l_i; those of a Q tile that no KV tile has visited yet are not in HBM.
+    __device__ __forceinline__ void load_statistics(int q_tile, bool first_visit,
+                                                    RowValues& row_max, RowValues& row_sum) const {
+        const int64_t statistics = statistics_offset(params, sequence, head);
+        for_each_row([&](int m, int i, int row) {
+            const int query = q_tile * Config::kBlockQ + row;
+            const bool known = !first_visit && query < sequence.seqlen_q;
+            row_max.v[m][i] = known ? params.row_max[statistics + query] : -INFINITY;
+            row_sum.v[m][i] = known ? params.row_sum[statistics + query] : 0.f;
+        });
+    }
+
+    // Scores are in units of the exponent's base 2 once multiplied by this. The general kernel does
+    // so at once (a scale may be zero or negative), the plain one inside the exponent.
+    __device__ __forceinline__ float score_scale() const {
+        return kGeneral ? 1.f : params.scale_log2;
+    }
+
+    // The warp's scores, masked; its row maxima go to shared memory.
+    __device__ __forceinline__ void compute_scores(Scores& rS, int q_tile, int kv_tile) const {
         const int first_query = q_tile * Config::kBlockQ;
-        const int first_key = kv_tile * Config::kBlockKV;
-        Scores rS;
+        const int warp_key = warp * Config::kKeysPerWarp;
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(q_stage(q_tile), warp_row),
-                                        BFromRows<KVTile>(smem + Config::kK, warp_key));
-        scale_scores(rS, params.scale_log2);
+        gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KVTile>(sK, warp_key));
+        if constexpr (kGeneral) scale_scores(rS, params.scale_log2);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           tile_interval(kv_tile, Config::kBlockKV))) {
-            mask_scores(rS, first_key + warp_key,
-                        [&](int row) { return mask.key_range(first_query + warp_row + row); });
+            mask_scores(rS, kv_tile * Config::kBlockKV + warp_key,
+                        [&](int row) { return mask.key_range(first_query + row); });
         }
         for_each_row([&](int m, int i, int row) {
             float x = -INFINITY;
@@ -161,232 +197,331 @@ struct Fa1Forward {
             for (int n = 0; n < Scores::kN; ++n)
                 x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
             x = quad_max(x);
-            if (lane_col() == 0) maxima()[warp_kv * Config::kBlockQ + row] = x;
+            if (lane_col() == 0) maxima()[warp * Config::kBlockQ + row] = x * score_scale();
         });
-        __syncthreads();  // the maxima of all keys are there
+    }
+
+    // P from S with the maxima of all keys; its row sums go to shared memory.
+    __device__ __forceinline__ void exponentiate(Scores& rS, Weights& rP, RowValues& tile_max,
+                                                 int q_tile, int kv_tile) const {
         for_each_row([&](int m, int i, int row) {
-            const float max = finite_max(tile_max(row));
+            float x = maxima()[row];
+#pragma unroll
+            for (int w = 1; w < Config::kTeamWarps; ++w)
+                x = fmaxf(x, maxima()[w * Config::kBlockQ + row]);
+            tile_max.v[m][i] = x;
+        });
+        for_each_row([&](int m, int i, int row) {
+            const float max = finite_max(tile_max.v[m][i]);
             float sum = 0.f;
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = rS.v[m][n][2 * i + e];
-                    x = ptx::ex2(x - max);
+                    x = ptx::ex2(x * score_scale() - max);
                     sum += x;
                 }
             sum = quad_sum(sum);
-            if (lane_col() == 0) sums()[warp_kv * Config::kBlockQ + row] = sum;
+            if (lane_col() == 0) sums()[warp * Config::kBlockQ + row] = sum;
         });
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
-                for_each_keep<Scores>(dropout_mask(params, batch, head), first_query + warp_row,
-                                      first_key + warp_key, [&](int m, int n, int i, bool keep) {
+                for_each_keep<Scores>(dropout_mask(params, batch, head), q_tile * Config::kBlockQ,
+                                      kv_tile * Config::kBlockKV + warp * Config::kKeysPerWarp,
+                                      [&](int m, int n, int i, bool keep) {
                                           if (!keep) rS.v[m][n][i] = 0.f;
                                       });
             }
         }
-        rO.clear();
-        gemm<Element, Config::kKeysPerWarp>(rO, AFromRegisters<Element, Scores>{rS},
-                                            BFromColumns<KVTile>(smem + Config::kV, warp_key));
+        rP.fetch(AFromRegisters<Element, Scores>{rS});
     }
 
-    // Lines 13 to 16: merges the step's product into O_i, l_i and m_i in HBM; after the last KV
-    // tile that the Q tile sees, O and the logsumexp are final and leave in their own types.
-    __device__ __forceinline__ void merge(const Output& rO, int q_tile, bool first_visit,
-                                          bool last_visit) const {
-        const int first_query = q_tile * Config::kBlockQ;
-        const int thread_row = threadIdx.x / Config::kThreadsPerRow;
-        const int thread_col = threadIdx.x % Config::kThreadsPerRow * 4;
-        const int64_t statistics = statistics_offset(params, sequence, head) + first_query;
-        const int rows = sequence.seqlen_q - first_query;
-        float old_factor[Config::kPasses];
-        float new_factor[Config::kPasses];
-        float row_max[Config::kPasses];
-        float row_sum[Config::kPasses];
+    // A chunk of the warp's partial product with its own rows of V.
+    template <int kChunk>
+    __device__ __forceinline__ void multiply_v(Product& rO, const Weights& rP) const {
+        using VColumns = BFromColumns<KVTile>;
+        const VColumns v(sV, warp * Config::kKeysPerWarp, 0, warp * (Owned::kCols / 8));
+        rO.clear();
+        gemm<Element, Config::kKeysPerWarp>(
+            rO, rP, BSkipping<VColumns, kChunk * Config::kExchangeCols / 16>{v});
+    }
 
+    // Hands a chunk of the partial product to the warps that own its columns; own is this warp's.
+    __device__ __forceinline__ void exchange(const Product& rO, Owned& own) const {
 #pragma unroll
-        for (int chunk = 0; chunk < Config::kHeadDim / Config::kExchangeCols; ++chunk) {
-            const int col = chunk * Config::kExchangeCols + thread_col;
-            float4 old[Config::kPasses];
+        for (int t = 0; t < Config::kTeamWarps; ++t)
 #pragma unroll
-            for (int pass = 0; pass < Config::kPasses; ++pass) {
-                const int row = thread_row + pass * Config::kRowsPerPass;
-                old[pass] = make_float4(0.f, 0.f, 0.f, 0.f);
-                if (!first_visit && row < rows)
-                    old[pass] = *reinterpret_cast<const float4*>(
-                        params.out_accum + (statistics + row) * Config::kHeadDim + col);
-            }
-            if (chunk > 0) __syncthreads();  // the chunk before has been summed
-            store_partial(rO, chunk);
-            __syncthreads();  // all partial products (and, the first time, sums) are there
-            if (chunk == 0) {
+            for (int m = 0; m < Owned::kM; ++m)
 #pragma unroll
-                for (int pass = 0; pass < Config::kPasses; ++pass) {
-                    const int row = thread_row + pass * Config::kRowsPerPass;
-                    const bool has_old = !first_visit && row < rows;
-                    const float m_i = has_old ? params.row_max[statistics + row] : -INFINITY;
-                    const float l_i = has_old ? params.row_sum[statistics + row] : 0.f;
-                    const float m_tile = tile_max(row);
-                    const float m_new = fmaxf(m_i, m_tile);
-                    const float keep_old = ptx::ex2(m_i - finite_max(m_new)) * l_i;
-                    const float keep_new = ptx::ex2(m_tile - finite_max(m_new));
-                    const float l_new = keep_old + keep_new * tile_sum(row);
-                    const float inverse = l_new > 0.f ? 1.f / l_new : 0.f;
-                    old_factor[pass] = keep_old * inverse;
-                    new_factor[pass] = keep_new * inverse;
-                    if constexpr (kGeneral) new_factor[pass] *= params.keep_scale;
-                    row_max[pass] = m_new;
-                    row_sum[pass] = l_new;
+                for (int n = 0; n < Owned::kN; ++n) {
+                    const float (&x)[4] = rO.v[m][t * Owned::kN + n];
+                    if (t == 0) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) own.v[m][n][e] = x[e];
+                    } else {
+                        *fragment(partial(warp ^ t, t), m, n) = make_float4(x[0], x[1], x[2], x[3]);
+                    }
                 }
-            }
+    }
+
+    // What the other warps handed over is added to own.
+    __device__ __forceinline__ void collect(Owned& own) const {
 #pragma unroll
-            for (int pass = 0; pass < Config::kPasses; ++pass) {
-                const int row = thread_row + pass * Config::kRowsPerPass;
-                float4 o = sum_partials(row, thread_col);
-                o.x = old_factor[pass] * old[pass].x + new_factor[pass] * o.x;
-                o.y = old_factor[pass] * old[pass].y + new_factor[pass] * o.y;
-                o.z = old_factor[pass] * old[pass].z + new_factor[pass] * o.z;
-                o.w = old_factor[pass] * old[pass].w + new_factor[pass] * o.w;
-                if (row >= rows) continue;
-                if (last_visit) {
-                    store_out(first_query + row, col, o);
-                } else {
-                    *reinterpret_cast<float4*>(params.out_accum +
-                                               (statistics + row) * Config::kHeadDim + col) = o;
-                }
-            }
+        for (int t = 1; t < Config::kTeamWarps; ++t)
+            add(own, partial(warp, t), [](float sum, float x, int, int) { return sum + x; });
+    }
+
+    // own = old_factor O_i + new_factor own, for each row.
+    __device__ __forceinline__ void merge_old(Owned& own, int chunk, bool first_visit,
+                                              const RowValues& old_factor,
+                                              const RowValues& new_factor) const {
+        if (first_visit) {
+#pragma unroll
+            for (int m = 0; m < Owned::kM; ++m)
+#pragma unroll
+                for (int n = 0; n < Owned::kN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) own.v[m][n][e] *= new_factor.v[m][e / 2];
+        } else {
+            add(own, old_shared(chunk), [&](float product, float old, int m, int i) {
+                return new_factor.v[m][i] * product + old_factor.v[m][i] * old;
+            });
         }
-        // Every thread of a row has read m_i and l_i before the barrier below, the next of merge()
-        // or of the loop; one of them writes.
-        __syncthreads();  // m_i and l_i have been read, maxima and sums too
-        if (thread_col != 0) return;
+    }
+
+    __device__ __forceinline__ void store_old(const Owned& own, int q_tile, int chunk) const {
+        float* global = old_global(q_tile, chunk);
 #pragma unroll
-        for (int pass = 0; pass < Config::kPasses; ++pass) {
-            const int row = thread_row + pass * Config::kRowsPerPass;
-            if (row >= rows) continue;
+        for (int m = 0; m < Owned::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Owned::kN; ++n) {
+                const float (&x)[4] = own.v[m][n];
+                *reinterpret_cast<float4*>(global + (m * Owned::kN + n) * 128) =
+                    make_float4(x[0], x[1], x[2], x[3]);
+            }
+    }
+
+    // A chunk of the final output.
+    __device__ __forceinline__ void store_out(const Owned& own, int q_tile, int chunk) const {
+        const int first_col = chunk * Config::kExchangeCols + warp * Owned::kCols + lane_col();
+        for_each_row([&](int m, int i, int row) {
+            const int query = q_tile * Config::kBlockQ + row;
+            if (query >= sequence.seqlen_q) return;
+            Element* target =
+                row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query, head);
+#pragma unroll
+            for (int n = 0; n < Owned::kN; ++n)
+                store_pair(target, first_col + 8 * n, own.v[m][n][2 * i], own.v[m][n][2 * i + 1]);
+        });
+    }
+
+    // Lines 13 and 16: the factors of the old O_i and of the step's product; m_i and l_i brought up
+    // to date.
+    __device__ __forceinline__ void update_statistics(const RowValues& tile_max, RowValues& row_max,
+                                                      RowValues& row_sum, RowValues& old_factor,
+                                                      RowValues& new_factor) const {
+        for_each_row([&](int m, int i, int row) {
+            float tile_sum = 0.f;
+#pragma unroll
+            for (int w = 0; w < Config::kTeamWarps; ++w)
+                tile_sum += sums()[w * Config::kBlockQ + row];
+            const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
+            const float old_share =
+                ptx::ex2(row_max.v[m][i] - finite_max(new_max)) * row_sum.v[m][i];
+            const float new_share = ptx::ex2(tile_max.v[m][i] - finite_max(new_max));
+            const float sum = old_share + new_share * tile_sum;
+            const float inverse = sum > 0.f ? ptx::rcp(sum) : 0.f;
+            old_factor.v[m][i] = old_share * inverse;
+            new_factor.v[m][i] = new_share * inverse * (kGeneral ? params.keep_scale : 1.f);
+            row_max.v[m][i] = new_max;
+            row_sum.v[m][i] = sum;
+        });
+    }
+
+    // m_i and l_i to HBM, after the last visit the logsumexp. Every warp has them; one writes.
+    __device__ __forceinline__ void store_statistics(int q_tile, bool last_visit,
+                                                     const RowValues& row_max,
+                                                     const RowValues& row_sum) const {
+        if (warp != 0 || lane_col() != 0) return;
+        const int64_t statistics = statistics_offset(params, sequence, head);
+        for_each_row([&](int m, int i, int row) {
+            const int query = q_tile * Config::kBlockQ + row;
+            const float max = row_max.v[m][i];
+            const float sum = row_sum.v[m][i];
+            if (query >= sequence.seqlen_q) return;
             if (last_visit) {
-                params.lse[statistics + row] =
-                    row_sum[pass] > 0.f ? (row_max[pass] + log2f(row_sum[pass])) * kLn2 : -INFINITY;
+                params.lse[statistics + query] = sum > 0.f ? (max + log2f(sum)) * kLn2 : -INFINITY;
             } else {
-                params.row_max[statistics + row] = row_max[pass];
-                params.row_sum[statistics + row] = row_sum[pass];
+                params.row_max[statistics + query] = max;
+                params.row_sum[statistics + query] = sum;
             }
-        }
+        });
     }
 
     // A Q tile that sees no key.
     __device__ __forceinline__ void store_empty(int q_tile) const {
-        const int first_query = q_tile * Config::kBlockQ;
-        const int rows = min_of(sequence.seqlen_q - first_query, Config::kBlockQ);
-        for (int i = threadIdx.x; i < rows * (Config::kHeadDim / 4); i += Config::kThreads)
-            store_out(first_query + i / (Config::kHeadDim / 4), i % (Config::kHeadDim / 4) * 4,
-                      make_float4(0.f, 0.f, 0.f, 0.f));
-        const int64_t statistics = statistics_offset(params, sequence, head) + first_query;
-        for (int row = threadIdx.x; row < rows; row += Config::kThreads)
-            params.lse[statistics + row] = -INFINITY;
+        Owned zero;
+        zero.clear();
+#pragma unroll
+        for (int chunk = 0; chunk < Config::kChunks; ++chunk) store_out(zero, q_tile, chunk);
+        const int query = q_tile * Config::kBlockQ + lane_id();
+        if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
+            params.lse[statistics_offset(params, sequence, head) + query] = -INFINITY;
     }
 
  private:
+    __device__ __forceinline__ float* maxima() const {
+        return reinterpret_cast<float*>(team_memory + Config::kMax);
+    }
+    __device__ __forceinline__ float* sums() const {
+        return reinterpret_cast<float*>(team_memory + Config::kSum);
+    }
+
+    // Where warp `owner` finds what warp (owner ^ t) hands to it.
+    __device__ __forceinline__ char* partial(int owner, int t) const {
+        return team_memory + Config::kPartial +
+               (owner * (Config::kTeamWarps - 1) + t - 1) * Config::kOwnedBytes;
+    }
+
+    // This warp's part of a chunk of O_i, fetched ahead; and in HBM, where this lane's begins.
+    __device__ __forceinline__ char* old_shared(int chunk) const {
+        return team_memory + Config::kOld + (warp * Config::kChunks + chunk) * Config::kOwnedBytes;
+    }
+    __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
+        const int q_tiles = ceil_div(params.seqlen_q, Config::kBlockQ);
+        const int64_t tile =
+            (static_cast<int64_t>(batch) * params.heads_q + head) * q_tiles + q_tile;
+        return params.out_accum + tile * (Config::kBlockQ * Config::kHeadDim) +
+               (warp * Config::kChunks + chunk) * (Config::kOwnedBytes / 4) + lane_id() * 4;
+    }
+
+    static __device__ __forceinline__ float4* fragment(char* owned, int m, int n) {
+        return reinterpret_cast<float4*>(owned + (m * Owned::kN + n) * 512 + lane_id() * 16);
+    }
+
+    // own = combine(own, what lies in shared memory, m, i) for each element.
+    template <class Combine>
+    static __device__ __forceinline__ void add(Owned& own, char* shared, Combine combine) {
+#pragma unroll
+        for (int m = 0; m < Owned::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Owned::kN; ++n) {
+                const float4 x = *fragment(shared, m, n);
+                float (&sum)[4] = own.v[m][n];
+                sum[0] = combine(sum[0], x.x, m, 0);
+                sum[1] = combine(sum[1], x.y, m, 0);
+                sum[2] = combine(sum[2], x.z, m, 1);
+                sum[3] = combine(sum[3], x.w, m, 1);
+            }
+    }
+
     // visit(m, i, row of the Q tile) for the rows that this lane holds elements of.
     template <class Visit>
-    __device__ __forceinline__ void for_each_row(Visit visit) const {
+    static __device__ __forceinline__ void for_each_row(Visit visit) {
 #pragma unroll
-        for (int m = 0; m < Scores::kM; ++m)
+        for (int m = 0; m < kM; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) visit(m, i, warp_row + 16 * m + lane_row() + 8 * i);
+            for (int i = 0; i < 2; ++i) visit(m, i, 16 * m + lane_row() + 8 * i);
     }
 
-    __device__ __forceinline__ float tile_max(int row) const {
-        float x = maxima()[row];
-#pragma unroll
-        for (int w = 1; w < Config::kWarpsKV; ++w)
-            x = fmaxf(x, maxima()[w * Config::kBlockQ + row]);
-        return x;
-    }
-
-    __device__ __forceinline__ float tile_sum(int row) const {
-        float x = 0.f;
-#pragma unroll
-        for (int w = 0; w < Config::kWarpsKV; ++w) x += sums()[w * Config::kBlockQ + row];
-        return x;
-    }
-
-    __device__ __forceinline__ void store_partial(const Output& rO, int chunk) const {
-        float* partial = partials() + warp_kv * Config::kPartialFloats;
-        constexpr int kN = Config::kExchangeCols / 8;
-        for_each_row([&](int m, int i, int row) {
-#pragma unroll
-            for (int n = 0; n < kN; ++n)
-                *reinterpret_cast<float2*>(partial + row * Config::kExchangePitch + 8 * n +
-                                           lane_col()) =
-                    make_float2(rO.v[m][chunk * kN + n][2 * i], rO.v[m][chunk * kN + n][2 * i + 1]);
-        });
-    }
-
-    __device__ __forceinline__ float4 sum_partials(int row, int col) const {
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int w = 0; w < Config::kWarpsKV; ++w) {
-            const float4 x = *reinterpret_cast<const float4*>(
-                partials() + w * Config::kPartialFloats + row * Config::kExchangePitch + col);
-            sum.x += x.x;
-            sum.y += x.y;
-            sum.z += x.z;
-            sum.w += x.w;
-        }
-        return sum;
-    }
-
-    // Four columns of a row of the output.
-    __device__ __forceinline__ void store_out(int query, int col, float4 o) const {
-        Element* target =
-            row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query, head) + col;
-        const uint2 packed = {ptx::pack<Element>(o.x, o.y), ptx::pack<Element>(o.z, o.w)};
+    // Columns col and col + 1 of a row of the output.
+    __device__ __forceinline__ void store_pair(Element* row, int col, float x, float y) const {
+        const uint32_t packed = ptx::pack<Element>(x, y);
         if (!kGeneral || params.aligned) {
-            if (col < params.head_dim_v) *reinterpret_cast<uint2*>(target) = packed;
+            if (col < params.head_dim_v) *reinterpret_cast<uint32_t*>(row + col) = packed;
             return;
         }
-        auto* bits = reinterpret_cast<uint16_t*>(target);
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (col + j < params.head_dim_v)
-                bits[j] = static_cast<uint16_t>((j < 2 ? packed.x : packed.y) >> (16 * (j % 2)));
+        auto* bits = reinterpret_cast<uint16_t*>(row);
+        if (col < params.head_dim_v) bits[col] = static_cast<uint16_t>(packed);
+        if (col + 1 < params.head_dim_v) bits[col + 1] = static_cast<uint16_t>(packed >> 16);
     }
 };
+
+// function(std::integral_constant<int, chunk>) for each chunk of columns.
+template <int kChunks, int kChunk = 0, class Function>
+__device__ __forceinline__ void for_each_chunk(Function function) {
+    function(std::integral_constant<int, kChunk>{});
+    if constexpr (kChunk + 1 < kChunks) for_each_chunk<kChunks, kChunk + 1>(function);
+}
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fa1_forward_kernel(const __grid_constant__ ForwardParams params) {
     using Kernel = Fa1Forward<Config>;
-    const Kernel cta(params);
+    using RowValues = typename Kernel::RowValues;
+    const Kernel cta(params, blockIdx.x);
     const int kv_tiles = ceil_div(cta.sequence.seqlen_k, Config::kBlockKV);
 
     for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
         const Interval q_tiles = tiles_of(
             cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
+        // The KV tiles that a Q tile sees, hence which of its visits is the first and the last.
+        const auto seen_by = [&](int q_tile) {
+            return tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
+                            Config::kBlockKV);
+        };
         if (q_tiles.empty()) continue;
-        __syncthreads();  // all warps have left the KV tile before
+        __syncthreads();  // all warps have left the KV tile before; its O, m and l are written
         cta.load_kv(kv_tile);
-        cta.load_q(q_tiles.begin);
         ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // the KV tile has landed
 
-        for (int q_tile = q_tiles.begin; q_tile < q_tiles.end; ++q_tile) {
-            ptx::cp_async_wait<0>();
-            __syncthreads();  // the Q tile has landed; all warps have left the one before
-            if (q_tile + 1 < q_tiles.end) cta.load_q(q_tile + 1);
+        int q_tile = q_tiles.begin + cta.team;
+        if (q_tile < q_tiles.end) cta.load_q(q_tile);
+        ptx::cp_async_commit();
+        for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+            if (q_tile < q_tiles.end && seen_by(q_tile).begin != kv_tile)
+                cta.load_old(q_tile, chunk);
             ptx::cp_async_commit();
+        }
 
-            typename Kernel::Output rO;
-            cta.partial_product(rO, q_tile, kv_tile);
-            const Interval seen = tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
-                                           Config::kBlockKV);
-            cta.merge(rO, q_tile, kv_tile == seen.begin, kv_tile == seen.end - 1);
+        for (; q_tile < q_tiles.end; q_tile += Config::kTeams) {
+            const int next = q_tile + Config::kTeams;
+            ptx::cp_async_wait<Config::kChunks>();  // all but O's chunks
+            cta.team_barrier();  // Q has landed; the exchange buffers, maxima and sums are free
+
+            typename Kernel::Scores rS;
+            cta.compute_scores(rS, q_tile, kv_tile);
+            cta.team_barrier();  // the maxima of all keys are there; Q has been read
+            if (next < q_tiles.end) cta.load_q(next);
+            ptx::cp_async_commit();
+            typename Kernel::Weights rP;
+            RowValues tile_max, row_max, row_sum, old_factor, new_factor;
+            cta.exponentiate(rS, rP, tile_max, q_tile, kv_tile);
+
+            const Interval seen = seen_by(q_tile);
+            const bool first_visit = kv_tile == seen.begin;
+            const bool last_visit = kv_tile == seen.end - 1;
+            const bool next_has_old = next < q_tiles.end && seen_by(next).begin != kv_tile;
+            cta.load_statistics(q_tile, first_visit, row_max, row_sum);
+            for_each_chunk<Config::kChunks>([&](auto chunk) {
+                typename Kernel::Product rO;
+                typename Config::Owned own;
+                cta.template multiply_v<chunk>(rO, rP);
+                if (chunk > 0) cta.team_barrier();  // the chunk before has been collected
+                cta.exchange(rO, own);
+                cta.team_barrier();  // all partial products, and the sums, are there
+                if (chunk == 0)
+                    cta.update_statistics(tile_max, row_max, row_sum, old_factor, new_factor);
+                cta.collect(own);
+                ptx::cp_async_wait<Config::kChunks>();  // this chunk of O, the oldest group
+                cta.merge_old(own, chunk, first_visit, old_factor, new_factor);
+                if (last_visit) {
+                    cta.store_out(own, q_tile, chunk);
+                } else {
+                    cta.store_old(own, q_tile, chunk);
+                }
+                if (next_has_old) cta.load_old(next, chunk);
+                ptx::cp_async_commit();
+            });
+            cta.store_statistics(q_tile, last_visit, row_max, row_sum);
         }
     }
 
     const int q_tiles = ceil_div(cta.sequence.seqlen_q, Config::kBlockQ);
-    for (int q_tile = 0; q_tile < q_tiles; ++q_tile)
+    for (int q_tile = cta.team; q_tile < q_tiles; q_tile += Config::kTeams)
         if (cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)).empty())
             cta.store_empty(q_tile);
 }

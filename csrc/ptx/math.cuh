@@ -16,6 +16,13 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+// 1 / x to within one unit in the last place.
+__device__ __forceinline__ float rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two floats rounded to nearest even and packed, `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

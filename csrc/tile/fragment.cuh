@@ -48,15 +48,15 @@ struct SharedBlocks {
     uint32_t lane_address;
 
     __device__ __forceinline__ SharedBlocks(uint32_t tile_address, int first_row = 0,
-                                            int first_col_block = 0) {
+                                            int first_col_block = 0, int chunk_xor = 0) {
         static_assert(Tile::kBlocksPerPanel % kColStep == 0);
         const int lane = lane_id();
         const bool rows_first = kOrder == Order::kRowsFirst;
         const int row = first_row + (rows_first ? lane % 16 : lane % 8 + lane / 16 * 8);
         const int half = rows_first ? lane / 16 : lane / 8 % 2;
         // One address stays in a register over a loop, not one for each XOR pattern.
-        lane_address =
-            ptx::not_hoisted(tile_address + Tile::offset(row, 2 * first_col_block + half));
+        lane_address = ptx::not_hoisted(
+            tile_address + Tile::offset(row, (2 * first_col_block + half) ^ chunk_xor));
     }
 
     __device__ __forceinline__ void load(uint32_t (&fragment)[4], int row_block,
