@@ -23,7 +23,7 @@ OPTIONS = (
     {"window": (20, 9), "dropout_p": 0.2},
     {"causal": True, "layout": "odd_offset"},
 )
-LENGTHS = ((33, 70), (130, 65))
+LENGTHS = ((33, 70), (130, 65), (40, 530))  # the last: several KV tiles of every kernel
 
 
 def cases() -> Iterator[tuple[Problem, str, bool]]:
