@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <iterator>
 #include <vector>
 
 #include "check.h"
@@ -48,7 +50,7 @@ Tensor empty(const Tensor& q, const std::array<int64_t, kDims>& shape, ScalarTyp
     AtenTensorHandle handle = nullptr;
     if (aoti_torch_empty_strided(kDims, shape.data(), strides.data(), code,
                                  aoti_torch_device_type_cuda(), q.get_device_index(), &handle) != 0)
-        fail("allocating a tensor of shape ", shape_text(shape), " failed");
+        fail("allocating a tensor of shape ", shape_text(shape), " failed: out of memory?");
     return Tensor(handle);
 }
 
@@ -72,7 +74,9 @@ class Workspace {
 };
 
 TensorView view(const Tensor& tensor) {
-    return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+    // The stride of a dimension of size 1 is never used, and need not be aligned.
+    const auto stride = [&](int dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+    return {tensor.data_ptr(), stride(0), stride(1), stride(2)};
 }
 
 // Do all rows start on 16-byte boundaries and end on them?
@@ -87,9 +91,7 @@ bool is_aligned(const Tensor& tensor) {
 
 void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
                  const Options& options) {
-    const int64_t kRows = BandMask::kUnlimited;
-    if (q.size(1) >= kRows || k.size(1) >= kRows)
-        refuse("the sequence length", "below 2^29", std::max(q.size(1), k.size(1)));
+    const int64_t kUnlimited = BandMask::kUnlimited;
     params.element_type =
         q.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
     params.batch = static_cast<int>(q.size(0));
@@ -101,14 +103,14 @@ void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, cons
     params.head_dim_v = static_cast<int>(v.size(3));
 
     const auto bound = [&](int64_t window) {
-        return static_cast<int>(window < 0 ? kRows : std::min(window, kRows));
+        return static_cast<int>(window < 0 ? kUnlimited : std::min(window, kUnlimited));
     };
     params.window_left = bound(options.window_left);
     params.window_right = options.causal ? 0 : bound(options.window_right);
 
     params.scale = static_cast<float>(
         options.scale.value_or(1.0 / std::sqrt(static_cast<double>(params.head_dim))));
-    params.scale_log2 = params.scale * 1.4426950408889634f;
+    params.scale_log2 = params.scale * kLog2e;
 
     if (options.dropout_p > 0) {
         params.rng_state = static_cast<const int64_t*>(options.rng_state->data_ptr());
@@ -129,10 +131,28 @@ void launch(const Params& params, const Tensor& q, Variant variant,
     if (status != cudaSuccess) fail("the CUDA launch failed: ", cudaGetErrorString(status));
 }
 
+// function(constant of the head dim with kernels of its own that head_dim is padded to)
 template <class Function>
 void dispatch_head_dim(int head_dim, Function function) {
+    static_assert(std::size(kHeadDims) == 5);
     dispatch<kHeadDims[0], kHeadDims[1], kHeadDims[2], kHeadDims[3], kHeadDims[4]>(
         padded_head_dim(head_dim), function);
+}
+
+// Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
+void check_shared_memory(const Tensor& q, Variant variant, bool backward) {
+    int needed = 0;
+    dispatch_head_dim(static_cast<int>(q.size(3)), [&](auto dim) {
+        const int bytes[2][kVariants] = {
+            {fa1_forward_shared_bytes<dim>(), fa2_forward_shared_bytes<dim>()},
+            {fa1_backward_shared_bytes<dim>(), fa2_backward_shared_bytes<dim>()}};
+        needed = bytes[backward][static_cast<int>(variant)];
+    });
+    const int available = device_limits(q.get_device_index()).shared_bytes;
+    if (needed > available)
+        fail("variant '", kVariantNames[static_cast<int>(variant)], "' needs ", needed,
+             " bytes of shared memory per block ", backward ? "in the backward pass " : "",
+             "at head dimension ", q.size(3), ", this GPU has ", available);
 }
 
 }  // namespace
@@ -140,6 +160,7 @@ void dispatch_head_dim(int head_dim, Function function) {
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options) {
     const Variant variant = check_forward(q, k, v, options);
+    check_shared_memory(q, variant, false);
     ForwardParams params;
     fill_params(params, q, k, v, options);
 
@@ -173,6 +194,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options) {
     const Variant variant = check_backward(dout, dlse, q, k, v, out, lse, options);
+    check_shared_memory(q, variant, true);
     BackwardParams params;
     fill_params(params, q, k, v, options);
     params.aligned = params.aligned && is_aligned(dout) && is_aligned(out);
@@ -204,7 +226,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.dq_accum = workspace.allocate<float>(q_tiles * block_q * head_dim);
     params.lse_log2 = workspace.allocate<float>(q_tiles * block_q);
     params.delta = workspace.allocate<float>(q_tiles * block_q);
-    if (params.deterministic) params.turn = workspace.allocate<int>(1 + q_tiles);
+    if (params.deterministic && variant == Variant::kFa2)
+        params.turn = workspace.allocate<int>(1 + q_tiles);
 
     dispatch_head_dim(params.head_dim, [&](auto dim) {
         launch<BackwardParams>(params, q, variant, {fa1_backward<dim>, fa2_backward<dim>});
@@ -214,7 +237,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 }
 
 int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
-    return static_cast<int64_t>(check_forward(q, k, v, options));
+    const Variant variant = check_forward(q, k, v, options);
+    check_shared_memory(q, variant, false);
+    return static_cast<int64_t>(variant);
 }
 
 }  // namespace flash_ext

@@ -1,6 +1,8 @@
 // Registers the CUDA kernels of the ops that flash_ext/ops.py defines.
 #include <torch/csrc/stable/library.h>
 
+#include <utility>
+
 #include "attention.h"
 
 // The options as parameters, and gathered: the dispatcher passes them one by one.
@@ -10,10 +12,12 @@
         std::optional<Tensor> sink, std::optional<Tensor> cu_seqlens_q,                        \
         std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_k, double dropout_p, \
         std::optional<Tensor> rng_state, bool deterministic, std::string variant
-#define OPTIONS                                                                                    \
-    Options {                                                                                      \
-        scale, causal, window_left, window_right, softcap, alibi_slopes, bias, sink, cu_seqlens_q, \
-            cu_seqlens_k, seqused_k, dropout_p, rng_state, deterministic, variant                  \
+#define OPTIONS                                                                                 \
+    Options {                                                                                   \
+        scale, causal, window_left, window_right, softcap, std::move(alibi_slopes),             \
+            std::move(bias), std::move(sink), std::move(cu_seqlens_q), std::move(cu_seqlens_k), \
+            std::move(seqused_k), dropout_p, std::move(rng_state), deterministic,               \
+            std::move(variant)                                                                  \
     }
 
 namespace flash_ext {

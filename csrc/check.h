@@ -10,9 +10,13 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "attention.h"
 #include "variants.h"
@@ -94,7 +98,7 @@ inline void require_like(const char* argument, const Tensor& tensor, const Tenso
         refuse(argument, std::string("of q's dtype ") + dtype_name(q.scalar_type()),
                dtype_name(tensor.scalar_type()));
     require_device(argument, tensor, q);
-    if (tensor.size(3) > 1 && tensor.stride(3) != 1)
+    if (tensor.numel() > 0 && tensor.size(3) > 1 && tensor.stride(3) != 1)
         refuse(argument, "contiguous in its last dimension",
                "strides " + shape_text(tensor.strides()));
 }
@@ -110,7 +114,8 @@ inline void require_statistics(const char* argument, const Tensor& tensor, const
 }
 
 inline void check_options(const Tensor& q, const Options& options) {
-    if (options.scale && !std::isfinite(*options.scale)) refuse("scale", "finite", *options.scale);
+    if (options.scale && !std::isfinite(static_cast<float>(*options.scale)))
+        refuse("scale", "finite", *options.scale);
     if (options.window_left < -1)
         refuse("window_left", "at least -1 (unlimited)", options.window_left);
     if (options.window_right < -1)
@@ -131,16 +136,14 @@ inline void check_options(const Tensor& q, const Options& options) {
 inline Variant check_variant(const Options& options) {
     Variant variant = Variant::kFa2;
     if (options.variant != "auto") {
-        bool known = false;
-        std::string names = "'auto'";
-        for (int i = 0; i < kVariants; ++i) {
-            names += std::string(" or '") + kVariantNames[i] + "'";
-            if (options.variant == kVariantNames[i]) {
-                variant = static_cast<Variant>(i);
-                known = true;
-            }
+        int index = 0;
+        while (index < kVariants && options.variant != kVariantNames[index]) ++index;
+        if (index == kVariants) {
+            std::string names = "'auto'";
+            for (const char* name : kVariantNames) names += std::string(" or '") + name + "'";
+            refuse("variant", names, "'" + options.variant + "'");
         }
-        if (!known) refuse("variant", names, "'" + options.variant + "'");
+        variant = static_cast<Variant>(index);
     }
     const std::pair<const char*, bool> asked[] = {
         {"softcap", options.softcap != 0},
@@ -158,15 +161,53 @@ inline Variant check_variant(const Options& options) {
     return variant;
 }
 
-inline void check_architecture(const Tensor& q) {
-    const int device = q.get_device_index();
-    int major = 0;
+struct DeviceLimits {
+    int major = 0;  // compute capability
     int minor = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (major < 8)
+    int shared_bytes = 0;  // per block
+};
+
+// Asked of the driver once for all devices.
+inline const DeviceLimits& device_limits(int device) {
+    static const std::vector<DeviceLimits> limits = [] {
+        int count = 0;
+        if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+        std::vector<DeviceLimits> all(count);
+        for (int i = 0; i < count; ++i) {
+            cudaDeviceGetAttribute(&all[i].major, cudaDevAttrComputeCapabilityMajor, i);
+            cudaDeviceGetAttribute(&all[i].minor, cudaDevAttrComputeCapabilityMinor, i);
+            cudaDeviceGetAttribute(&all[i].shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                   i);
+        }
+        cudaGetLastError();  // clears what failed, lest a launch report it
+        return all;
+    }();
+    if (device < 0 || device >= static_cast<int>(limits.size()))
+        fail("the CUDA runtime does not see device ", device);
+    return limits[device];
+}
+
+inline void check_architecture(const Tensor& q) {
+    const DeviceLimits& limits = device_limits(q.get_device_index());
+    if (limits.major < 8)
         refuse("the GPU", "of compute capability 8.0 or newer",
-               std::to_string(major) + "." + std::to_string(minor));
+               std::to_string(limits.major) + "." + std::to_string(limits.minor));
+}
+
+// Positions and CTA indices are 32-bit; elements are addressed in 64.
+inline void check_sizes(const Tensor& q, const Tensor& k) {
+    constexpr int64_t kMaxLength = int64_t{1} << 29;
+    constexpr int64_t kMaxTiles = int64_t{1} << 31;
+    constexpr int64_t kSmallestTile = 16;
+    for (const auto& [name, tensor] : {std::pair{"q", &q}, std::pair{"k", &k}}) {
+        const int64_t length = tensor->size(1);
+        if (length >= kMaxLength)
+            refuse(std::string(name) + "'s sequence length", "below 2^29", length);
+        const int64_t heads = tensor->size(0) * tensor->size(2);
+        if (heads >= kMaxTiles || heads * (length / kSmallestTile + 1) >= kMaxTiles)
+            refuse(std::string(name), "of fewer than 2^31 tiles of 16 rows",
+                   shape_text(tensor->sizes()));
+    }
 }
 
 inline Variant check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -177,8 +218,11 @@ inline Variant check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
         {"k", k, "of shape (batch, seqlen_k, heads_k, head_dim)"},
         {"v", v, "of shape (batch, seqlen_k, heads_k, head_dim)"},
     };
-    for (const auto& [name, tensor, layout] : inputs)
+    for (const auto& [name, tensor, layout] : inputs) {
         if (tensor.dim() != 4) refuse(name, layout, shape_text(tensor.sizes()));
+        if (!tensor.is_cuda())
+            refuse(name, "on a CUDA device like the other inputs", "a tensor elsewhere");
+    }
     if (q.scalar_type() != ScalarType::Half && q.scalar_type() != ScalarType::BFloat16)
         refuse("q", "float16 or bfloat16", dtype_name(q.scalar_type()));
     for (const auto& [name, tensor, layout] : inputs) require_like(name, tensor, q);
@@ -199,6 +243,7 @@ inline Variant check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
     if (v.size(3) != head_dim)
         fail("v with a head dimension (", v.size(3), ") other than q's (", head_dim,
              ") is not supported yet by variant '", kVariantNames[static_cast<int>(variant)], "'");
+    check_sizes(q, k);
     check_options(q, options);
     check_architecture(q);
     return variant;

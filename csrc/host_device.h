@@ -10,6 +10,9 @@
 
 namespace flash_ext {
 
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
 template <class T>
 FLASH_HOST_DEVICE constexpr T ceil_div(T a, T b) {
     return (a + b - 1) / b;

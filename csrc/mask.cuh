@@ -12,9 +12,7 @@ struct Interval {
     int begin;
     int end;
 
-    FLASH_HOST_DEVICE constexpr int size() const { return max_of(end - begin, 0); }
     FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
-    FLASH_HOST_DEVICE constexpr bool contains(int i) const { return begin <= i && i < end; }
 };
 
 // Full, causal, sliding-window and tail masks in one: with offset = seqlen_k - seqlen_q (which

@@ -37,7 +37,8 @@ struct AttentionParams {
     int head_dim;    // D
     int head_dim_v;  // Dv
 
-    // Packed sequences (varlen): row offsets of the sequences, and keys in use of each.
+    // Packed sequences (varlen), not filled in yet: row offsets of the sequences, and keys in use
+    // of each.
     const int* cu_seqlens_q = nullptr;  // (B + 1)
     const int* cu_seqlens_k = nullptr;  // (B + 1)
     const int* seqused_k = nullptr;     // (B)
@@ -48,7 +49,8 @@ struct AttentionParams {
 
     // Scores.
     float scale;
-    float scale_log2;                     // scale * log2(e)
+    float scale_log2;  // scale * log2(e)
+    // The options from here to sink are carried for the kernels to come; nothing sets them yet.
     float softcap = 0.f;                  // 0: none
     const float* alibi_slopes = nullptr;  // (Hq) or (B, Hq)
     int64_t alibi_batch_stride = 0;
@@ -61,7 +63,8 @@ struct AttentionParams {
     uint32_t keep_threshold = 1u << 16;
     float keep_scale = 1.f;
 
-    // Every row of every input starts on a 16-byte boundary, so that tiles move in 16-byte copies.
+    // Every row of every tensor starts and ends on a 16-byte boundary (so the head dim is a
+    // multiple of 8): tiles move in 16-byte copies.
     bool aligned;
     Schedule schedule;
 };

@@ -32,8 +32,13 @@ FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const Schedule& sched
     return {within / heads_here, flat_head % schedule.heads, flat_head / schedule.heads};
 }
 
-// The Q tile of a CTA of the passes before and after the backward, where order does not matter and
-// tiles are numbered as in their workspace, (B, Hq, q_tiles).
+// Q tiles as numbered in the backward's workspaces, (B, Hq, q_tiles), and in the passes before and
+// after it, where a CTA takes the tile of its index.
+FLASH_HOST_DEVICE constexpr int64_t q_tile_number(const BackwardParams& params, int batch, int head,
+                                                  int q_tile) {
+    return (static_cast<int64_t>(batch) * params.heads_q + head) * params.q_tiles + q_tile;
+}
+
 struct QTileIndex {
     int q_tile;
     int head;

@@ -29,16 +29,6 @@ __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow
         }
 }
 
-template <class Scores>
-__device__ __forceinline__ void scale_scores(Scores& s, float factor) {
-#pragma unroll
-    for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s.v[m][n][i] *= factor;
-}
-
 __device__ __forceinline__ DropoutMask dropout_mask(const AttentionParams& params, int batch,
                                                     int head) {
     return DropoutMask(params.rng_state[0], params.rng_state[1],

@@ -2,13 +2,17 @@
 // in base 2: e^(scale s - m) = 2^(scale log2(e) s - m log2(e)), one FMA and one ex2 an element.
 #pragma once
 
+#include "host_device.h"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
 
 namespace flash_ext {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
+// From the maximum in base 2 and the sum of the exponentials relative to it. Only a row without
+// keys has the sum 0, for its maximum contributes 1 to any other.
+__device__ __forceinline__ float log_sum_exp(float max, float sum) {
+    return sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;
+}
 
 // Reductions over the four lanes that hold a row.
 __device__ __forceinline__ float quad_max(float x) {
@@ -100,14 +104,13 @@ struct OnlineSoftmax {
             for (int i = 0; i < 2; ++i) row_sum[m][i] = quad_sum(row_sum[m][i]);
     }
 
-    // Natural logarithm of the row's sum of exponentials; -inf for a row without keys.
+    // Natural logarithm of the row's sum of exponentials; -inf for a row without keys. A NaN stays.
     __device__ __forceinline__ float lse(int m, int i, float scale) const {
-        return row_sum[m][i] > 0.f ? (row_max[m][i] * scale + log2f(row_sum[m][i])) * kLn2
-                                   : -INFINITY;
+        return log_sum_exp(row_max[m][i] * scale, row_sum[m][i]);
     }
 
     __device__ __forceinline__ float inverse_sum(int m, int i) const {
-        return row_sum[m][i] > 0.f ? 1.f / row_sum[m][i] : 0.f;
+        return row_sum[m][i] == 0.f ? 0.f : 1.f / row_sum[m][i];
     }
 };
 

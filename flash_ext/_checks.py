@@ -28,7 +28,7 @@ def _require_like(argument: str, tensor: Tensor, q: Tensor) -> None:
         _refuse(argument, f"of q's dtype {q.dtype}", tensor.dtype)
     if tensor.device != q.device:
         _refuse(argument, f"on q's device {q.device}", tensor.device)
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         _refuse(argument, "contiguous in its last dimension", f"strides {tensor.stride()}")
 
 

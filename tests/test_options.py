@@ -141,6 +141,18 @@ def test_huge_logits_stay_finite(
         assert not any(x.isnan().any() for x in results.values())
 
 
+@pytest.mark.parametrize("dropout_p", (0.0, 0.5))
+def test_nan_is_not_hidden(dropout_p: float, variant: str, device: str) -> None:
+    """A NaN key makes every row that sees it NaN, in every result: no row passes for keyless."""
+    inputs = make_inputs(Problem(1, 70, 90, dtype=torch.bfloat16), device)
+    q, k, v = (x.detach().clone() for x in (inputs.q, inputs.k, inputs.v))
+    k[:, 17] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_ext.attention(*leaves, dropout_p=dropout_p, variant=variant, return_lse=True)
+    gradients = torch.autograd.grad(out.float().sum(), leaves)
+    assert all(x.isnan().all() for x in (out, lse, gradients[0], gradients[1], gradients[2]))
+
+
 def test_logits_far_below_zero(variant: str, device: str) -> None:
     """All scores near -1e4: the maximum must start below any of them, not at zero."""
     q = torch.full((1, 70, 2, 64), 12.5, device=device, dtype=torch.float16)
@@ -280,3 +292,14 @@ def test_auto_is_one_of_the_variants(variant: str, device: str) -> None:
         assert_bitwise_equal(named, auto)
     else:
         torch.testing.assert_close(named, auto, atol=2e-2, rtol=2e-2)
+
+
+def test_no_query_heads(variant: str, device: str) -> None:
+    q, k = (torch.randn(1, 5, heads, 32, device=device, dtype=torch.bfloat16) for heads in (0, 1))
+    v = torch.randn_like(k)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = flash_ext.attention(q, k, v, variant=variant, return_lse=True)
+    assert out.shape == (1, 5, 0, 32) and lse.shape == (1, 0, 5)
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert dq.shape == q.shape and not dk.any() and not dv.any()

@@ -2,7 +2,7 @@
 // 2), which differ in their loops and in how dQ reaches HBM.
 //
 // Everything is computed transposed, rows are keys:
-//     S^T  = K Q^T                 P^T  = 2^(S^T scale - lse)
+//     S^T  = K Q^T                 P^T  = 2^(S^T scale - lse), scale and lse in base 2
 //     dP^T = V dO^T                dS^T = P^T * (dP^T - delta)
 //     dV  += P^T dO                dK  += dS^T Q
 //     dQ   = dS K
@@ -62,7 +62,8 @@ struct BackwardConfig {
     static constexpr int kDO = kQ + kStages * QTile::kBytes;
     static constexpr int kLse = kDO + kStages * QTile::kBytes;
     static constexpr int kDelta = kLse + kStages * kBlockQ * 4;
-    static constexpr int kSharedBytes = kDelta + kStages * kBlockQ * 4;
+    static constexpr int kTicket = kDelta + kStages * kBlockQ * 4;
+    static constexpr int kSharedBytes = kTicket + 16;
 
     // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
     // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
@@ -71,6 +72,7 @@ struct BackwardConfig {
     static constexpr int kDQTileFloats = kBlockQ * kHeadDim;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
+    static_assert((DQ::kM & (DQ::kM - 1)) == 0, "operands of dQ start at an XOR of their blocks");
     static_assert(kHeadDim % (16 * kWarpsN * kDQParts) == 0 && kBlockQ % (16 * kWarpsD) == 0);
 };
 
@@ -79,8 +81,7 @@ struct BackwardConfig {
 template <class Config>
 __device__ __forceinline__ float* dq_accum_part(const BackwardParams& params, int batch, int head,
                                                 int q_tile, int part) {
-    const int64_t tile =
-        (static_cast<int64_t>(batch) * params.heads_q + head) * params.q_tiles + q_tile;
+    const int64_t tile = q_tile_number(params, batch, head, q_tile);
     constexpr int kPartFloats = Config::DQ::kM * Config::DQ::kN * 128;
     return params.dq_accum + tile * Config::kDQTileFloats +
            (warp_id() * Config::kDQParts + part) * kPartFloats + lane_id() * 4;
@@ -152,12 +153,10 @@ struct BackwardTile {
     __device__ __forceinline__ void load_kv(int first_key) const {
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
-        const GlobalTile<const Element> gK{
-            row_pointer<const Element>(params.k, sequence.batch, row, head_k), params.k.row_stride,
-            rows, params.head_dim};
-        const GlobalTile<const Element> gV{
-            row_pointer<const Element>(params.v, sequence.batch, row, head_k), params.v.row_stride,
-            rows, params.head_dim_v};
+        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
+                                                   params.head_dim);
+        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
+                                                   params.head_dim_v);
         load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kK, gK, params.aligned);
         load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
     }
@@ -166,19 +165,17 @@ struct BackwardTile {
         const int first_query = q_tile * Config::kBlockQ;
         const int64_t row = sequence.q_begin + first_query;
         const int rows = sequence.seqlen_q - first_query;
-        const GlobalTile<const Element> gQ{
-            row_pointer<const Element>(params.q, sequence.batch, row, head_q), params.q.row_stride,
-            rows, params.head_dim};
-        const GlobalTile<const Element> gDO{
-            row_pointer<const Element>(params.dout, sequence.batch, row, head_q),
-            params.dout.row_stride, rows, params.head_dim_v};
+        const auto gQ = global_tile<const Element>(params.q, sequence.batch, row, head_q, rows,
+                                                   params.head_dim);
+        const auto gDO = global_tile<const Element>(params.dout, sequence.batch, row, head_q, rows,
+                                                    params.head_dim_v);
         load_tile<QTile, Config::kThreads, kGeneral>(smem + Config::kQ + stage * QTile::kBytes, gQ,
                                                      params.aligned);
         load_tile<QTile, Config::kThreads, kGeneral>(smem + Config::kDO + stage * QTile::kBytes,
                                                      gDO, params.aligned);
     }
 
-    __device__ __forceinline__ float* lse(int stage) const {
+    __device__ __forceinline__ float* lse_log2(int stage) const {
         return reinterpret_cast<float*>(dynamic_shared() + Config::kLse) + stage * Config::kBlockQ;
     }
 
@@ -187,7 +184,9 @@ struct BackwardTile {
                stage * Config::kBlockQ;
     }
 
-    // dV += P^T dO and dK += dS^T Q; leaves dS^T in shared memory for dQ.
+    // dV += P^T dO and dK += dS^T Q; leaves dS^T in shared memory for dQ. Before it, a barrier must
+    // have made the stage visible and dS free; it contains the barrier after which dS is complete.
+    // Padded queries are not masked: their lse is +inf, which makes their P zero.
     __device__ __forceinline__ void accumulate_dk_dv(Gradient& rdK, Gradient& rdV, int head_q,
                                                      int q_tile, int first_key, int stage) const {
         const uint32_t sQ = smem + Config::kQ + stage * QTile::kBytes;
@@ -199,13 +198,13 @@ struct BackwardTile {
         rP.clear();
         gemm<Element, Config::kHeadDim>(rP, AFromRows<KVTile>(smem + Config::kK, warp_key),
                                         BFromRows<QTile>(sQ, warp_query));
-        if constexpr (kGeneral) scale_scores(rP, params.scale_log2);
+        if constexpr (kGeneral) rP.scale(params.scale_log2);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           {first_key, first_key + Config::kBlockKV})) {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        exponentiate(rP, lse(stage) + warp_query);
+        exponentiate(rP, lse_log2(stage) + warp_query);
 
         Scores rdS;  // dP^T first
         rdS.clear();
@@ -255,7 +254,8 @@ struct BackwardTile {
     }
 
     // dQ of this step, without the factor scale: dS K over all keys of the tile.
-    // use(part of dQ, where it belongs in dq_accum) is called once per part.
+    // use(part of dQ, where it belongs in dq_accum) is called once per part. A barrier must follow
+    // before dS is overwritten.
     template <class Use>
     __device__ __forceinline__ void compute_dq(int head_q, int q_tile, Use use) const {
         const int warp_m = warp_id() / Config::kWarpsN;
@@ -276,17 +276,17 @@ struct BackwardTile {
 
     // dK and dV to HBM by way of the K and V tiles. All warps have left the loop.
     __device__ __forceinline__ void store_dk_dv(Gradient& rdK, Gradient& rdV, int first_key) const {
-        scale_scores(rdK, params.scale);
-        if constexpr (kGeneral) scale_scores(rdV, params.keep_scale);
+        rdK.scale(params.scale);
+        if constexpr (kGeneral) rdV.scale(params.keep_scale);
         store_to_shared<Element, KVTile, Config::kWarpsD>(smem + Config::kK, rdK, warp_key, warp_d);
         store_to_shared<Element, KVTile, Config::kWarpsD>(smem + Config::kV, rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
-        const GlobalTile<Element> gdK{row_pointer<Element>(params.dk, sequence.batch, row, head_k),
-                                      params.dk.row_stride, rows, params.head_dim};
-        const GlobalTile<Element> gdV{row_pointer<Element>(params.dv, sequence.batch, row, head_k),
-                                      params.dv.row_stride, rows, params.head_dim_v};
+        const auto gdK =
+            global_tile<Element>(params.dk, sequence.batch, row, head_k, rows, params.head_dim);
+        const auto gdV =
+            global_tile<Element>(params.dv, sequence.batch, row, head_k, rows, params.head_dim_v);
         store_tile<KVTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, smem + Config::kK, 0,
                                                                          params.aligned);
         store_tile<KVTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, smem + Config::kV, 0,
@@ -359,16 +359,15 @@ __global__ void __launch_bounds__(Config::kThreads)
                 rdQ.v[m][n][2] = x.z;
                 rdQ.v[m][n][3] = x.w;
             }
-        scale_scores(rdQ, params.scale);
+        rdQ.scale(params.scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(
             sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
             warp_id() % Config::kWarpsN + part * (DQ::kN / 2) * Config::kWarpsN);
     }
     __syncthreads();  // the tile is complete
     const int first_query = q_tile * Config::kBlockQ;
-    const GlobalTile<Element> gdQ{
-        row_pointer<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head),
-        params.dq.row_stride, sequence.seqlen_q - first_query, params.head_dim};
+    const auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
+                                          head, sequence.seqlen_q - first_query, params.head_dim);
     store_tile<QTile, Config::kThreads, Config::kBlockQ, Config::kGeneral>(gdQ, sdQ, 0,
                                                                            params.aligned);
 }
@@ -376,8 +375,8 @@ __global__ void __launch_bounds__(Config::kThreads)
 template <class Config>
 cudaError_t launch_convert_dq(const BackwardParams& params, cudaStream_t stream) {
     const int ctas = params.q_tiles * params.heads_q * params.batch;
-    return launch_kernel(backward_convert_dq_kernel<Config>, ctas, Config::kThreads,
-                         Config::QTile::kBytes, params, stream);
+    return launch_kernel<backward_convert_dq_kernel<Config>>(ctas, Config::kThreads,
+                                                             Config::QTile::kBytes, params, stream);
 }
 
 }  // namespace flash_ext

@@ -23,7 +23,7 @@ __device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& c
         const RowStatistics statistics = row_statistics<Config>(cta.params, cta.sequence, head_q,
                                                                 q_tile * Config::kBlockQ + row);
         if (lane_id() == 0) {
-            cta.lse(stage)[row] = statistics.lse_log2;
+            cta.lse_log2(stage)[row] = statistics.lse_log2;
             cta.delta(stage)[row] = statistics.delta;
         }
     }
@@ -94,17 +94,27 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <int kHeadDim>
+int fa1_backward_shared_bytes() {
+    return max_of(BackwardConfig<__half, kHeadDim, Features::kPlain,
+                                 tuning::fa1_backward(kHeadDim)>::kSharedBytes,
+                  BackwardConfig<__half, kHeadDim, Features::kGeneral,
+                                 tuning::fa1_backward(kHeadDim)>::kSharedBytes);
+}
+
+template <int kHeadDim>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
         using Config = BackwardConfig<decltype(element), kHeadDim, features.value,
                                       tuning::fa1_backward(kHeadDim)>;
+        static_assert(Config::kBlockQ == tuning::backward_block_q(Variant::kFa1, kHeadDim));
         const int64_t q_tile_count = int64_t{params.q_tiles} * params.heads_q * params.batch;
         status = cudaMemsetAsync(params.dq_accum, 0,
                                  q_tile_count * Config::kDQTileFloats * sizeof(float), stream);
         if (status == cudaSuccess)
-            status = launch_kernel(fa1_backward_kernel<Config>, params.heads_k * params.batch,
-                                   Config::kThreads, Config::kSharedBytes, params, stream);
+            status = launch_kernel<fa1_backward_kernel<Config>>(
+                params.heads_k * params.batch, Config::kThreads, Config::kSharedBytes, params,
+                stream);
         if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
     });
     return status;

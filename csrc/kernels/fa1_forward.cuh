@@ -133,22 +133,19 @@ struct Fa1Forward {
         const int head_k = head / (params.heads_q / params.heads_k);
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
-        const GlobalTile<const Element> gK{
-            row_pointer<const Element>(params.k, sequence.batch, row, head_k), params.k.row_stride,
-            rows, params.head_dim};
-        const GlobalTile<const Element> gV{
-            row_pointer<const Element>(params.v, sequence.batch, row, head_k), params.v.row_stride,
-            rows, params.head_dim_v};
+        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
+                                                   params.head_dim);
+        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
+                                                   params.head_dim_v);
         load_tile<KVTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
         load_tile<KVTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {
         const int first_query = q_tile * Config::kBlockQ;
-        const GlobalTile<const Element> gQ{
-            row_pointer<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
-                                       head),
-            params.q.row_stride, sequence.seqlen_q - first_query, params.head_dim};
+        const auto gQ =
+            global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
+                                       head, sequence.seqlen_q - first_query, params.head_dim);
         load_tile<QTile, Config::kTeamThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
@@ -185,7 +182,7 @@ struct Fa1Forward {
         const int warp_key = warp * Config::kKeysPerWarp;
         rS.clear();
         gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KVTile>(sK, warp_key));
-        if constexpr (kGeneral) scale_scores(rS, params.scale_log2);
+        if constexpr (kGeneral) rS.scale(params.scale_log2);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           tile_interval(kv_tile, Config::kBlockKV))) {
             mask_scores(rS, kv_tile * Config::kBlockKV + warp_key,
@@ -331,7 +328,7 @@ struct Fa1Forward {
                 ptx::ex2(row_max.v[m][i] - finite_max(new_max)) * row_sum.v[m][i];
             const float new_share = ptx::ex2(tile_max.v[m][i] - finite_max(new_max));
             const float sum = old_share + new_share * tile_sum;
-            const float inverse = sum > 0.f ? ptx::rcp(sum) : 0.f;
+            const float inverse = sum == 0.f ? 0.f : ptx::rcp(sum);
             old_factor.v[m][i] = old_share * inverse;
             new_factor.v[m][i] = new_share * inverse * (kGeneral ? params.keep_scale : 1.f);
             row_max.v[m][i] = new_max;
@@ -351,7 +348,7 @@ struct Fa1Forward {
             const float sum = row_sum.v[m][i];
             if (query >= sequence.seqlen_q) return;
             if (last_visit) {
-                params.lse[statistics + query] = sum > 0.f ? (max + log2f(sum)) * kLn2 : -INFINITY;
+                params.lse[statistics + query] = log_sum_exp(max, sum);
             } else {
                 params.row_max[statistics + query] = max;
                 params.row_sum[statistics + query] = sum;
@@ -536,6 +533,14 @@ inline int shared_memory_limit() {
 }
 
 template <int kHeadDim>
+int fa1_forward_shared_bytes() {
+    return max_of(Fa1ForwardConfig<__half, kHeadDim, Features::kPlain,
+                                   tuning::fa1_forward(kHeadDim).small_block_kv>::kSharedBytes,
+                  Fa1ForwardConfig<__half, kHeadDim, Features::kGeneral,
+                                   tuning::fa1_forward(kHeadDim).small_block_kv>::kSharedBytes);
+}
+
+template <int kHeadDim>
 cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
@@ -545,8 +550,9 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
         using Small = Fa1ForwardConfig<Element, kHeadDim, features.value, kTuning.small_block_kv>;
         const auto launch = [&](auto config) {
             using Config = decltype(config);
-            status = launch_kernel(fa1_forward_kernel<Config>, params.heads_q * params.batch,
-                                   Config::kThreads, Config::kSharedBytes, params, stream);
+            status = launch_kernel<fa1_forward_kernel<Config>>(
+                params.heads_q * params.batch, Config::kThreads, Config::kSharedBytes, params,
+                stream);
         };
         // The larger the KV tile, the fewer times O goes through HBM; what fits depends on the GPU.
         if (Large::kSharedBytes <= shared_memory_limit()) {

@@ -27,8 +27,7 @@ struct Turn {
 
     // The Q tile's counter of KV tiles that have added their dQ.
     __device__ __forceinline__ int* counter() const {
-        return params.turn + 1 +
-               (static_cast<int64_t>(work.batch) * params.heads_q + head) * params.q_tiles + q_tile;
+        return params.turn + 1 + q_tile_number(params, work.batch, head, q_tile);
     }
 
     // How many KV tiles see the Q tile and come before this CTA's.
@@ -70,11 +69,10 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
     const int chunk = threadIdx.x % kChunks;
     if (threadIdx.x >= 2 * kChunks) return;
     const BackwardParams& params = cta.params;
-    const int64_t tile =
-        (static_cast<int64_t>(cta.batch) * params.heads_q + head_q) * params.q_tiles + q_tile;
+    const int64_t tile = q_tile_number(params, cta.batch, head_q, q_tile);
     const bool is_lse = threadIdx.x < kChunks;
     const float* source = (is_lse ? params.lse_log2 : params.delta) + tile * Config::kBlockQ;
-    float* target = is_lse ? cta.lse(stage) : cta.delta(stage);
+    float* target = is_lse ? cta.lse_log2(stage) : cta.delta(stage);
     ptx::cp_async_16(ptx::shared_address(target) + chunk * 16, source + chunk * 4, true);
 }
 
@@ -84,10 +82,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     using Tile = BackwardTile<Config>;
     int linear = blockIdx.x;
     if (params.deterministic) {
-        __shared__ int ticket;
-        if (threadIdx.x == 0) ticket = atomicAdd(params.turn, 1);
+        int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
+        if (threadIdx.x == 0) *ticket = atomicAdd(params.turn, 1);
         __syncthreads();  // the ticket is drawn
-        linear = ticket;
+        linear = *ticket;
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
     const Tile cta(params, work.batch, work.head);
@@ -134,11 +132,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <int kHeadDim>
+int fa2_backward_shared_bytes() {
+    return max_of(BackwardConfig<__half, kHeadDim, Features::kPlain,
+                                 tuning::fa2_backward(kHeadDim, Features::kPlain)>::kSharedBytes,
+                  BackwardConfig<__half, kHeadDim, Features::kGeneral,
+                                 tuning::fa2_backward(kHeadDim, Features::kGeneral)>::kSharedBytes);
+}
+
+template <int kHeadDim>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
         using Config = BackwardConfig<decltype(element), kHeadDim, features.value,
                                       tuning::fa2_backward(kHeadDim, features.value)>;
+        static_assert(Config::kBlockQ == tuning::backward_block_q(Variant::kFa2, kHeadDim));
         const int q_tile_count = params.q_tiles * params.heads_q * params.batch;
         const int ctas =
             ceil_div(params.seqlen_k, Config::kBlockKV) * params.heads_k * params.batch;
@@ -148,14 +155,14 @@ cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
             ceil_div(params.seqlen_k, Config::kBlockKV), params.heads_k, params.batch, tiles_differ,
             int64_t{8} * kHeadDim * params.seqlen_q * (params.heads_q / params.heads_k));
 
-        status = launch_kernel(backward_delta_kernel<Config>, q_tile_count, Config::kThreads, 0,
-                               params, stream);
+        status = launch_kernel<backward_delta_kernel<Config>>(q_tile_count, Config::kThreads, 0,
+                                                              params, stream);
         if (status == cudaSuccess && params.deterministic)
             status =
                 cudaMemsetAsync(params.turn, 0, (1 + int64_t{q_tile_count}) * sizeof(int), stream);
         if (status == cudaSuccess)
-            status = launch_kernel(fa2_backward_kernel<Config>, ctas, Config::kThreads,
-                                   Config::kSharedBytes, params, stream);
+            status = launch_kernel<fa2_backward_kernel<Config>>(
+                ctas, Config::kThreads, Config::kSharedBytes, params, stream);
         if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
     });
     return status;

@@ -11,11 +11,14 @@
 //         P = 2^(S scale - m_new scale)
 //         l = 2^((m - m_new) scale) l + rowsum(P)
 //         O = 2^((m - m_new) scale) O + P V_j   P from registers
-//     O = O / l,  lse = m + log(l)              one rescale, at the end
+//     O = O / l,  lse = m scale + log(l)        one rescale, at the end
+//
+// m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
+// which saves most rescalings of O and changes no result, since l and O share the same m.
 //
 // Shared memory: Q [kBlockQ][D], then kStages x (K [kBlockKV][D], V [kBlockKV][D]), swizzled.
-// Barriers: one __syncthreads per KV tile. It says that tile j has landed for all threads, and that
-// all warps have left tile j + 1, whose stage the next copy overwrites.
+// Barriers: one __syncthreads per KV tile (and one after the last). It says that tile j has landed
+// for all threads, and that all warps have left tile j + 1, whose stage the next copy overwrites.
 #pragma once
 
 #include "../mask.cuh"
@@ -68,7 +71,7 @@ struct Fa2Forward {
     int first_query;  // of the CTA
     int warp_row;     // the warp's first row within the Q tile
     uint32_t sQ;
-    uint32_t sK;  // stage 0; V follows K, stage 1 follows stage 0
+    uint32_t stages;  // of K and V: each stage is a K tile followed by a V tile
 
     __device__ __forceinline__ explicit Fa2Forward(const ForwardParams& p)
         : params(p),
@@ -78,48 +81,45 @@ struct Fa2Forward {
           first_query((p.schedule.tiles - 1 - work.rank) * Config::kBlockQ),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
-          sK(sQ + QTile::kBytes) {}
+          stages(sQ + QTile::kBytes) {}
 
     __device__ __forceinline__ void load_q() const {
-        const GlobalTile<const Element> gQ{
-            row_pointer<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
-                                       work.head),
-            params.q.row_stride, sequence.seqlen_q - first_query, params.head_dim};
+        const auto gQ =
+            global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
+                                       work.head, sequence.seqlen_q - first_query, params.head_dim);
         load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
-    __device__ __forceinline__ void load_kv(int kv_tile, uint32_t stage) const {
+    __device__ __forceinline__ void load_kv(int kv_tile, uint32_t sK) const {
         const int first_key = kv_tile * Config::kBlockKV;
         const int head = work.head / (params.heads_q / params.heads_k);
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
-        const GlobalTile<const Element> gK{
-            row_pointer<const Element>(params.k, sequence.batch, row, head), params.k.row_stride,
-            rows, params.head_dim};
-        const GlobalTile<const Element> gV{
-            row_pointer<const Element>(params.v, sequence.batch, row, head), params.v.row_stride,
-            rows, params.head_dim_v};
-        load_tile<KVTile, Config::kThreads, kGeneral>(stage, gK, params.aligned);
-        load_tile<KVTile, Config::kThreads, kGeneral>(stage + KVTile::kBytes, gV, params.aligned);
+        const auto gK =
+            global_tile<const Element>(params.k, sequence.batch, row, head, rows, params.head_dim);
+        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head, rows,
+                                                   params.head_dim_v);
+        load_tile<KVTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
+        load_tile<KVTile, Config::kThreads, kGeneral>(sK + KVTile::kBytes, gV, params.aligned);
     }
 
     // One KV tile: S, its softmax, O.
     template <class QOperand>
-    __device__ __forceinline__ void attend(const QOperand& q, int kv_tile, uint32_t stage,
+    __device__ __forceinline__ void attend(const QOperand& q, int kv_tile, uint32_t sK,
                                            OnlineSoftmax<Config::kRowsPerWarp>& softmax, Output& rO,
-                                           float softmax_scale) const {
+                                           float exponent_scale) const {
         Scores rS;
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KVTile>(stage));
+        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KVTile>(sK));
 
         const Interval queries{first_query, first_query + Config::kBlockQ};
         const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
-        if constexpr (kGeneral) scale_scores(rS, params.scale_log2);
+        if constexpr (kGeneral) rS.scale(params.scale_log2);
         if (!mask.is_full(queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return mask.key_range(first_query + warp_row + row); });
         }
-        softmax.update(rS, rO, softmax_scale);
+        softmax.update(rS, rO, exponent_scale);
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
                 for_each_keep<Scores>(dropout_mask(params, work.batch, work.head),
@@ -130,13 +130,13 @@ struct Fa2Forward {
             }
         }
         gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rS},
-                                        BFromColumns<KVTile>(stage + KVTile::kBytes));
+                                        BFromColumns<KVTile>(sK + KVTile::kBytes));
     }
 
     // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp.
     __device__ __forceinline__ void store(Output& rO,
                                           const OnlineSoftmax<Config::kRowsPerWarp>& softmax,
-                                          float softmax_scale) const {
+                                          float exponent_scale) const {
         const int first_row = first_query + warp_row;
         float* lse = params.lse + statistics_offset(params, sequence, work.head);
 #pragma unroll
@@ -152,15 +152,13 @@ struct Fa2Forward {
                 }
                 const int row = first_row + 16 * m + lane_row() + 8 * i;
                 if (lane_col() == 0 && row < sequence.seqlen_q)
-                    lse[row] = softmax.lse(m, i, softmax_scale);
+                    lse[row] = softmax.lse(m, i, exponent_scale);
             }
-        __syncwarp();  // all lanes have read their Q fragments
         store_to_shared<Element, QTile>(sQ, rO, warp_row);
         __syncwarp();  // O's rows are complete
-        const GlobalTile<Element> gO{row_pointer<Element>(params.out, sequence.batch,
-                                                          sequence.q_begin + first_row, work.head),
-                                     params.out.row_stride, sequence.seqlen_q - first_row,
-                                     params.head_dim_v};
+        const auto gO =
+            global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row,
+                                 work.head, sequence.seqlen_q - first_row, params.head_dim_v);
         store_tile<QTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
     }
 };
@@ -175,7 +173,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const Interval kv_tiles = tiles_of(
         cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
     const auto stage_of = [&](int kv_tile) {
-        return cta.sK + kv_tile % Config::kStages * Config::kStageBytes;
+        return cta.stages + kv_tile % Config::kStages * Config::kStageBytes;
     };
     cta.load_q();
     if (!kv_tiles.empty()) cta.load_kv(kv_tiles.end - 1, stage_of(kv_tiles.end - 1));
@@ -185,7 +183,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     rO.clear();
     OnlineSoftmax<Config::kRowsPerWarp> softmax;
     // The general kernel scales the scores before it masks them; the plain one inside the exponent.
-    const float softmax_scale = Config::kGeneral ? 1.f : params.scale_log2;
+    const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
 
     const AFromRows<QTile> q_shared(cta.sQ, cta.warp_row);
     AInRegisters<Config::kRowsPerWarp, Config::kHeadDim> q_registers;
@@ -198,16 +196,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
         if constexpr (Config::kQInRegisters) {
             if (kv_tile == kv_tiles.end - 1) q_registers.fetch(q_shared);
-            cta.attend(q_registers, kv_tile, stage_of(kv_tile), softmax, rO, softmax_scale);
+            cta.attend(q_registers, kv_tile, stage_of(kv_tile), softmax, rO, exponent_scale);
         } else {
-            cta.attend(q_shared, kv_tile, stage_of(kv_tile), softmax, rO, softmax_scale);
+            cta.attend(q_shared, kv_tile, stage_of(kv_tile), softmax, rO, exponent_scale);
         }
     }
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // Q's copy is over even where there was no KV tile to wait for it
     softmax.finish();
-    cta.store(rO, softmax, softmax_scale);
+    cta.store(rO, softmax, exponent_scale);
+}
+
+template <int kHeadDim>
+int fa2_forward_shared_bytes() {
+    return max_of(Fa2ForwardConfig<__half, kHeadDim, Features::kPlain>::kSharedBytes,
+                  Fa2ForwardConfig<__half, kHeadDim, Features::kGeneral>::kSharedBytes);
 }
 
 template <int kHeadDim>
@@ -218,10 +222,10 @@ cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
         const bool tiles_differ = params.window_right < params.seqlen_k;
         params.schedule = make_schedule(
             ceil_div(params.seqlen_q, Config::kBlockQ), params.heads_q, params.batch, tiles_differ,
-            int64_t{4} * kHeadDim * params.seqlen_k / (params.heads_q / params.heads_k));
+            int64_t{4} * kHeadDim * params.seqlen_k / max_of(params.heads_q / params.heads_k, 1));
         const int ctas = params.schedule.tiles * params.heads_q * params.batch;
-        status = launch_kernel(fa2_forward_kernel<Config>, ctas, Config::kThreads,
-                               Config::kSharedBytes, params, stream);
+        status = launch_kernel<fa2_forward_kernel<Config>>(ctas, Config::kThreads,
+                                                           Config::kSharedBytes, params, stream);
     });
     return status;
 }

@@ -17,4 +17,14 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream);
 template <int kHeadDim>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream);
 
+// Shared memory that a CTA of the kernel needs.
+template <int kHeadDim>
+int fa1_forward_shared_bytes();
+template <int kHeadDim>
+int fa2_forward_shared_bytes();
+template <int kHeadDim>
+int fa1_backward_shared_bytes();
+template <int kHeadDim>
+int fa2_backward_shared_bytes();
+
 }  // namespace flash_ext

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "../dispatch.h"
@@ -12,20 +13,6 @@
 #include "../variants.h"
 
 namespace flash_ext {
-
-// The address of the CTA's dynamic shared memory, aligned for swizzled tiles.
-__device__ __forceinline__ char* dynamic_shared() {
-    extern __shared__ __align__(1024) char storage[];
-    return storage;
-}
-
-// A row of a (batch, row, head) tensor.
-template <class Element>
-__device__ __forceinline__ Element* row_pointer(const TensorView& view, int batch, int64_t row,
-                                                int head) {
-    return static_cast<Element*>(view.data) + batch * view.batch_stride + row * view.row_stride +
-           head * view.head_stride;
-}
 
 // launch(element tag, features constant) with the compile-time values of this call.
 template <class Launch>
@@ -46,17 +33,28 @@ inline bool needs_general(const AttentionParams& params) {
            params.keep_threshold < (1u << 16) || params.scale <= 0.f;
 }
 
-// Launches nothing on an empty grid, which is no error: an empty tensor has no tiles.
-template <class Params>
-cudaError_t launch_kernel(void (*kernel)(Params), int ctas, int threads, int shared_bytes,
-                          const Params& params, cudaStream_t stream) {
+// Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
+// KB of shared memory must be asked for, once per kernel and device.
+template <auto kKernel, class Params>
+cudaError_t launch_kernel(int ctas, int threads, int shared_bytes, const Params& params,
+                          cudaStream_t stream) {
     if (ctas == 0) return cudaSuccess;
     if (shared_bytes > 48 * 1024) {
-        const cudaError_t status =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        if (status != cudaSuccess) return status;
+        static std::atomic<uint64_t> devices_done{0};
+        int device = 0;
+        cudaError_t status = cudaGetDevice(&device);
+        const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+        if (status == cudaSuccess && (devices_done.load() & bit) == 0) {
+            status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          shared_bytes);
+            devices_done.fetch_or(bit);
+        }
+        if (status != cudaSuccess) {
+            cudaGetLastError();  // clears it, lest the next launch report it
+            return status;
+        }
     }
-    kernel<<<ctas, threads, shared_bytes, stream>>>(params);
+    kKernel<<<ctas, threads, shared_bytes, stream>>>(params);
     return cudaGetLastError();
 }
 

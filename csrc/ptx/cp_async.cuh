@@ -14,11 +14,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
                  : "memory");
 }
 
-// Copies 4 bytes, without the alignment that 16 need.
-__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
-}
-
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

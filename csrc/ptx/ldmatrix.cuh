@@ -6,10 +6,6 @@
 
 namespace flash_ext::ptx {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 template <bool kTranspose>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     if constexpr (kTranspose) {

@@ -38,11 +38,4 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// The same value, but computed where it is used: without this the compiler moves what depends on it
-// out of the loop and holds the results in registers that the matmuls need.
-__device__ __forceinline__ int not_hoisted(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
 }  // namespace flash_ext::ptx

@@ -5,6 +5,10 @@
 
 namespace flash_ext::ptx {
 
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 __device__ __forceinline__ void st_shared(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

@@ -4,11 +4,26 @@
 
 #include <cstdint>
 
+#include "../params.h"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/shared.cuh"
 #include "fragment.cuh"
 
 namespace flash_ext {
+
+// The CTA's dynamic shared memory, aligned for swizzled tiles.
+__device__ __forceinline__ char* dynamic_shared() {
+    extern __shared__ __align__(1024) char storage[];
+    return storage;
+}
+
+// A row of a (batch, row, head) tensor.
+template <class Element>
+__device__ __forceinline__ Element* row_pointer(const TensorView& view, int batch, int64_t row,
+                                                int head) {
+    return static_cast<Element*>(view.data) + batch * view.batch_stride + row * view.row_stride +
+           head * view.head_stride;
+}
 
 // A tile of a tensor in global memory.
 template <class Element>
@@ -18,6 +33,13 @@ struct GlobalTile {
     int rows;  // valid ones, may be <= 0
     int cols;
 };
+
+template <class Element>
+__device__ __forceinline__ GlobalTile<Element> global_tile(const TensorView& view, int batch,
+                                                           int64_t row, int head, int rows,
+                                                           int cols) {
+    return {row_pointer<Element>(view, batch, row, head), view.row_stride, rows, cols};
+}
 
 // How kThreads threads share a tile's 16-byte chunks: neighbours take the chunks of a row (within a
 // panel), then the next row, so that global accesses coalesce and shared ones miss no bank.
@@ -98,8 +120,8 @@ __device__ __forceinline__ void store_to_shared(uint32_t shared, const Accumulat
         }
 }
 
-// Shared to global by kThreads threads, kRows rows from `first_row` of the shared tile on; row 0 of
-// `tile` is that first row.
+// Shared to global by kThreads threads, kRows rows from `first_row` (a multiple of 8, the swizzle's
+// period) of the shared tile on; row 0 of `tile` is that first row.
 template <class Tile, int kThreads, int kRows, bool kMayBeUnaligned, class Element>
 __device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint32_t shared,
                                            int first_row, bool aligned) {

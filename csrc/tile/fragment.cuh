@@ -9,6 +9,8 @@
 
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/math.cuh"
+#include "../ptx/not_hoisted.cuh"
+#include "../ptx/shared.cuh"
 #include "swizzle.cuh"
 
 namespace flash_ext {
@@ -34,6 +36,15 @@ struct RegisterTile {
             for (int n = 0; n < kN; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) v[m][n][i] = 0.f;
+    }
+
+    __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int n = 0; n < kN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) v[m][n][i] *= factor;
     }
 };
 
