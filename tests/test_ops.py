@@ -267,7 +267,8 @@ def test_memory_grows_with_the_sequence_not_its_square(variant: str) -> None:
         torch.cuda.reset_peak_memory_stats()
         device_step(inputs, problem, variant)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[1] <= 4.1 * peaks[0]
+    # The allocator leaves up to 1 MiB of a reused block unsplit, in each of some eight tensors.
+    assert peaks[1] <= 4 * peaks[0] + (8 << 20)
 
 
 @pytest.mark.gpu
