@@ -20,7 +20,7 @@ constexpr Forward fa2_forward(int head_dim, Features features) {
     if (head_dim == 128 && features == Features::kGeneral) return {32, 4, 32, 2, false, 2};
     switch (head_dim) {
         case 64:
-            return {32, 4, 64, 2, true, 2};
+            return {32, 4, 80, 2, true, 2};
         case 96:
             return {32, 4, 64, 2, false, 2};
         case 128:
@@ -59,6 +59,7 @@ struct Backward {
     int warps_kv;       // block_kv = keys_per_warp * warps_kv
     int warps_d;        // warps that share those rows: see backward_tile.cuh
     int ctas_per_sm;
+    int dq_parts = 1;  // dQ is computed in so many column parts, to save registers
 };
 
 // As many keys a warp as dK and dV leave registers for: each fragment of Q and dO serves them all.
@@ -74,7 +75,7 @@ constexpr Backward fa2_backward(int head_dim, Features features) {
         case 192:
             return {64, 16, 4, 2, 1};
         default:
-            return {32, 16, 4, 2, 1};
+            return {32, 16, 4, 2, 1, 2};
     }
 }
 
@@ -84,13 +85,13 @@ constexpr Backward fa1_backward(int head_dim) {
         case 64:
             return {32, 16, 8, 1, 1};
         case 96:
-            return {64, 16, 4, 2, 1};
+            return {64, 16, 8, 1, 1};
         case 128:
-            return {32, 16, 4, 2, 1};
+            return {32, 32, 4, 2, 1};
         case 192:
             return {32, 16, 4, 2, 1};
         default:
-            return {32, 16, 4, 2, 1};
+            return {32, 16, 4, 2, 1, 4};
     }
 }
 

@@ -67,7 +67,7 @@ struct BackwardConfig {
 
     // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
     // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
-    static constexpr int kDQParts = kHeadDim == 256 ? 2 : 1;
+    static constexpr int kDQParts = kTuning.dq_parts;
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQParts>;
     static constexpr int kDQTileFloats = kBlockQ * kHeadDim;
 
@@ -263,15 +263,12 @@ struct BackwardTile {
         using KColumns = BFromColumns<KVTile, Config::kWarpsN>;
         const AFromColumns<PTile> dS(smem + Config::kDS, 0, warp_m * DQ::kM);
         const KColumns k(smem + Config::kK, 0, warp_n);
-        DQ rdQ;
-        rdQ.clear();
-        gemm<Element, Config::kBlockKV>(rdQ, dS, k);
-        use(rdQ, dq_accum_part<Config>(params, batch, head_q, q_tile, 0));
-        if constexpr (Config::kDQParts == 2) {
+        compile_time_for<Config::kDQParts>([&](auto part) {
+            DQ rdQ;
             rdQ.clear();
-            gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, DQ::kN / 2>{k});
-            use(rdQ, dq_accum_part<Config>(params, batch, head_q, q_tile, 1));
-        }
+            gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, part*(DQ::kN / 2)>{k});
+            use(rdQ, dq_accum_part<Config>(params, batch, head_q, q_tile, part));
+        });
     }
 
     // dK and dV to HBM by way of the K and V tiles. All warps have left the loop.

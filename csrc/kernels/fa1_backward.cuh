@@ -2,9 +2,10 @@
 //
 // Loop order: one CTA per (batch, KV head), sequential over KV tiles; inner loop over the Q tiles
 // that see the KV tile, for each query head of the group. dQ is read from and written to HBM, in
-// float32, at every step; delta = rowsum(dO * O) is computed anew at every step. Only this CTA ever
-// touches its heads' dQ, so there are no atomics and the result is deterministic by construction.
-// The steps, warps and shared memory are those of backward_tile.cuh.
+// float32, at every step; delta = rowsum(dO * O) is computed in the loop, at the first visit of a Q
+// tile, and kept in HBM for the later ones. Only this CTA ever touches its heads' dQ, so there are
+// no atomics and the result is deterministic by construction. The steps, warps and shared memory
+// are those of backward_tile.cuh.
 //
 // Barriers, per Q tile: the first says that its Q, dO, lse and delta are there for all threads and
 // that all warps have left the tile before; the second (in accumulate_dk_dv) that dS is complete.
@@ -14,10 +15,13 @@
 
 namespace flash_ext {
 
-// lse and delta of a Q tile from O, dO and the forward's lse.
+// Line 19: delta of a Q tile from O and dO, with lse, into shared memory and for later visits to
+// HBM.
 template <class Config>
 __device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& cta, int head_q,
                                                    int q_tile, int stage) {
+    const int64_t first_row =
+        q_tile_number(cta.params, cta.batch, head_q, q_tile) * Config::kBlockQ;
 #pragma unroll 1  // registers are scarce here
     for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
         const RowStatistics statistics = row_statistics<Config>(cta.params, cta.sequence, head_q,
@@ -25,7 +29,23 @@ __device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& c
         if (lane_id() == 0) {
             cta.lse_log2(stage)[row] = statistics.lse_log2;
             cta.delta(stage)[row] = statistics.delta;
+            cta.params.lse_log2[first_row + row] = statistics.lse_log2;
+            cta.params.delta[first_row + row] = statistics.delta;
         }
+    }
+}
+
+// Q, dO, lse and delta of a Q tile. The first KV tile that sees it finds delta, the others fetch
+// it.
+template <class Config>
+__device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta, int kv_tile,
+                                            const QTileWalk& walk) {
+    cta.load_q_do(walk.head, walk.q_tile, walk.stage);
+    const Interval keys = cta.mask.keys_of(tile_interval(walk.q_tile, Config::kBlockQ));
+    if (kv_tile == keys.begin / Config::kBlockKV) {
+        compute_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
+    } else {
+        load_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
     }
 }
 
@@ -47,16 +67,16 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa1_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
-    const int head_k = blockIdx.x % params.heads_k;
-    const int batch = blockIdx.x / params.heads_k;
-    const int seqlen_k = sequence_of<Config::kGeneral>(params, batch).seqlen_k;
-    const int group = params.heads_q / params.heads_k;
-    const int kv_tiles = ceil_div(seqlen_k, Config::kBlockKV);
+    const int seqlen_k =
+        sequence_of<Config::kGeneral>(params, blockIdx.x / params.heads_k).seqlen_k;
 
-    for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
+    for (int first_key = 0; first_key < seqlen_k; first_key += Config::kBlockKV) {
         // Made anew for each KV tile: what the inner loop does not need is not carried through it.
-        const Tile cta(params, ptx::not_hoisted(batch), ptx::not_hoisted(head_k));
-        const int first_key = kv_tile * Config::kBlockKV;
+        const int flat_head = ptx::not_hoisted(blockIdx.x);
+        const int head_k = flat_head % params.heads_k;
+        const Tile cta(params, flat_head / params.heads_k, head_k);
+        const int kv_tile = first_key / Config::kBlockKV;
+        const int group = params.heads_q / params.heads_k;
         const Interval q_tiles = tiles_of(
             cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
         typename Tile::Gradient rdK;
@@ -66,20 +86,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         QTileWalk walk(q_tiles, head_k * group, group);
         __syncthreads();  // dK and dV of the KV tile before have left shared memory
         cta.load_kv(first_key);
-        if (!walk.done()) {
-            cta.load_q_do(walk.head, walk.q_tile, walk.stage);
-            compute_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
-        }
+        if (!walk.done()) load_q_tile<Config>(cta, kv_tile, walk);
         ptx::cp_async_commit();
 
         while (!walk.done()) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // this Q tile is there; all warps have left the one before
             const QTileWalk next = walk.next();
-            if (!next.done()) {
-                cta.load_q_do(next.head, next.q_tile, next.stage);
-                compute_statistics<Config>(cta, next.head, next.q_tile, next.stage);
-            }
+            if (!next.done()) load_q_tile<Config>(cta, kv_tile, next);
             ptx::cp_async_commit();
 
             cta.accumulate_dk_dv(rdK, rdV, walk.head, walk.q_tile, first_key, walk.stage);

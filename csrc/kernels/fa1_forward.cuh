@@ -435,13 +435,6 @@ struct Fa1Forward {
     }
 };
 
-// function(std::integral_constant<int, chunk>) for each chunk of columns.
-template <int kChunks, int kChunk = 0, class Function>
-__device__ __forceinline__ void for_each_chunk(Function function) {
-    function(std::integral_constant<int, kChunk>{});
-    if constexpr (kChunk + 1 < kChunks) for_each_chunk<kChunks, kChunk + 1>(function);
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fa1_forward_kernel(const __grid_constant__ ForwardParams params) {
@@ -493,7 +486,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             const bool last_visit = kv_tile == seen.end - 1;
             const bool next_has_old = next < q_tiles.end && seen_by(next).begin != kv_tile;
             cta.load_statistics(q_tile, first_visit, row_max, row_sum);
-            for_each_chunk<Config::kChunks>([&](auto chunk) {
+            compile_time_for<Config::kChunks>([&](auto chunk) {
                 typename Kernel::Product rO;
                 typename Config::Owned own;
                 cta.template multiply_v<chunk>(rO, rP);

@@ -61,21 +61,6 @@ __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* ac
         }
 }
 
-// lse and delta of a Q tile, as the delta pass left them.
-template <class Config>
-__device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta, int head_q,
-                                                int q_tile, int stage) {
-    constexpr int kChunks = Config::kBlockQ / 4;
-    const int chunk = threadIdx.x % kChunks;
-    if (threadIdx.x >= 2 * kChunks) return;
-    const BackwardParams& params = cta.params;
-    const int64_t tile = q_tile_number(params, cta.batch, head_q, q_tile);
-    const bool is_lse = threadIdx.x < kChunks;
-    const float* source = (is_lse ? params.lse_log2 : params.delta) + tile * Config::kBlockQ;
-    float* target = is_lse ? cta.lse_log2(stage) : cta.delta(stage);
-    ptx::cp_async_16(ptx::shared_address(target) + chunk * 16, source + chunk * 4, true);
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
