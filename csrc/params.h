@@ -77,7 +77,7 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm
 
     // FA1 only: its running output and statistics live in HBM.
-    float* out_accum = nullptr;  // (B, Hq, Sq, padded Dv)
+    float* out_accum = nullptr;  // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_max = nullptr;    // (B, Hq, Sq)
     float* row_sum = nullptr;    // (B, Hq, Sq)
 };

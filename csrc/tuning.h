@@ -10,25 +10,24 @@ struct Forward {
     int rows_per_warp;
     int warps;
     int block_kv;
-    int stages;
     bool q_in_registers;
     int ctas_per_sm;
 };
 
 // Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond.
 constexpr Forward fa2_forward(int head_dim, Features features) {
-    if (head_dim == 128 && features == Features::kGeneral) return {32, 4, 32, 2, false, 2};
+    if (head_dim == 128 && features == Features::kGeneral) return {32, 4, 32, false, 2};
     switch (head_dim) {
         case 64:
-            return {32, 4, 80, 2, true, 2};
+            return {32, 4, 80, true, 2};
         case 96:
-            return {32, 4, 64, 2, false, 2};
+            return {32, 4, 64, false, 2};
         case 128:
-            return {32, 4, 64, 2, false, 2};
+            return {32, 4, 64, false, 2};
         case 192:
-            return {16, 8, 64, 2, false, 1};
+            return {16, 8, 64, false, 1};
         default:
-            return {16, 8, 32, 2, false, 1};
+            return {16, 8, 32, false, 1};
     }
 }
 

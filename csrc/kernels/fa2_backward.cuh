@@ -132,13 +132,13 @@ cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
                                       tuning::fa2_backward(kHeadDim, features.value)>;
         static_assert(Config::kBlockQ == tuning::backward_block_q(Variant::kFa2, kHeadDim));
         const int q_tile_count = params.q_tiles * params.heads_q * params.batch;
-        const int ctas =
-            ceil_div(params.seqlen_k, Config::kBlockKV) * params.heads_k * params.batch;
         const bool tiles_differ =
             params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
         params.schedule = make_schedule(
             ceil_div(params.seqlen_k, Config::kBlockKV), params.heads_k, params.batch, tiles_differ,
             int64_t{8} * kHeadDim * params.seqlen_q * (params.heads_q / params.heads_k));
+
+        const int ctas = params.schedule.tiles * params.heads_k * params.batch;
 
         status = launch_kernel<backward_delta_kernel<Config>>(q_tile_count, Config::kThreads, 0,
                                                               params, stream);

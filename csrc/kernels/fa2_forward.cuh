@@ -42,7 +42,7 @@ struct Fa2ForwardConfig {
     static constexpr int kThreads = kTuning.warps * 32;
     static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
     static constexpr int kBlockKV = kTuning.block_kv;
-    static constexpr int kStages = kTuning.stages;
+    static constexpr int kStages = 2;  // the loop loads one tile ahead
     static constexpr bool kQInRegisters = kTuning.q_in_registers;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 
@@ -51,7 +51,6 @@ struct Fa2ForwardConfig {
     static constexpr int kStageBytes = 2 * KVTile::kBytes;
     static constexpr int kSharedBytes = QTile::kBytes + kStages * kStageBytes;
 
-    static_assert(kStages == 2, "the loop loads one tile ahead");
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
 };
 
