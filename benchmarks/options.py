@@ -1,0 +1,368 @@
+"""What each option costs, and what a mix of sequence lengths costs.
+
+    python benchmarks/options.py                 # both tables, under a minute on an H200
+    python benchmarks/options.py --only mix
+    python benchmarks/options.py --device cpu    # a smoke test
+
+First table: bf16, B 4, S 4096, 16 heads, head dims 64 and 128, causal and full. The plain call
+and the same call with one option on take turns, round by round; an option's cost is the ratio of
+the medians. Its range says how far the quartiles of the two would move that ratio.
+
+Second table: packed self-attention over sequences of a long-tailed mix of lengths, in the order
+drawn, ascending and descending, beside a dense call of about equal FLOPs and torch's varlen_attn.
+FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
+
+Results go to benchmarks/results/<device>/options.json, after each cell. No call is timed before
+its first heads agree with float32 standard attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import itertools
+import math
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import common
+import torch
+from calls import Attend, Call, backward, forward
+from common import Json, say
+from compare import BLOCK_LIMIT, WHOLE_LIMIT
+from providers import relative_error
+from timing import METHOD, Timer
+from torch import Tensor
+
+PLAIN = "plain"
+SEED = 55  # of the lengths: 16 sequences, so 1k in the mean, and the longest is 8192
+# (variant, direction) of the first table; fa1's backward would take as long as all the others.
+MEASURED = (("fa2", "forward"), ("fa2", "backward"), ("fa1", "forward"))
+OPTIONS = {  # in words
+    PLAIN: "no option beside causal",
+    "window": "each query sees a quarter of S keys at most",
+    "GQA 4": "four query heads share a key head",
+    "softcap": "softcap=50",
+    "ALiBi": "slopes (H)",
+    "bias": "(1, H, S, S), without gradient",
+    "gradient of bias": "the same, with gradient",
+    "bool mask": "(B, 1, S, S), 90 % True",
+    "sink": "with gradient",
+    "dropout": "dropout_p=0.1",
+    "seqused_k": "every key of every sequence",
+    "varlen": "the same sequences, packed",
+    "unaligned rows": "row strides that are no multiple of 16 bytes",
+    "Dv half of D": "a quarter fewer FLOPs forward",
+    "gradient of lse": "the loss uses out and lse",
+    "deterministic": "deterministic=True",
+}
+BACKWARD_ONLY = ("gradient of bias", "gradient of lse", "deterministic")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of both tables."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    head_dims: tuple[int, ...]
+    tokens: int  # of the mix
+    longest: int
+    hidden: int
+    rounding: int  # the dense call's sequence length is a multiple of it
+    dtype: torch.dtype
+
+
+GPU = Sizes(4, 4096, 16, (64, 128), 16384, 8192, 2048, 128, torch.bfloat16)
+CPU = Sizes(1, 64, 4, (64, 128), 256, 128, 128, 16, torch.float32)
+
+
+def option_calls(sizes: Sizes, d: int, causal: bool, device: torch.device) -> dict[str, Call]:
+    """The plain call, and for each of ``OPTIONS`` the same call with it."""
+    batch, seqlen, heads = sizes.batch, sizes.seqlen, sizes.heads
+    normal = functools.partial(torch.randn, dtype=sizes.dtype, device=device)
+    integers = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    q, k, v = (normal(batch, seqlen, heads, d) for _ in range(3))
+    plain = Call(q, k, v, {"causal": causal})
+
+    def option(**more: object) -> Call:
+        return replace(plain, options=plain.options | more)
+
+    width, grouped = seqlen // 4, heads // 4
+    bias = normal(1, heads, seqlen, seqlen)
+    cu_seqlens = integers(range(0, (batch + 1) * seqlen, seqlen))
+    packed = option(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    unaligned = (
+        normal(batch, seqlen, heads * d + 1)[..., : heads * d].unflatten(2, (heads, d))
+        for _ in range(3)
+    )
+    slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device=device)
+    state = torch.tensor([1, 2], device=device)
+    return {
+        PLAIN: plain,
+        "window": option(window=(width - 1, 0) if causal else (width // 2, width // 2 - 1)),
+        "GQA 4": replace(plain, k=k[:, :, :grouped].contiguous(), v=v[:, :, :grouped].contiguous()),
+        "softcap": option(softcap=50.0),
+        "ALiBi": option(alibi_slopes=slopes),
+        "bias": option(bias=bias),
+        "gradient of bias": option(bias=bias.detach().requires_grad_()),
+        "bool mask": option(bias=torch.rand(batch, 1, seqlen, seqlen, device=device) < 0.9),
+        "sink": option(sink=torch.zeros(heads, device=device).requires_grad_()),
+        "dropout": option(dropout_p=0.1, rng_state=state),
+        "seqused_k": option(seqused_k=integers([seqlen] * batch)),
+        "varlen": replace(packed, q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1)),
+        "unaligned rows": Call(*unaligned, plain.options),
+        "Dv half of D": replace(plain, v=v[..., : d // 2].contiguous()),
+        "gradient of lse": replace(plain, through_lse=True),
+        "deterministic": option(deterministic=True),
+    }
+
+
+def draw_lengths(tokens: int, longest: int, seed: int = SEED) -> list[int]:
+    """Log-normal lengths, cut at ``longest``, until they add up to ``tokens``."""
+    source = random.Random(seed)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        drawn = round(source.lognormvariate(math.log(longest / 20), 1.5))
+        lengths.append(min(max(1, drawn), longest, left))
+    return lengths
+
+
+def dense_seqlen(lengths: list[int], batch: int, rounding: int) -> int:
+    """S of a dense call with ``batch`` sequences and about the FLOPs of these lengths."""
+    exact = math.sqrt(sum(n * n for n in lengths) / batch)
+    return max(rounding, round(exact / rounding) * rounding)
+
+
+def varlen_attn(longest: int) -> Attend:
+    """torch.nn.attention.varlen.varlen_attn; ImportError where this torch lacks it."""
+    from torch.nn.attention.varlen import varlen_attn as function
+
+    by_window = "window_size" in inspect.signature(function).parameters
+
+    def attend(call: Call) -> tuple[Tensor, None]:
+        causal, cu = call.options["causal"], call.options["cu_seqlens_q"]
+        mask = {"window_size": (-1, 0 if causal else -1)} if by_window else {"is_causal": causal}
+        return function(call.q, call.k, call.v, cu, cu, longest, longest, **mask), None
+
+    return attend
+
+
+def ours(variant: str) -> Attend:
+    """A variant of flash_ext."""
+    return lambda call: call.attend(variant)
+
+
+class Bench:
+    """Checks and times calls on one device."""
+
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device = device
+        self.rounds = rounds
+        self.timer = Timer(device)
+
+    def times(
+        self, calls: dict[str, tuple[Call, Callable[[], Attend]]], direction: str
+    ) -> dict[str, Json]:
+        """The time of every call, taken in turns, or why there is none."""
+        ready: dict[str, Callable[[], object]] = {}
+        estimates: dict[str, tuple[float, float]] = {}
+        results: dict[str, Json] = {}
+        for name, (call, attend) in calls.items():
+            try:
+                run, error, block = self.prepare(call, attend(), direction)
+                if not (error <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
+                    reason = f"WRONG RESULT: relative error {error:.2g}, worst block {block:.2g}"
+                    say(f"!!! {name}, {direction}: {reason} !!!")
+                    results[name] = {"skipped": reason, "wrong": True}
+                    continue
+                estimates[name] = self.timer.estimate(run)
+            except Exception as failure:  # one option's failure must not end the run
+                results[name] = {"skipped": common.first_line(failure)}
+                continue
+            ready[name] = run
+            results[name] = {}
+        if ready:
+            for name, samples in self.timer.compare(ready, estimates, 0, self.rounds).items():
+                results[name] = samples.summary()
+        return results
+
+    def prepare(
+        self, call: Call, attend: Attend, direction: str
+    ) -> tuple[Callable[[], object], float, float]:
+        """What is to be timed, and the relative errors of its first heads."""
+        shape = (*call.q.shape[:-1], call.v.shape[-1])
+        dout = torch.randn(shape, dtype=call.q.dtype, device=self.device)
+        exact = call.first_heads().to(torch.float32)
+        rows, group = exact.q.shape[0], exact.q.shape[-2]
+        if direction == "forward":
+            run: Callable[[], object] = forward(call, attend)
+            pairs = [(run()[:rows, ..., :group, :], forward(exact, Call.exact)())]
+        else:
+            dlse = None
+            if call.through_lse:
+                dlse = torch.randn(call.q.shape[:-1], device=self.device).transpose(-1, -2)
+            run = backward(call, attend, dout, dlse)
+            want = backward(
+                exact, Call.exact, dout[:rows, ..., :group, :].float(),
+                None if dlse is None else dlse[:rows, :group],
+            )()  # fmt: skip
+            got = run()
+            pairs = [(got[n][:rows, ..., : want[n].shape[-2], :], want[n])
+                     for n in ("dq", "dk", "dv")]  # fmt: skip
+        # Packed tensors stand for a batch of one.
+        pairs = [tuple(x if x.dim() == 4 else x[None] for x in pair) for pair in pairs]
+        errors = [relative_error(*pair) for pair in pairs]
+        return run, max(e[0] for e in errors), max(e[1] for e in errors)
+
+    def options(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
+        """The first table's cells of one head dim and mask."""
+        calls = option_calls(sizes, d, causal, self.device)
+        for variant, direction in MEASURED:
+            chosen = {
+                name: (call, functools.partial(ours, variant))
+                for name, call in calls.items()
+                if direction == "backward" or name not in BACKWARD_ONLY
+            }
+            results = self.times(chosen, direction)
+            plain = results[PLAIN]
+            for result in results.values():
+                if "ms" in plain and "ms" in result:
+                    result["ratio"] = round(result["ms"] / plain["ms"], 4)
+                    result["ratio_range"] = [
+                        round(result["q1_ms"] / plain["q3_ms"], 4),
+                        round(result["q3_ms"] / plain["q1_ms"], 4),
+                    ]
+            yield {"variant": variant, "direction": direction, "d": d, "causal": causal,
+                   "results": results}  # fmt: skip
+
+    def mix(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
+        """The second table's cells of one head dim and mask."""
+        drawn = draw_lengths(sizes.tokens, sizes.longest)
+        batch, seqlen = 2, dense_seqlen(drawn, 2, sizes.rounding)
+        heads = max(1, sizes.hidden // d)
+        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
+        tensors = [normal(sum(drawn), heads, d) for _ in range(3)]
+
+        def packed(lengths: list[int]) -> Call:
+            ends = itertools.accumulate(lengths, initial=0)
+            cu = torch.tensor(list(ends), dtype=torch.int32, device=self.device)
+            return Call(*tensors, {"causal": causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
+
+        dense = Call(*(normal(batch, seqlen, heads, d) for _ in range(3)), {"causal": causal})
+        fa2 = functools.partial(ours, "fa2")
+        calls = {
+            "dense": (dense, fa2),
+            "as drawn": (packed(drawn), fa2),
+            "ascending": (packed(sorted(drawn)), fa2),
+            "descending": (packed(sorted(drawn, reverse=True)), fa2),
+            "varlen_attn": (packed(drawn), functools.partial(varlen_attn, max(drawn))),
+        }
+        for direction in ("forward", "backward"):
+            results = self.times(calls, direction)
+            factor = 4 * heads * d * (0.5 if causal else 1) * (2.5 if direction != "forward" else 1)
+            for name, result in results.items():
+                if "ms" in result:
+                    squares = batch * seqlen**2 if name == "dense" else sum(n * n for n in drawn)
+                    result["tflops"] = round(factor * squares / result["ms"] * 1e-9, 4)
+            speed = results["dense"].get("tflops")
+            for result in results.values():
+                if speed and "tflops" in result:
+                    result["over_dense"] = round(result["tflops"] / speed, 4)
+            yield {"direction": direction, "d": d, "causal": causal, "heads": heads,
+                   "results": results}  # fmt: skip
+
+
+def print_cell(table: str, cell: Json) -> None:
+    """One line per call of a cell."""
+    mask = "causal" if cell["causal"] else "full"
+    print(f"\n{table}: {cell.get('variant', 'fa2')} {cell['direction']}, d {cell['d']}, {mask}")
+    for name, r in cell["results"].items():
+        if "ms" not in r:
+            print(f"  {name:<20} {r['skipped']:.100}")
+        elif "tflops" in r:
+            ratio = f"{r['over_dense']:.3f} of dense" if "over_dense" in r else ""
+            print(f"  {name:<20}{r['ms']:10.3f} ms {r['tflops']:8.4g} TFLOP/s  {ratio}")
+        else:
+            low, high = r.get("ratio_range", (math.nan, math.nan))
+            ratio = f"{r.get('ratio', math.nan):7.3f}x  ({low:.3f} - {high:.3f})"
+            print(f"  {name:<20}{r['ms']:10.3f} ms {ratio}")
+
+
+def main() -> int:
+    """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--only", choices=("options", "mix"), help="one of the two tables")
+    add("--d", nargs="*", type=int, help="head dims, default 64 and 128")
+    add("--rounds", type=int, default=15, help="calls of each kind")
+    add("--budget", type=float, default=60, help="seconds after which no further cell starts")
+    add("--seed", type=int, default=0)
+    add("--out", help="result file, default benchmarks/results/<device>/options.json")
+    args = parser.parse_args()
+    started = time.monotonic()
+    torch.manual_seed(args.seed)
+    warnings.filterwarnings("ignore")
+    device = torch.device(args.device)
+    sizes = GPU if device.type == "cuda" else CPU
+    lengths = draw_lengths(sizes.tokens, sizes.longest)
+    path = common.result_path(device, "options.json", args.out)
+    result = common.describe_setup(device)
+    old = common.read_json(path)
+    kept = old if old and common.same_setup(old, result) else {}
+    result |= {
+        "method": METHOD,
+        "dtype": str(sizes.dtype).removeprefix("torch."),
+        "batch": sizes.batch, "seqlen": sizes.seqlen, "heads": sizes.heads,
+        "words": OPTIONS,
+        "options": kept.get("options", []),
+        "mix": kept.get("mix", []),
+        "lengths": lengths, "lengths_seed": SEED, "tokens": sum(lengths),
+        "dense_batch": 2, "dense_seqlen": dense_seqlen(lengths, 2, sizes.rounding),
+        "incomplete": False,
+    }  # fmt: skip
+    bench = Bench(device, args.rounds)
+    tables = {"options": bench.options, "mix": bench.mix}
+    shapes = [
+        (name, d, causal)
+        for name in ([args.only] if args.only else tables)
+        for d in args.d or sizes.head_dims
+        for causal in (False, True)
+    ]
+    bad = False
+
+    def identity(cell: Json) -> tuple[object, ...]:
+        return tuple(cell.get(key) for key in ("variant", "direction", "d", "causal"))
+
+    for name, d, causal in common.progress(shapes, len(shapes), "cells"):
+        if time.monotonic() - started > args.budget:
+            result["incomplete"] = True
+            say(f"over the budget of {args.budget:g} s: {name}, d {d} is left out")
+            continue
+        for cell in tables[name](sizes, d, causal):
+            same = identity(cell)
+            result[name] = [c for c in result[name] if identity(c) != same] + [cell]
+            bad |= any("skipped" in r for n, r in cell["results"].items() if n != "varlen_attn")
+            result["seconds"] = round(time.monotonic() - started, 1)
+            common.write_json(path, result)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # one shape's graphs must not crowd out the next
+    for name in tables:
+        for cell in result[name]:
+            print_cell(name, cell)
+    print(f"\nlengths, seed {SEED}: {lengths}")
+    print(f"written: {path}, after {result['seconds']:.0f} s")
+    return int(bad or result["incomplete"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
