@@ -53,6 +53,7 @@ def keep_tile(
     heads: int,
     rows: tuple[int, int],
     columns: tuple[int, int],
+    first_batch: int = 0,
 ) -> Tensor:
     """The part of `keep_mask` for the given half-open ranges of rows and columns."""
     device = rng_state.device
@@ -65,7 +66,7 @@ def keep_tile(
     key = (seed & _LOW32, ((seed >> 32) ^ (offset >> 32)) & _LOW32)
     c0 = torch.arange(tile_j0 * 4, (tile_j0 + tiles_j) * 4, device=device)
     c1 = torch.arange(tile_i0 * 8, (tile_i0 + tiles_i) * 8, device=device).unsqueeze(1)
-    c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1)
+    c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1) + first_batch * heads
     words = torch.stack(torch.broadcast_tensors(*_philox((c0, c1, c2, offset & _LOW32), key)), -1)
 
     # Half-word n of the eight, low half of a word first, belongs to row half n / 4, column half
@@ -80,7 +81,13 @@ def keep_tile(
 
 
 def keep_mask(
-    rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int
+    rng_state: Tensor,
+    dropout_p: float,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    first_batch: int = 0,
 ) -> Tensor:
     """Which entries of P dropout keeps.
 
@@ -89,9 +96,11 @@ def keep_mask(
         dropout_p: the probability of dropping, 0 <= dropout_p < 1; it is rounded to 1/65536.
         batch, heads: B and Hq, the number of query heads.
         seqlen_q, seqlen_k: Sq and Sk.
+        first_batch: the index of the first batch element. Packed sequences count as batch elements.
 
     Returns:
         bool, shape (B, Hq, Sq, Sk), on rng_state's device; true where the entry is kept, and is
         then multiplied by `keep_scale(dropout_p)`.
     """
-    return keep_tile(rng_state, dropout_p, batch, heads, (0, seqlen_q), (0, seqlen_k))
+    rows, columns = (0, seqlen_q), (0, seqlen_k)
+    return keep_tile(rng_state, dropout_p, batch, heads, rows, columns, first_batch)

@@ -48,11 +48,14 @@ class Band:
         right_ok = self.right < 0 or k1 - 1 <= q0 + self.offset + self.right
         return left_ok and right_ok
 
+    def diagonals(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
+        """j − i − offset over the tile [q0, q1) × [k0, k1), int64."""
+        diagonal = torch.arange(q0 + self.offset, q1 + self.offset, device=device)
+        return torch.arange(k0, k1, device=device) - diagonal.unsqueeze(1)
+
     def visible(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """The tile [q0, q1) × [k0, k1) of the mask, bool, true where the query sees the key."""
-        diagonal = torch.arange(k0, k1, device=device) - torch.arange(
-            q0 + self.offset, q1 + self.offset, device=device
-        ).unsqueeze(1)
+        diagonal = self.diagonals(q0, q1, k0, k1, device)
         visible = torch.ones_like(diagonal, dtype=torch.bool)
         if self.left >= 0:
             visible &= diagonal >= -self.left

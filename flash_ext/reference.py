@@ -6,12 +6,15 @@ It holds the whole (Sq, Sk) score matrix, which is what the FlashAttention paper
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import keep_mask, keep_scale
 from .mask import band
+from .sequences import sequences
 
 
 def attention(
@@ -22,20 +25,45 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Standard attention (FlashAttention, Algorithm 0), in the inputs' dtype, differentiable.
+    """Standard attention (FlashAttention, Algorithm 0), in q's dtype, differentiable at will.
 
     Args:
         q: (B, Sq, Hq, D), any floating dtype. Upcast it yourself for a float64 yardstick.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk.
-        scale, causal, window, dropout_p, rng_state: as in `flash_ext.attention`.
+        scale, causal, window, softcap, alibi_slopes, bias, sink, seqused_k, dropout_p, rng_state:
+            as in `flash_ext.attention`.
+        first_batch: the batch index that dropout gives to q[0].
 
     Returns:
         out (B, Sq, Hq, Dv) in q's dtype and lse (B, Hq, Sq) in float32 (float64 for float64). A
-        query that sees no key has out = 0, lse = −inf and zero gradients.
+        query that sees no key has out = 0 and zero gradients; its lse is the sink, without one −∞.
     """
+    if seqused_k is not None:
+        return _by_sequence(
+            q,
+            k,
+            v,
+            seqused_k=seqused_k,
+            alibi_slopes=alibi_slopes,
+            bias=bias,
+            first_batch=first_batch,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            rng_state=rng_state,
+        )
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, group = k.shape[1], heads // k.shape[2]
     if scale is None:
@@ -44,23 +72,102 @@ def attention(
     K = k.transpose(1, 2).repeat_interleave(group, dim=1)
     V = v.transpose(1, 2).repeat_interleave(group, dim=1)
 
-    # Pass 1: S = τ Q Kᵀ, masked.
+    # Pass 1: S = τ Q Kᵀ, modified and masked.
     S = Q @ K.mT * scale
-    visible = band(seqlen_q, seqlen_k, causal, *window).visible(
-        0, seqlen_q, 0, seqlen_k, device=q.device
-    )
-    S = S.masked_fill(~visible, -math.inf)
+    if softcap > 0:
+        S = softcap * torch.tanh(S / softcap)
+    mask = band(seqlen_q, seqlen_k, causal, *window)
+    tile = (0, seqlen_q, 0, seqlen_k, q.device)
+    hidden = ~mask.visible(*tile)
+    if alibi_slopes is not None:
+        S = S - (alibi_slopes[..., None, None] * mask.diagonals(*tile).abs()).to(S.dtype)
+    if bias is not None and bias.dtype == torch.bool:
+        hidden = hidden | ~bias
+    elif bias is not None:
+        bias = bias.to(S.dtype)
+        hidden = hidden | (bias == -math.inf)
+        S = S + bias.masked_fill(bias == -math.inf, 0)
+    if sink is not None:  # a key that comes first, with value 0
+        S = torch.cat((sink.to(S.dtype).view(-1, 1, 1).expand(batch, -1, seqlen_q, 1), S), dim=-1)
+        hidden = F.pad(hidden, (1, 0), value=False)
+    # A fully masked row would be 0 / 0. It stays unmasked here, its results are 0 by definition.
+    dead = hidden.all(dim=-1, keepdim=True)
+    S = S.masked_fill(hidden & ~dead, -math.inf)
 
-    # Pass 2: P = softmax(S). A fully masked row is 0 / 0 there; it is 0 by definition.
-    P = S.softmax(dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0)
+    # Pass 2: P = softmax(S).
+    P = S.softmax(dim=-1).masked_fill(dead, 0)
     lse = S.to(torch.promote_types(S.dtype, torch.float32)).logsumexp(dim=-1)
+    lse = lse.masked_fill(dead.squeeze(-1), -math.inf)
+    if sink is not None:
+        P = P[..., 1:]
 
     # Pass 3: O = P V, where dropout has thinned P.
     if dropout_p > 0:
         assert rng_state is not None, "dropout needs rng_state"
-        keep = keep_mask(rng_state, dropout_p, batch, heads, seqlen_q, seqlen_k)
+        shape = (batch, heads, seqlen_q, seqlen_k)
+        keep = keep_mask(rng_state, dropout_p, *shape, first_batch=first_batch)
         P = P * keep * keep_scale(dropout_p)
     return (P @ V).transpose(1, 2), lse
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Standard attention of packed sequences, one after the other.
+
+    Args:
+        q, k, v, cu_seqlens_q, cu_seqlens_k: as in `flash_ext.attention_varlen`.
+        options: those of `attention`, but first_batch.
+
+    Returns:
+        out (total_q, Hq, Dv) and lse (Hq, total_q), as from `attention`. In rows that belong to no
+        sequence, out = 0 and lse = −∞.
+    """
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    out, lse = _by_sequence(q[None], k[None], v[None], cu_seqlens, **options)
+    return out.squeeze(0), lse.squeeze(0)
+
+
+def _by_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    first_batch: int = 0,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attention` one sequence at a time; packed tensors come as a batch of one."""
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=dtype)
+    for one in sequences(q, k, cu_seqlens, seqused_k):
+        if alibi_slopes is not None:
+            options["alibi_slopes"] = one.slopes_of(alibi_slopes)
+        if bias is not None:
+            bias = bias[(None,) * (4 - bias.dim())]
+            options["bias"] = _reaching(one.bias_of(bias), one.queries, one.keys)
+        out[one.batch, one.queries], lse[one.batch, :, one.queries] = attention(
+            q[one.batch, one.queries],
+            k[one.batch, one.keys],
+            v[one.batch, one.keys],
+            first_batch=first_batch + one.index,
+            **options,
+        )
+    return out, lse
+
+
+def _reaching(bias: Tensor, queries: slice, keys: slice) -> Tensor:
+    """bias over the whole sequence: where it does not reach, everything is hidden."""
+    missing = [
+        0 if size == 1 else part.stop - part.start - size
+        for size, part in zip(bias.shape[2:], (queries, keys), strict=True)
+    ]
+    hidden = False if bias.dtype == torch.bool else -math.inf
+    return F.pad(bias, (0, missing[1], 0, missing[0]), value=hidden)
 
 
 def safe_softmax(x: Tensor) -> Tensor:
