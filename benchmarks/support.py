@@ -10,6 +10,7 @@ and backward if all gradients do. Otherwise the reason is kept.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -78,12 +79,17 @@ class Ask:
         return Call(q, k, v, cu | options)
 
     def biases(self, dtype: torch.dtype, gradient: bool) -> Iterator[Call]:
-        """Every way of broadcasting, and one bias for packed sequences."""
-        for number in range(16):
-            whole = (2, 2, 24, 40)
-            shape = (n if number >> i & 1 else 1 for i, n in enumerate(whole))
-            yield self.dense(bias=self.normal(*shape, dtype=dtype).requires_grad_(gradient))
-        yield self.packed(bias=self.normal(3, 4, 20, 30, dtype=dtype).requires_grad_(gradient))
+        """Every way of broadcasting, and one bias for packed sequences.
+
+        A gradient summed over all keys is 0 through out alone, so the loss uses lse too.
+        """
+
+        def bias(*shape: int) -> dict[str, Tensor]:
+            return {"bias": self.normal(*shape, dtype=dtype).requires_grad_(gradient)}
+
+        shapes = itertools.product((2, 1), (2, 1), (24, 1), (40, 1))
+        for call in (*(self.dense(**bias(*s)) for s in shapes), self.packed(**bias(3, 4, 20, 30))):
+            yield replace(call, through_lse=gradient)
 
     def masks(self) -> Iterator[Call]:
         for shape in ((2, 2, 24, 40), (1, 1, 24, 40), (2, 1, 1, 40)):

@@ -1,20 +1,31 @@
 """What the benchmarks and the evidence files claim about themselves: digest, FLOPs, completeness.
 
 Would catch a digest that no longer names the source it stands beside, a FLOP formula that flatters,
-and evidence written by a run that left tests out.
+evidence written by a run that left tests out, a wrong result that is timed or called supported, and
+a table of README that does not follow from the results.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import evidence
+import evidence  # puts benchmarks/ on the path
 import pytest
 import torch
 
+import flash_ext
+
 common = evidence.common
+import calls  # noqa: E402
+import compare  # noqa: E402
+import options  # noqa: E402
+import report  # noqa: E402
+import support  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 
 SHELL_DIGEST = r"""
@@ -49,7 +60,6 @@ def test_digest_follows_content_and_names(tmp_path: Path) -> None:
 
 def test_flops() -> None:
     """4 B H Sq Sk D, halved when causal, times 2.5 backward."""
-    compare = pytest.importorskip("compare")
     shape = {"dtype": "bfloat16", "d": 64, "seqlen": 1024, "batch": 2, "heads": 4}
     full = 4 * 2 * 4 * 1024 * 1024 * 64
     for causal, direction, factor in (
@@ -107,3 +117,162 @@ def test_evidence_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert path.name == "sanitizer.json"
     tools = json.loads(path.read_text())["tools"]
     assert tools["racecheck"] == {"exit_status": 99, "seconds": 30}
+
+
+SHAPES = [
+    {"dtype": "bf16", "d": d, "causal": causal, "seqlen": s, "batch": 16384 // s,
+     "heads": 2048 // d, "direction": direction}
+    for direction in ("forward", "backward")
+    for d in (64, 128, 256)
+    for causal in (False, True)
+    for s in (512, 1024, 2048, 4096, 8192, 16384)
+]  # fmt: skip
+
+
+def grid_results(speedup: float) -> list[dict]:
+    """The whole standard grid, where fa2 is ``speedup`` times as fast as SDPA flash."""
+    return [s | {"providers": {"fa2": {"ms": 1.0}, "flash": {"ms": speedup}}} for s in SHAPES]
+
+
+def test_verdict_on_the_grid() -> None:
+    cells = grid_results(1.2)
+    assert all(compare.on_grid(c) for c in cells)
+
+    def verdict() -> str:
+        return compare.verdict(compare.summarise(cells, ["fa2", "flash"]))
+
+    assert verdict().endswith("reached") and "NOT" not in verdict()
+    cells.append(cells[0] | {"d": 96, "providers": {"fa2": {"ms": 9.0}, "flash": {"ms": 1.0}}})
+    assert verdict().endswith("; reached"), "other head dims have no part in the goal"
+    cells[0]["providers"]["flash"]["ms"] = 0.9
+    assert "smallest 0.900x (d 64 full S 512), 1 of 36 cells below 1x" in verdict()
+    assert verdict().endswith("NOT REACHED")
+    del cells[1]
+    assert verdict().endswith("not the whole grid of 72 cells")
+    row = compare.summarise(grid_results(1.05), ["fa2", "flash"])[-1]
+    assert row["geometric_mean"] == 1.05 and row["cells"] == 36 and row["d"] is None
+
+
+def test_lengths_of_the_mix() -> None:
+    """What README says of them: 16,384 tokens, 1k in the mean, 8,192 at most, a long tail."""
+    lengths = options.draw_lengths(options.GPU.tokens, options.GPU.longest)
+    assert lengths == options.draw_lengths(options.GPU.tokens, options.GPU.longest)
+    assert sum(lengths) == 16384 and len(lengths) == 16 and max(lengths) == 8192
+    assert sorted(lengths)[8] < 600
+    seqlen = options.dense_seqlen(lengths, 2, 128)
+    assert seqlen % 128 == 0
+    assert abs(2 * seqlen**2 / sum(n * n for n in lengths) - 1) < 0.05
+
+
+def run(main: Callable[[], int], *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    return main()
+
+
+def test_options_and_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small run on the CPU, taken for a GPU's, and README's tables of it."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert report.options_section() == "On a GPU: not measured yet."
+    path = tmp_path / "gpu" / "options.json"
+    path.parent.mkdir()
+    (path.parent / "tests.json").write_text("{}")
+    assert report.options_section() == "gpu: not measured yet."
+
+    arguments = ("--device", "cpu", "--rounds", "1", "--d", "64", "--out", str(path))
+    assert run(options.main, *arguments, monkeypatch=monkeypatch) == 0
+    result = json.loads(path.read_text())
+    assert result["digest"] == common.source_digest() and not result["incomplete"]
+    assert len(result["options"]) == 2 * len(options.MEASURED) and len(result["mix"]) == 4
+    for cell in result["options"]:
+        timed = {n for n, r in cell["results"].items() if "ratio" in r}
+        once = cell["direction"] == "backward"
+        assert timed == {n for n in options.OPTIONS if once or n not in options.BACKWARD_ONLY}
+    for cell in result["mix"]:
+        speeds = {n: r["over_dense"] for n, r in cell["results"].items() if "tflops" in r}
+        assert {"dense", "as drawn", "ascending", "descending"} <= set(speeds)
+        assert speeds["dense"] == 1
+    text = report.options_section()
+    assert all(f"| {name}: " in text for name in options.OPTIONS if name != options.PLAIN)
+    assert "| forward, d 64, causal |" in text
+
+    late = (*arguments, "--budget", "0", "--only", "mix")
+    assert run(options.main, *late, monkeypatch=monkeypatch) == 1, "over the budget"
+    assert json.loads(path.read_text())["mix"], "cells of the same source are kept"
+
+
+def test_a_wrong_option_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = options.Bench(torch.device("cpu"), 1)
+    call = calls.Call(*torch.randn(3, 1, 64, 2, 64), {"causal": False})
+
+    def wrong() -> calls.Attend:
+        return lambda c: (c.exact()[0] * 1.1, c.exact()[1])
+
+    for direction in ("forward", "backward"):
+        results = bench.times({"right": (call, lambda: calls.Call.exact), "wrong": (call, wrong)},
+                              direction)  # fmt: skip
+        assert "ms" in results["right"]
+        assert results["wrong"]["wrong"] and "ms" not in results["wrong"]
+
+
+def test_support_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature that runs but gives wrong numbers, or fails, is a no with its reason."""
+    plain = ("float16", "scale", "gradient of lse")
+    answers = support.probe(torch.device("cpu"), plain)
+    assert set(answers) == set(plain)
+    for by_variant in answers.values():
+        assert set(by_variant) == set(flash_ext.VARIANTS)
+        assert all(r is None for by_direction in by_variant.values() for r in by_direction.values())
+    attention = flash_ext.attention
+    monkeypatch.setattr(flash_ext, "attention", lambda *a, scale=None, **k: attention(*a, **k))
+    answers = support.probe(torch.device("cpu"), ["float16", "scale"])
+    assert answers["float16"]["fa2"]["forward"] is None
+    assert answers["scale"]["fa2"]["forward"].startswith("wrong result: out is off by")
+    assert answers["scale"]["fa2"]["backward"].startswith("wrong result: dq is off by")
+
+
+@pytest.mark.parametrize("name", [n for n, f in support.features().items() if not f.cuda_only])
+def test_every_feature_on_the_cpu(name: str) -> None:
+    if name.startswith("every head dim"):
+        pytest.skip("many calls; test_attention has the head dims")
+    assert support.probe(torch.device("cpu"), [name])[name] == {
+        variant: dict.fromkeys(support.features()[name].directions)
+        for variant in flash_ext.VARIANTS
+    }
+
+
+def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each no has its reason below; what a device was not asked is 'not measured yet'."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    asked = {
+        "float16": {v: dict.fromkeys(support.BOTH) for v in flash_ext.VARIANTS},
+        "gradient of lse": {v: {"backward": "no time"} for v in flash_ext.VARIANTS},
+    }
+    monkeypatch.setattr(report, "probe", lambda device: asked)
+    names = ("float16", "gradient of lse", "softcap", support.PTX)
+    monkeypatch.setattr(report, "features", lambda: {n: support.features()[n] for n in names})
+    setup = {"device": "A GPU", "torch": "2", "date": "2000-01-01", "digest": "0" * 16}
+    path = tmp_path / "gpu" / "support.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(setup | {"support": asked}))
+    lines = report.support_section().splitlines()
+    unknown = " | ".join(["not measured yet"] * 4)
+    assert "| float16 | yes | yes | yes | yes | yes | yes |" in lines
+    assert "| gradient of lse |  | no (1) |  | no (1) | no (1) | no (1) |" in lines
+    assert f"| softcap | {unknown} | not measured yet | not measured yet |" in lines
+    assert f"| {support.PTX} | {unknown} |  |  |" in lines
+    assert lines[-1] == "(1) no time."
+
+
+def test_report_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "probe", lambda device: {})
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    arguments = ("--readme", str(readme))
+    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 1
+    assert run(report.main, *arguments, monkeypatch=monkeypatch) == 0
+    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 0
+    text = readme.read_text()
+    assert text.count("On a GPU: not measured yet.") == 2  # results and options
+    readme.write_text(text.replace("not measured yet", "fast", 1))
+    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 1
