@@ -8,10 +8,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ._options import VARIANTS, Options
+from ._options import VARIANTS, BackwardTensors, Options
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_HEAD_DIM = 256
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Accumulators, softmax and lse: float32, or float64 for float64 inputs (CPU only)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _refuse(argument: str, wanted: str, got: object) -> NoReturn:
@@ -23,63 +28,150 @@ def _require_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], layout
         _refuse(argument, f"of shape {layout} = {shape}", tuple(tensor.shape))
 
 
-def _require_like(argument: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.dtype != q.dtype:
-        _refuse(argument, f"of q's dtype {q.dtype}", tensor.dtype)
+def _require_device(argument: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
         _refuse(argument, f"on q's device {q.device}", tensor.device)
+
+
+def _require_contiguous_rows(argument: str, tensor: Tensor) -> None:
     if tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         _refuse(argument, "contiguous in its last dimension", f"strides {tensor.stride()}")
 
 
-def _require_statistics(argument: str, tensor: Tensor, q: Tensor) -> None:
-    batch, seqlen_q, heads, _ = q.shape
-    _require_shape(argument, tensor, (batch, heads, seqlen_q), "(batch, heads_q, seqlen_q)")
-    if tensor.dtype != statistics_dtype(q.dtype):
-        _refuse(argument, f"{statistics_dtype(q.dtype)}", tensor.dtype)
-    if tensor.device != q.device:
-        _refuse(argument, f"on q's device {q.device}", tensor.device)
+def _require_like(argument: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.dtype != q.dtype:
+        _refuse(argument, f"of q's dtype {q.dtype}", tensor.dtype)
+    _require_device(argument, tensor, q)
+    _require_contiguous_rows(argument, tensor)
+
+
+def _require_plain(
+    argument: str,
+    tensor: Tensor,
+    q: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    layout: str,
+) -> None:
+    """A contiguous tensor on q's device."""
+    if tensor.dtype != dtype:
+        _refuse(argument, f"{dtype}", tensor.dtype)
+    _require_shape(argument, tensor, shape, layout)
+    _require_device(argument, tensor, q)
     if not tensor.is_contiguous():
         _refuse(argument, "contiguous", f"strides {tensor.stride()}")
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Accumulators, softmax and lse: float32, or float64 for float64 inputs (CPU only)."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _check_options(q: Tensor, options: Options) -> None:
-    if options.scale is not None and not math.isfinite(options.scale):
-        _refuse("scale", "finite", options.scale)
-    for name in ("window_left", "window_right"):
-        if getattr(options, name) < -1:
-            _refuse(name, "at least -1 (unlimited)", getattr(options, name))
-    if not 0 <= options.dropout_p < 1:
-        _refuse("dropout_p", "in [0, 1)", options.dropout_p)
-    if options.dropout_p == 0:
-        return
-    state = options.rng_state
-    if state is None:
-        _refuse("rng_state", "given when dropout_p > 0", None)
-    if state.dtype != torch.int64 or tuple(state.shape) != (2,):
-        _refuse("rng_state", "int64 of shape (2,)", f"{state.dtype} of {tuple(state.shape)}")
-    if state.device != q.device:
-        _refuse("rng_state", f"on q's device {q.device}", state.device)
 
 
 def _check_variant(options: Options) -> str:
     if options.variant not in ("auto", *VARIANTS):
         _refuse("variant", f"'auto' or one of {VARIANTS}", repr(options.variant))
-    variant = "fa2" if options.variant == "auto" else options.variant
-    tensors = ("alibi_slopes", "bias", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    unsupported = [name for name in tensors if getattr(options, name) is not None]
-    if options.softcap != 0:
-        unsupported.insert(0, "softcap")
-    if unsupported:
-        raise NotImplementedError(
-            f"flash_ext: {unsupported[0]} is not supported yet by variant '{variant}'"
-        )
-    return variant
+    return "fa2" if options.variant == "auto" else options.variant
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    if packed:
+        rows_q, rows_k, dims, mode = "total_q", "total_k", 3, "with"
+    else:
+        rows_q, rows_k, dims, mode = "batch, seqlen_q", "batch, seqlen_k", 4, "without"
+    layouts = (
+        ("q", q, f"({rows_q}, heads_q, head_dim)"),
+        ("k", k, f"({rows_k}, heads_k, head_dim)"),
+        ("v", v, f"({rows_k}, heads_k, head_dim_v)"),
+    )
+    for name, tensor, layout in layouts:
+        if tensor.dim() != dims:
+            _refuse(name, f"of shape {layout} {mode} cu_seqlens", tuple(tensor.shape))
+    if q.dtype not in _DTYPES:
+        _refuse("q", "float16, bfloat16, float32 or float64", q.dtype)
+    for name, tensor, _ in layouts:
+        _require_like(name, tensor, q)
+
+    heads_q, head_dim = q.shape[-2:]
+    heads_k, head_dim_v = k.shape[-2], v.shape[-1]
+    for name, size in (("q", head_dim), ("v", head_dim_v)):
+        if not 1 <= size <= _MAX_HEAD_DIM:
+            _refuse(f"{name}'s head dimension", f"1 to {_MAX_HEAD_DIM}", size)
+    shape_k = tuple(k.shape[:1]) if packed else (q.shape[0], k.shape[1])
+    _require_shape("k", k, (*shape_k, heads_k, head_dim), layouts[1][2])
+    if heads_k == 0 or heads_q % heads_k != 0:
+        _refuse("q's number of heads", f"a multiple of k's, {heads_k}", heads_q)
+    _require_shape("v", v, (*shape_k, heads_k, head_dim_v), layouts[2][2])
+
+
+def _check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
+    """That sequences follow one another within the rows that there are."""
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        _refuse(f"{argument}[0]", "0", offsets[0])
+    for index in range(1, len(offsets)):
+        if offsets[index] < offsets[index - 1]:
+            wanted = f"at least {argument}[{index - 1}] = {offsets[index - 1]}"
+            _refuse(f"{argument}[{index}]", wanted, offsets[index])
+        if offsets[index] > total:
+            _refuse(f"{argument}[{index}]", f"at most the total, {total}", offsets[index])
+
+
+def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
+    """Check what tells the lengths of the sequences. Returns their number, B."""
+    batch = q.shape[0]
+    given = {"cu_seqlens_q": options.cu_seqlens_q, "cu_seqlens_k": options.cu_seqlens_k}
+    if options.cu_seqlens_q is not None:
+        batch = options.cu_seqlens_q.numel() - 1
+        for (name, tensor), x in zip(given.items(), (q, k), strict=True):
+            if tensor is None:
+                _refuse(name, "given with cu_seqlens_q", None)
+            if batch < 0:
+                _refuse(name, "of shape (batch + 1)", tuple(tensor.shape))
+            _require_plain(name, tensor, q, torch.int32, (batch + 1,), "(batch + 1)")
+            _check_offsets(name, tensor, x.shape[0])
+    if options.seqused_k is not None:
+        _require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
+    return batch
+
+
+def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
+    dtypes = {q.dtype: None, statistics_dtype(q.dtype): None, torch.bool: None}
+    if bias.dtype not in dtypes:
+        _refuse("bias", " or ".join(map(str, dtypes)), bias.dtype)
+    # Packed sequences are of any length, and a bias may reach as far as it likes.
+    lengths = (q.shape[1], k.shape[1]) if q.dim() == 4 else ()
+    full = (batch, q.shape[-2], *lengths)
+    broadcasts = all(size in (1, n) for size, n in zip(bias.shape, full, strict=False))
+    if bias.dim() != 4 or not broadcasts:
+        layout = "(batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1)"
+        _refuse("bias", f"of shape {layout}, of {full}", tuple(bias.shape))
+    _require_device("bias", bias, q)
+
+
+def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
+    heads, dtype = q.shape[-2], statistics_dtype(q.dtype)
+    if options.scale is not None and not math.isfinite(options.scale):
+        _refuse("scale", "finite", options.scale)
+    for name in ("window_left", "window_right"):
+        if getattr(options, name) < -1:
+            _refuse(name, "at least -1 (unlimited)", getattr(options, name))
+    if not 0 <= options.softcap < math.inf:
+        _refuse("softcap", "finite and at least 0 (none)", options.softcap)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes
+        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            layout = f"(heads_q) or (batch, heads_q) = ({heads},) or ({batch}, {heads})"
+            _refuse("alibi_slopes", f"of shape {layout}", tuple(slopes.shape))
+        if slopes.dtype != dtype:
+            _refuse("alibi_slopes", f"{dtype}", slopes.dtype)
+        _require_device("alibi_slopes", slopes, q)
+        _require_contiguous_rows("alibi_slopes", slopes)
+    if options.bias is not None:
+        _check_bias(q, k, options.bias, batch)
+    if options.sink is not None:
+        _require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
+    if not 0 <= options.dropout_p < 1:
+        _refuse("dropout_p", "in [0, 1)", options.dropout_p)
+    if options.dropout_p > 0:
+        if options.rng_state is None:
+            _refuse("rng_state", "given when dropout_p > 0", None)
+        layout = "(seed and offset)"
+        _require_plain("rng_state", options.rng_state, q, torch.int64, (2,), layout)
 
 
 def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
@@ -90,56 +182,34 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
 
     Raises:
         ValueError: an argument is wrong; the message names it, what was wanted and what came.
-        NotImplementedError: an option that the chosen variant lacks.
     """
     variant = _check_variant(options)
-    layouts = (
-        ("q", q, "(batch, seqlen_q, heads_q, head_dim)"),
-        ("k", k, "(batch, seqlen_k, heads_k, head_dim)"),
-        ("v", v, "(batch, seqlen_k, heads_k, head_dim)"),
-    )
-    for name, tensor, layout in layouts:
-        if tensor.dim() != 4:
-            _refuse(name, f"of shape {layout}", tuple(tensor.shape))
-    if q.dtype not in _DTYPES:
-        _refuse("q", "float16, bfloat16, float32 or float64", q.dtype)
-    for name, tensor, _ in layouts:
-        _require_like(name, tensor, q)
-    batch, _, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_k, _ = k.shape
-    if not 1 <= head_dim <= _MAX_HEAD_DIM:
-        _refuse("q's head dimension", f"1 to {_MAX_HEAD_DIM}", head_dim)
-    _require_shape("k", k, (batch, seqlen_k, heads_k, head_dim), layouts[1][2])
-    if heads_k == 0 or heads_q % heads_k != 0:
-        _refuse("q's number of heads", f"a multiple of k's, {heads_k}", heads_q)
-    _require_shape("v", v, (batch, seqlen_k, heads_k, v.shape[3]), layouts[2][2])
-    if v.shape[3] != head_dim:
-        raise NotImplementedError(
-            f"flash_ext: v with a head dimension ({v.shape[3]}) other than q's ({head_dim}) is not "
-            f"supported yet by variant '{variant}'"
-        )
-    _check_options(q, options)
+    if options.cu_seqlens_q is None and options.cu_seqlens_k is not None:
+        _refuse("cu_seqlens_q", "given with cu_seqlens_k", None)
+    _check_inputs(q, k, v, packed=options.cu_seqlens_q is not None)
+    _check_options(q, k, options, batch=_check_lengths(q, k, options))
     return variant
 
 
-def check_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: Options,
-) -> str:
+def check_backward(tensors: BackwardTensors, options: Options) -> str:
     """Check the arguments of the backward pass and choose the variant, as `check_forward` does."""
-    variant = check_forward(q, k, v, options)
-    batch, seqlen_q, heads, _ = q.shape
-    for name, tensor in (("dout", dout), ("out", out)):
-        shape = (batch, seqlen_q, heads, v.shape[3])
-        _require_shape(name, tensor, shape, "(batch, seqlen_q, heads_q, head_dim)")
-        _require_like(name, tensor, q)
-    _require_statistics("lse", lse, q)
-    if dlse is not None:
-        _require_statistics("dlse", dlse, q)
+    q, v = tensors.q, tensors.v
+    variant = check_forward(q, tensors.k, v, options)
+    *rows, heads, _ = q.shape
+    if options.cu_seqlens_q is None:
+        out_layout = "(batch, seqlen_q, heads_q, head_dim_v)"
+        lse_layout = "(batch, heads_q, seqlen_q)"
+    else:
+        out_layout, lse_layout = "(total_q, heads_q, head_dim_v)", "(heads_q, total_q)"
+    for name in ("dout", "out"):
+        _require_shape(name, getattr(tensors, name), (*rows, heads, v.shape[-1]), out_layout)
+        _require_like(name, getattr(tensors, name), q)
+    for name in ("lse", "dlse"):
+        x, dtype, shape = (
+            getattr(tensors, name),
+            statistics_dtype(q.dtype),
+            (*rows[:-1], heads, rows[-1]),
+        )
+        if x is not None:
+            _require_plain(name, x, q, dtype, shape, lse_layout)
     return variant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,6 +33,25 @@ class Options:
     rng_state: Tensor | None = None
     deterministic: bool = False
     variant: str = "auto"
+
+    @property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
+        """For q and for k; None where sequences are not packed."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return None
+        return self.cu_seqlens_q, self.cu_seqlens_k
+
+
+class BackwardTensors(NamedTuple):
+    """The positional arguments of `torch.ops.flash_ext.bwd`."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 # The keys are the annotations above as written: `annotations` from __future__ keeps them as text.

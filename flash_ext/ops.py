@@ -1,13 +1,15 @@
 """The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`: schemas, fake kernels, autograd, kernels.
 
     fwd(q, k, v, *, options) -> (out, lse)
-    bwd(dout, dlse?, q, k, v, out, lse, *, options) -> (dq, dk, dv, dbias, dsink)
+    bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
     check(q, k, v, *, options) -> int    the index in VARIANTS of what fwd would run, or its error
 
-Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out like q with Dv, lse (B, Hq, Sq);
-dbias and dsink are of shape (0,) where there is no bias or sink. lse is float32 (float64 for
-float64, which only the CPU kernels take) and the natural logarithm. The options are those of
-`flash_ext._options.Options`.
+Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
+with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),
+lse (Hq, total_q). lse is float32 (float64 for float64, which only the CPU kernels take) and the
+natural logarithm. Gradients are contiguous and have the shape and dtype of what they belong to, or
+the shape (0,): dsink without a sink, dbias without a bias, for a bool one and without need_dbias.
+The options are those of `flash_ext._options.Options`.
 
 The schemas are defined here, so fake and CPU kernels need no binary. The CUDA kernels come from
 `_C.abi3.so`, if it was built.
@@ -24,7 +26,7 @@ from torch.library import Library, register_fake
 
 from . import tiled
 from ._checks import check_backward, check_forward, statistics_dtype
-from ._options import VARIANTS, Options, schema_options
+from ._options import VARIANTS, BackwardTensors, Options, schema_options
 
 _BINARY = Path(__file__).with_name("_C.abi3.so")
 _HOW_TO_BUILD = (
@@ -38,9 +40,11 @@ _DIFFERENTIABLE_OPTIONS = ("bias", "sink")
 _library = Library("flash_ext", "DEF")
 
 
-def _define(signature: str, returns: str, tags: tuple[torch.Tag, ...] = ()) -> Any:
+def _define(
+    signature: str, returns: str, tags: tuple[torch.Tag, ...] = (), more_options: str = ""
+) -> Any:
     name = signature.partition("(")[0]
-    _library.define(f"{signature}, {schema_options()}) -> {returns}", tags=tags)
+    _library.define(f"{signature}, {schema_options()}{more_options}) -> {returns}", tags=tags)
     return getattr(torch.ops.flash_ext, name).default
 
 
@@ -51,6 +55,7 @@ bwd = _define(
     "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse",
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     _TRACEABLE,
+    ", bool need_dbias=True",
 )
 # Asks the device what it can do, so it has no fake kernel: it is never part of a graph.
 check = _define("check(Tensor q, Tensor k, Tensor v", "int")
@@ -60,24 +65,19 @@ check = _define("check(Tensor q, Tensor k, Tensor v", "int")
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, heads, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads, v.shape[3]))
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=statistics_dtype(q.dtype))
+    *batch, rows, heads, _ = q.shape  # no batch where sequences are packed
+    out = q.new_empty((*batch, rows, heads, v.shape[-1]))
+    lse = q.new_empty((*batch, heads, rows), dtype=statistics_dtype(q.dtype))
     return out, lse
 
 
-def _bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    inputs = (q, k, v, *(options.get(name) for name in _DIFFERENTIABLE_OPTIONS))
-    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+def _bwd_fake(*tensors: Any, need_dbias: bool = True, **options: Any) -> tuple[Tensor, ...]:
+    x = BackwardTensors(*tensors)
+    bias, sink = (options.get(name) for name in _DIFFERENTIABLE_OPTIONS)
+    if bias is not None and not (need_dbias and bias.is_floating_point()):
+        bias = None
+    gradients_of = (x.q, x.k, x.v, bias, sink)
+    return tuple(x.q.new_empty(0) if y is None else y.new_empty(y.shape) for y in gradients_of)
 
 
 register_fake("flash_ext::fwd", _fwd_fake, lib=_library)
@@ -114,9 +114,12 @@ class _Forward(torch.autograd.Function):
             dout = dout.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
-        optional = zip(_DIFFERENTIABLE_OPTIONS, (dbias, dsink), strict=True)
-        return (None, None, dq, dk, dv, *(d if n in options else None for n, d in optional))
+        *_, need_dbias, need_dsink = ctx.needs_input_grad
+        dq, dk, dv, dbias, dsink = bwd(
+            dout, dlse, q, k, v, out, lse, **options, need_dbias=need_dbias
+        )
+        optional = (dbias if need_dbias else None, dsink if need_dsink else None)
+        return (None, None, dq, dk, dv, *optional)
 
 
 class _Backward(torch.autograd.Function):
@@ -159,23 +162,13 @@ _library.impl("bwd", _bwd_autograd, "Autograd", with_keyset=True)
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     options = Options(**given)
-    return tiled.FORWARD[check_forward(q, k, v, options)](q, k, v, options)
+    return tiled.forward(check_forward(q, k, v, options), q, k, v, options)
 
 
-def _bwd_cpu(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    **given: Any,
-) -> tuple[Tensor, ...]:
-    options = Options(**given)
-    variant = check_backward(dout, dlse, q, k, v, out, lse, options)
-    gradients = tiled.BACKWARD[variant](dout, dlse, q, k, v, out, lse, options)
-    return (*gradients, q.new_empty(0), q.new_empty(0))
+def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tensor, ...]:
+    x, options = BackwardTensors(*tensors), Options(**given)
+    gradients = tiled.backward(check_backward(x, options), x, options, need_dbias)
+    return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> int:

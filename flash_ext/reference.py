@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .dropout import keep_mask, keep_scale
 from .mask import band
-from .sequences import sequences
+from .sequences import Span, spans
 
 
 def attention(
@@ -140,31 +140,34 @@ def _by_sequence(
     first_batch: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` one sequence at a time; packed tensors come as a batch of one."""
+    """`attention` one span at a time; packed tensors come as a batch of one."""
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=dtype)
-    for one in sequences(q, k, cu_seqlens, seqused_k):
+    for span in spans(q, k, cu_seqlens, seqused_k):
         if alibi_slopes is not None:
-            options["alibi_slopes"] = one.slopes_of(alibi_slopes)
+            options["alibi_slopes"] = span.slopes_of(alibi_slopes)
         if bias is not None:
             bias = bias[(None,) * (4 - bias.dim())]
-            options["bias"] = _reaching(one.bias_of(bias), one.queries, one.keys)
-        out[one.batch, one.queries], lse[one.batch, :, one.queries] = attention(
-            q[one.batch, one.queries],
-            k[one.batch, one.keys],
-            v[one.batch, one.keys],
-            first_batch=first_batch + one.index,
+            options["bias"] = _whole_bias_of(span, bias)
+        out_part, lse_part = attention(
+            span.of_queries(q),
+            span.of_keys(k),
+            span.of_keys(v),
+            first_batch=first_batch + span.sequences.start,
             **options,
         )
+        span.of_queries(out).copy_(out_part)
+        span.of_queries(lse.mT).copy_(lse_part.mT)
     return out, lse
 
 
-def _reaching(bias: Tensor, queries: slice, keys: slice) -> Tensor:
-    """bias over the whole sequence: where it does not reach, everything is hidden."""
+def _whole_bias_of(span: Span, bias: Tensor) -> Tensor:
+    """The span's bias; where it does not reach, everything is hidden."""
+    bias = span.bias_of(bias)
     missing = [
-        0 if size == 1 else part.stop - part.start - size
-        for size, part in zip(bias.shape[2:], (queries, keys), strict=True)
+        0 if size == 1 else length - size
+        for size, length in zip(bias.shape[2:], span.lengths, strict=True)
     ]
     hidden = False if bias.dtype == torch.bool else -math.inf
     return F.pad(bias, (0, missing[1], 0, missing[0]), value=hidden)

@@ -1,57 +1,74 @@
-"""Sequences of different lengths: where each lies in packed or padded tensors.
+"""Sequences of different lengths: where they lie in packed and padded tensors.
 
-For what runs one sequence after the other: standard attention and the CPU kernels.
+For what takes equal lengths, and so runs one length after the other: standard attention and the CPU
+kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """One sequence: x[batch, queries] or x[batch, keys] is its part of a (B, S, H, D) tensor.
+class Span:
+    """Sequences of equal lengths, neighbours in the batch: a box of the (B, S, H, D) tensors.
 
     Packed tensors (total, H, D) take part as one batch element, (1, total, H, D).
     """
 
-    index: int
-    """b, its place among the sequences."""
+    sequences: slice
+    """Their indices b, 0 <= b < B."""
     batch: slice
     queries: slice
     keys: slice
     """Those in use."""
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Sq and Sk of each of them."""
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Their part of a tensor with q's rows, a view."""
+        return x[self.batch, self.queries]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Their part of a tensor with k's rows, a view."""
+        return x[self.batch, self.keys]
+
     def slopes_of(self, alibi_slopes: Tensor) -> Tensor:
-        """Its part of alibi_slopes, (Hq)."""
-        return alibi_slopes[self.index] if alibi_slopes.dim() == 2 else alibi_slopes
+        """Their part of (Hq) or (B, Hq)."""
+        return alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[self.sequences]
 
     def bias_of(self, bias: Tensor) -> Tensor:
-        """Its part of (B|1, Hq|1, Sq|1, Sk|1), a view; it may reach less far than the sequence."""
-        lengths = (s.stop - s.start for s in (self.queries, self.keys))
-        wanted = (slice(self.index, self.index + 1), slice(None), *map(slice, lengths))
-        parts = zip(bias.shape, wanted, strict=True)
+        """Their part of (B|1, Hq|1, Sq|1, Sk|1), a view; it may reach less far than they do."""
+        positions = map(slice, self.lengths)
+        parts = zip(bias.shape, (self.sequences, slice(None), *positions), strict=True)
         return bias[tuple(slice(None) if size == 1 else part for size, part in parts)]
 
 
-def sequences(
+def spans(
     q: Tensor, k: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None, seqused_k: Tensor | None
-) -> Iterator[Sequence]:
-    """Every sequence of q (B, Sq, Hq, D) and k (B, Sk, Hk, D).
+) -> Iterator[Span]:
+    """All sequences of q (B, Sq, Hq, D) and k (B, Sk, Hk, D), in as few spans as possible.
 
     With cu_seqlens, for q and for k, these are packed. seqused_k is as in `flash_ext.attention`.
     """
-    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    batch, queries, keys = slice(0, q.shape[0]), slice(0, q.shape[1]), slice(0, k.shape[1])
+    if cu_seqlens is None and seqused_k is None:
+        yield Span(batch, batch, queries, keys)
+        return
     if cu_seqlens is None:
-        places = [(slice(b, b + 1), 0, seqlen_q, 0, seqlen_k) for b in range(batch)]
+        places = [(slice(b, b + 1), queries, keys) for b in range(q.shape[0])]
     else:
-        starts_q, starts_k = (x.tolist() for x in cu_seqlens)
-        edges = zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False)
-        places = [(slice(0, 1), *four) for four in edges]
+        rows = ([slice(*edges) for edges in pairwise(x.tolist())] for x in cu_seqlens)
+        places = [(batch, *both) for both in zip(*rows, strict=True)]
     used = None if seqused_k is None else seqused_k.tolist()
-    for index, (element, q0, q1, k0, k1) in enumerate(places):
-        stop = k1 if used is None else k0 + min(max(used[index], 0), k1 - k0)
-        yield Sequence(index, element, slice(q0, q1), slice(k0, stop))
+    for b, (element, queries, keys) in enumerate(places):
+        if used is not None:
+            keys = slice(keys.start, min(keys.start + max(used[b], 0), keys.stop))
+        yield Span(slice(b, b + 1), element, queries, keys)
