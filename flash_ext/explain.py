@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from ._options import VARIANTS
-from .functional import attention
+from .functional import attention, op_options
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,21 @@ def _device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **options: Any,
+) -> Explanation:
     """Say what `flash_ext.attention(q, k, v, **options)` would run, without running it.
 
+    With cu_seqlens_q and cu_seqlens_k, what `flash_ext.attention_varlen` would run.
+
     Args:
-        q, k, v, options: as for `flash_ext.attention`. Here q, k, v may hold anything: only their
-            shapes, strides, dtypes and devices count.
+        q, k, v, cu_seqlens_q, cu_seqlens_k, options: as for those. Here floating-point tensors may
+            hold anything: only their shapes, strides, dtypes and devices count.
 
     Returns:
         An `Explanation`: print it, or read its fields.
@@ -71,16 +80,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     inspect.signature(attention).bind(q, k, v, **options)  # refuses unknown options
     wanted = options.pop("variant", "auto")
     options.pop("return_lse", None)
-    options["window_left"], options["window_right"] = options.pop("window", (-1, -1))
-    if options.get("deterministic") is None:
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    if options.get("dropout_p", 0.0) > 0 and options.get("rng_state") is None:
+    if options.get("rng_state") is None:  # lest one be drawn, which would advance the generator
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
+    given = op_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
-    reasons = {name: _try(q, k, v, name, options) for name in VARIANTS}
-    chosen = _try(q, k, v, wanted, options) is None
+    reasons = {name: _try(q, k, v, name, given) for name in VARIANTS}
+    chosen = _try(q, k, v, wanted, given) is None
     return Explanation(
-        variant=VARIANTS[ops.check(q, k, v, **options, variant=wanted)] if chosen else None,
+        variant=VARIANTS[ops.check(q, k, v, **given, variant=wanted)] if chosen else None,
         reasons=reasons,
         device=_device_name(q.device),
         binary=ops.cuda_missing or "loaded",

@@ -1,4 +1,4 @@
-"""What people call: `flash_ext.attention`."""
+"""What people call: `flash_ext.attention` and `flash_ext.attention_varlen`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,39 @@ import torch
 from torch import Tensor
 
 from . import ops
+from ._checks import statistics_dtype
+
+
+def op_options(
+    q: Tensor,
+    *,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """The options of `attention`, but return_lse, as the ops take them."""
+    statistics = statistics_dtype(q.dtype)
+    if bias is not None and bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    if dropout_p > 0 and rng_state is None:
+        rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return others | {
+        "window_left": window[0],
+        "window_right": window[1],
+        "alibi_slopes": None if alibi_slopes is None else alibi_slopes.to(statistics),
+        "bias": bias,
+        "sink": None if sink is None else sink.to(statistics),
+        "dropout_p": dropout_p,
+        "rng_state": rng_state,
+        "deterministic": deterministic,
+    }
 
 
 def attention(
@@ -22,65 +55,143 @@ def attention(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
     variant: str = "auto",
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention, softmax(τ Q Kᵀ) V, in memory linear in the sequence length.
+    """Exact attention, softmax(S) V, in memory linear in the sequence length.
 
-    Differentiable in q, k and v, through out and through lse. Sources: Dao et al.,
-    "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao, "FlashAttention-2" (2023),
-    Algorithms 1 and 2 (variant "fa2").
+    The score of query i and key j is, where Sq and Sk are the lengths of their sequences,
+
+        S_ij = c · tanh(τ q_i·k_j / c) − slope · |i + Sk − Sq − j| + bias_ij
+
+    Differentiable in q, k, v, bias and sink, through out and through lse. Any of the options go
+    together. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
+    "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2").
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to
             256. Any strides with a contiguous last dimension, as for k and v.
-        k: keys (B, Sk, Hk, D), of q's dtype and device. Hq is a multiple of Hk: query head h reads
-            key head h // (Hq / Hk) (grouped-query attention).
-        v: values (B, Sk, Hk, D), of q's dtype and device.
+        k: keys (B, Sk, Hk, D), of q's dtype and device, as all tensors below unless they say
+            otherwise. Hq is a multiple of Hk: query head h reads key head h // (Hq / Hk)
+            (grouped-query attention).
+        v: values (B, Sk, Hk, Dv). Dv is 1 to 256 and may differ from D.
         scale: τ, the factor of the scores; None is 1 / sqrt(D).
         causal: hide the keys after each query. Aligned bottom-right: the last query sees all keys.
         window: (left, right): query i sees keys i + Sk − Sq − left to i + Sk − Sq + right, both
             included; −1 is unlimited. causal is right = 0.
-        softcap, alibi_slopes, bias, sink: not supported yet; leave the defaults.
+        softcap: c > 0 bounds the scaled scores to (−c, c) (Gemma 2 report, 2024); 0 does not.
+        alibi_slopes: (Hq) or (B, Hq): each head's penalty per position of distance (Press et al.,
+            "Train short, test long", 2022). Constants: they get no gradient.
+        bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,
+            float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit.
+        sink: (Hq), float32: a score per head that takes part in the softmax, as of a key that comes
+            first and has value 0 (gpt-oss model card, 2025; cf. Xiao et al., "Efficient streaming
+            language models with attention sinks", 2024).
+        seqused_k: int32 (B): batch element b has only its first seqused_k[b] keys; Sk is this
+            number then, wherever it appears. The others are never read.
         dropout_p: the probability of dropping an entry of P after the softmax, in [0, 1).
-        rng_state: int64 of shape (2,) on q's device: seed and offset of the dropout mask
-            (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of that device.
+        rng_state: int64 of shape (2,): seed and offset of the dropout mask
+            (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
         variant: "fa1", "fa2", or "auto" for the fastest that runs. See `flash_ext.explain`.
         return_lse: return lse too.
 
+    alibi_slopes and sink may be of any floating dtype: they are converted to float32 (with float64
+    inputs, float64).
+
     Returns:
-        out (B, Sq, Hq, D) in q's dtype, contiguous; with return_lse the pair (out, lse), where lse
+        out (B, Sq, Hq, Dv) in q's dtype, contiguous; with return_lse the pair (out, lse), where lse
         (B, Hq, Sq) is the natural logarithm of the softmax's denominator, in float32 (float64 for
-        float64). A query that sees no key gives out = 0, lse = −inf and zero gradients.
+        float64). A query that sees no key gives out = 0 and zero gradients; its lse is −inf, or the
+        sink.
 
     Raises:
         ValueError, RuntimeError: an argument is wrong; the message names it, what was wanted and
-            what came. NotImplementedError, a RuntimeError, where an option is not supported yet.
+            what came.
     """
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if dropout_p > 0 and rng_state is None:
-        rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    out, lse = ops.fwd(
+    options = op_options(
         q,
-        k,
-        v,
         scale=scale,
         causal=causal,
-        window_left=window[0],
-        window_right=window[1],
+        window=window,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         bias=bias,
         sink=sink,
+        seqused_k=seqused_k,
         dropout_p=dropout_p,
         rng_state=rng_state,
         deterministic=deterministic,
         variant=variant,
     )
+    out, lse = ops.fwd(q, k, v, **options)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    deterministic: bool | None = None,
+    variant: str = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """`attention` of B sequences of any lengths, packed one after the other.
+
+    No maximum length is needed and nothing waits for the device.
+
+    Args:
+        q: (total_q, Hq, D), as for `attention`.
+        k, v: (total_k, Hk, D) and (total_k, Hk, Dv).
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1) on q's device, contiguous: sequence b has the rows
+            cu_seqlens[b] to cu_seqlens[b + 1] − 1 of q, and of k and v. They start with 0 and never
+            decrease; a sequence may be empty on either side. On CUDA they are checked only with
+            FLASH_EXT_DEBUG=1 in the environment, which waits for the device.
+        bias: (B or 1, Hq or 1, Lq or 1, Lk or 1), indexed by positions within the sequence.
+            Positions that an Lq or Lk other than 1 does not reach are hidden.
+        seqused_k: int32 (B): sequence b has only the first seqused_k[b] of its keys.
+
+    The other options, and what is raised, are those of `attention`. In the dropout mask a sequence
+    is a batch element, and rows and columns are positions within the sequence.
+
+    Returns:
+        out (total_q, Hq, Dv), or with return_lse (out, lse), lse (Hq, total_q). In rows that belong
+        to no sequence out = 0, lse = −inf, and gradients are 0.
+    """
+    options = op_options(
+        q,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
+        deterministic=deterministic,
+        variant=variant,
+    )
+    out, lse = ops.fwd(q, k, v, **options)
     return (out, lse) if return_lse else out
