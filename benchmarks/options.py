@@ -352,10 +352,11 @@ def main() -> int:
             same = identity(cell)
             result[name] = [c for c in result[name] if identity(c) != same] + [cell]
             bad |= any("skipped" in r for n, r in cell["results"].items() if n != "varlen_attn")
-            result["seconds"] = round(time.monotonic() - started, 1)
             common.write_json(path, result)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # one shape's graphs must not crowd out the next
+    result["seconds"] = round(time.monotonic() - started, 1)
+    common.write_json(path, result)
     for name in tables:
         for cell in result[name]:
             print_cell(name, cell)
