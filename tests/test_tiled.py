@@ -7,6 +7,7 @@ tiles, a tile cut off at the band's edge, and a score matrix that is held as a w
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -14,37 +15,38 @@ import pytest
 import torch
 from attention_testing import (
     VARIANTS,
+    Inputs,
     Problem,
     assert_accurate,
     make_inputs,
+    options_of,
     yardstick,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import tiled
-from flash_ext._options import Options
+from flash_ext._options import BackwardTensors, Options
+from flash_ext.functional import op_options
+from flash_ext.tiling import block_sizes
 
 
-def options_for(problem: Problem, rng_state: torch.Tensor | None) -> Options:
-    return Options(
-        scale=problem.scale,
-        causal=problem.causal,
-        window_left=problem.window[0],
-        window_right=problem.window[1],
-        dropout_p=problem.dropout_p,
-        rng_state=rng_state,
+def run_tiled(
+    problem: Problem, variant: str, on_chip: int, inputs: Inputs | None = None
+) -> dict[str, torch.Tensor]:
+    """out, lse and the gradients, in the order of `attention_testing.run`."""
+    inputs = inputs or make_inputs(problem, "cpu")
+    cu_seqlens = {name: getattr(inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    options = Options(
+        **op_options(inputs.q, **options_of(problem), **inputs.options(), **cu_seqlens)
     )
-
-
-def run_tiled(problem: Problem, variant: str, on_chip: int) -> dict[str, torch.Tensor]:
-    inputs = make_inputs(problem, "cpu")
-    tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
-    options = options_for(problem, inputs.rng_state)
-    out, lse = tiled.FORWARD[variant](*tensors, options, on_chip=on_chip)
-    dq, dk, dv = tiled.BACKWARD[variant](
-        inputs.dout, inputs.dlse, *tensors, out, lse, options, on_chip=on_chip
-    )
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    with torch.no_grad():
+        q, k, v = inputs.q, inputs.k, inputs.v
+        out, lse = tiled.forward(variant, q, k, v, options, on_chip)
+        tensors = BackwardTensors(inputs.dout, inputs.dlse, q, k, v, out, lse)
+        gradients = tiled.backward(variant, tensors, options, need_dbias=True, on_chip=on_chip)
+    names = ("dq", "dk", "dv", "dbias", "dsink")
+    given = {name: x for name, x in zip(names, gradients, strict=True) if x is not None}
+    return {"out": out, "lse": lse} | given
 
 
 @pytest.mark.parametrize("head_dim", (1, 8, 40, 64, 128, 256))
@@ -52,7 +54,7 @@ def run_tiled(problem: Problem, variant: str, on_chip: int) -> dict[str, torch.T
 def test_block_sizes_are_the_papers(on_chip: int, head_dim: int) -> None:
     """Algorithm 1, line 1: B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d)."""
     block = math.ceil(on_chip / (4 * head_dim))
-    assert tiled.block_sizes(on_chip, head_dim) == (min(block, head_dim), block)
+    assert block_sizes(on_chip, head_dim) == (min(block, head_dim), block)
 
 
 MANY_TILES = (
@@ -65,6 +67,9 @@ MANY_TILES = (
     Problem(1, 70, 90, 4, 2, 8, window=(17, -1), dropout_p=0.3),
     Problem(1, 70, 90, 2, 2, 16, causal=True, dropout_p=0.17),
     Problem(1, 37, 53, 2, 2, 8, torch.float32, causal=True),
+    Problem(1, 37, 53, 4, 2, 8, head_dim_v=13, causal=True),
+    Problem(1, 37, 53, 4, 2, 8, softcap=1.5, alibi="h"),
+    Problem(1, 37, 53, 4, 2, 8, bias="1hqk", sink=True),
 )
 
 
@@ -74,9 +79,47 @@ MANY_TILES = (
 def test_many_small_tiles(problem: Problem, on_chip: int, variant: str) -> None:
     """Down to tiles of one key."""
     if on_chip == 1:
-        p = problem
-        problem = Problem(20, 9, 11, 2, 1, 3, p.dtype, p.causal, p.window, dropout_p=p.dropout_p)
+        sizes = {"batch": 20, "seqlen_q": 9, "seqlen_k": 11, "head_dim": 3}
+        problem = dataclasses.replace(problem, **sizes)
     assert_accurate(run_tiled(problem, variant, on_chip), *yardstick(problem, "cpu"), problem.dtype)
+
+
+OPTIONS = (
+    {"causal": True},
+    {"window": (6, 3)},
+    {"head_dim_v": 5},
+    {"softcap": 1.5},
+    {"alibi": "bh"},
+    {"bias": "bhqk"},
+    {"bias": "1h1k", "bias_type": "bool"},
+    {"bias": "b1q1"},
+    {"sink": True},
+    {"dropout_p": 0.3},
+    {"seqused_k": (9, 0, 40)},
+    {"lengths_q": (13, 0, 21), "lengths_k": (17, 5, 0)},
+    {"lengths_q": (0, 23, 6), "lengths_k": (4, 15, 19), "bias_short": 4, "tail": 0},
+)
+
+
+@pytest.mark.parametrize("options", (a | b for a, b in itertools.combinations(OPTIONS, 2)), ids=str)
+def test_pairs_of_options_in_float64(options: dict) -> None:
+    problem = dataclasses.replace(Problem(3, 23, 31, 4, 2, 8, torch.float64), **options)
+    ref, _ = yardstick(problem, "cpu")
+    for variant in VARIANTS:
+        actual = run_tiled(problem, variant, on_chip=200)
+        assert list(actual) == list(ref)
+        for name, x in actual.items():
+            torch.testing.assert_close(x, ref[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("pattern", tuple(itertools.product("b1", "h1", "q1", "k1")), ids="".join)
+def test_every_broadcast_of_a_bias_over_many_tiles(pattern: tuple, variant: str) -> None:
+    """Each tile adds its share to dbias, and only that."""
+    problem = Problem(2, 23, 31, 4, 2, 8, torch.float64, causal=True, bias="".join(pattern))
+    ref, _ = yardstick(problem, "cpu")
+    actual = run_tiled(problem, variant, on_chip=200)["dbias"]
+    torch.testing.assert_close(actual, ref["dbias"], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,14 +129,6 @@ def test_results_do_not_depend_on_the_tiles_in_float64(variant: str) -> None:
     for on_chip in (200, 500, 4096):
         for name, x in run_tiled(problem, variant, on_chip).items():
             torch.testing.assert_close(x, ref[name], rtol=1e-11, atol=1e-11)
-
-
-def test_both_variants_are_the_same_function() -> None:
-    problem = Problem(1, 50, 70, 4, 2, 16, torch.float64, causal=True, dropout_p=0.2)
-    results = [run_tiled(problem, variant, 500) for variant in VARIANTS]
-    for name in results[0]:
-        for other in results[1:]:
-            torch.testing.assert_close(other[name], results[0][name], rtol=1e-11, atol=1e-11)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -117,14 +152,11 @@ def test_no_score_matrix_is_ever_held(variant: str) -> None:
     largest = []
     for seqlen in (256, 512):
         problem = Problem(1, seqlen, seqlen, 1, 1, 16, causal=True, dropout_p=0.1)
+        options = {"softcap": 2.0, "alibi": "h", "bias": "111k", "sink": True}
+        problem = dataclasses.replace(problem, **options)
         inputs = make_inputs(problem, "cpu")
-        tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
-        options = options_for(problem, inputs.rng_state)
         with LargestTensor() as record:
-            out, lse = tiled.FORWARD[variant](*tensors, options, on_chip=2048)
-            tiled.BACKWARD[variant](
-                inputs.dout, inputs.dlse, *tensors, out, lse, options, on_chip=2048
-            )
+            run_tiled(problem, variant, on_chip=2048, inputs=inputs)
         largest.append(record.elements)
     assert largest[1] <= 2 * largest[0]
     assert largest[1] < 512 * 512 // 8
@@ -150,10 +182,6 @@ def test_hidden_tiles_are_skipped(variant: str) -> None:
         counts.append(products.count)
     full, causal, narrow = counts
     assert causal < 0.6 * full and narrow < 0.25 * full
-
-
-def test_every_variant_has_both_kernels() -> None:
-    assert set(tiled.FORWARD) == set(tiled.BACKWARD) == set(VARIANTS)
 
 
 def test_small_sizes_exhaustively() -> None:
