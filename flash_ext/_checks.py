@@ -114,16 +114,14 @@ def _check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
 def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
     """Check what tells the lengths of the sequences. Returns their number, B."""
     batch = q.shape[0]
-    given = {"cu_seqlens_q": options.cu_seqlens_q, "cu_seqlens_k": options.cu_seqlens_k}
-    if options.cu_seqlens_q is not None:
-        batch = options.cu_seqlens_q.numel() - 1
-        for (name, tensor), x in zip(given.items(), (q, k), strict=True):
-            if tensor is None:
-                _refuse(name, "given with cu_seqlens_q", None)
-            if batch < 0:
-                _refuse(name, "of shape (batch + 1)", tuple(tensor.shape))
-            _require_plain(name, tensor, q, torch.int32, (batch + 1,), "(batch + 1)")
-            _check_offsets(name, tensor, x.shape[0])
+    if options.cu_seqlens is not None:
+        batch = options.cu_seqlens[0].numel() - 1
+        if batch < 0:
+            _refuse("cu_seqlens_q", "of shape (batch + 1)", tuple(options.cu_seqlens[0].shape))
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        for name, cu_seqlens, x in zip(names, options.cu_seqlens, (q, k), strict=True):
+            _require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
+            _check_offsets(name, cu_seqlens, x.shape[0])
     if options.seqused_k is not None:
         _require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
     return batch
@@ -184,9 +182,11 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
         ValueError: an argument is wrong; the message names it, what was wanted and what came.
     """
     variant = _check_variant(options)
-    if options.cu_seqlens_q is None and options.cu_seqlens_k is not None:
+    if options.cu_seqlens is None and options.cu_seqlens_q is not None:
+        _refuse("cu_seqlens_k", "given with cu_seqlens_q", None)
+    if options.cu_seqlens is None and options.cu_seqlens_k is not None:
         _refuse("cu_seqlens_q", "given with cu_seqlens_k", None)
-    _check_inputs(q, k, v, packed=options.cu_seqlens_q is not None)
+    _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
     _check_options(q, k, options, batch=_check_lengths(q, k, options))
     return variant
 
@@ -196,7 +196,7 @@ def check_backward(tensors: BackwardTensors, options: Options) -> str:
     q, v = tensors.q, tensors.v
     variant = check_forward(q, tensors.k, v, options)
     *rows, heads, _ = q.shape
-    if options.cu_seqlens_q is None:
+    if options.cu_seqlens is None:
         out_layout = "(batch, seqlen_q, heads_q, head_dim_v)"
         lse_layout = "(batch, heads_q, seqlen_q)"
     else:

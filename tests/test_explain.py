@@ -6,6 +6,7 @@ what is missing and how to get it.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def test_a_named_variant(variant: str, device: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "options"),
     (
-        ("softcap", {"softcap": 3.0}),
+        ("softcap", {"softcap": -3.0}),
+        ("bias", {"bias": torch.zeros(9, 8, dtype=torch.bool)}),
         ("window_left", {"window": (-3, 0)}),
         ("dropout_p", {"dropout_p": 1.0}),
         ("variant", {"variant": "fa9"}),
@@ -46,6 +48,7 @@ def test_a_named_variant(variant: str, device: str) -> None:
 )
 def test_why_not(argument: str, options: dict, device: str) -> None:
     inputs = some_inputs(device)
+    options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     explanation = flash_ext.explain(*inputs, **options)
     assert explanation.variant is None
     with pytest.raises((ValueError, RuntimeError), match=argument):
@@ -62,18 +65,61 @@ def test_bad_tensors_are_explained_too(device: str) -> None:
     assert all(reason.startswith("k must be") for reason in explanation.reasons.values())
 
 
-def test_every_option_of_attention_is_taken(device: str) -> None:
+@pytest.mark.parametrize("packed", (False, True))
+def test_every_option_is_taken(packed: bool, device: str) -> None:
     inputs = some_inputs(device)
+    attention = flash_ext.attention
     options = {
         "scale": 0.5,
         "causal": True,
         "window": (3, 0),
+        "softcap": 2.0,
+        "alibi_slopes": torch.rand(2, device=device),
+        "bias": torch.randn(8, device=device),
+        "sink": torch.randn(2, device=device, dtype=torch.float16),
+        "seqused_k": torch.tensor([5], dtype=torch.int32, device=device),
         "dropout_p": 0.1,
+        "rng_state": torch.zeros(2, dtype=torch.int64, device=device),
         "deterministic": True,
+        "variant": "auto",
         "return_lse": True,
     }
-    flash_ext.attention(*inputs, **options)
+    if packed:
+        cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device=device)
+        inputs = [*(x[0] for x in inputs), cu_seqlens, cu_seqlens]
+        attention = flash_ext.attention_varlen
+    assert set(options) < set(inspect.signature(attention).parameters)
+    attention(*inputs, **options)
     assert flash_ext.explain(*inputs, **options).variant is not None
+
+
+def test_both_functions_have_the_same_options() -> None:
+    dense, packed = (
+        {
+            name: (parameter.kind, parameter.default)
+            for name, parameter in inspect.signature(function).parameters.items()
+        }
+        for function in (flash_ext.attention, flash_ext.attention_varlen)
+    )
+    added = {name: packed.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    assert dense == packed and all(
+        default is inspect.Parameter.empty for _, default in added.values()
+    )
+
+
+def test_packed_inputs_without_their_offsets_are_explained(device: str) -> None:
+    explanation = flash_ext.explain(*(x[0] for x in some_inputs(device)))
+    assert explanation.variant is None
+    assert all("cu_seqlens" in reason for reason in explanation.reasons.values())
+
+
+def test_explaining_draws_no_random_numbers(device: str) -> None:
+    inputs = some_inputs(device)
+    torch.manual_seed(1)
+    expected = flash_ext.attention(*inputs, dropout_p=0.5)
+    torch.manual_seed(1)
+    flash_ext.explain(*inputs, dropout_p=0.5)
+    assert torch.equal(flash_ext.attention(*inputs, dropout_p=0.5), expected)
 
 
 def test_an_unknown_option_is_an_error(device: str) -> None:

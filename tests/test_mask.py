@@ -40,6 +40,16 @@ def test_intervals_cover_exactly(seqlen_q: int, seqlen_k: int, causal: bool) -> 
                 assert (q0, q1) == (queries[0], queries[-1] + 1), (window, k0, k1)
 
 
+def test_diagonals_count_from_the_bottom_right() -> None:
+    for seqlen_q, seqlen_k in LENGTHS:
+        diagonals = band(seqlen_q, seqlen_k, False, -1, -1).diagonals(
+            0, seqlen_q, 0, seqlen_k, torch.device("cpu")
+        )
+        assert diagonals[-1, -1] == 0
+        for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):
+            assert diagonals[i, j] == j - (i + seqlen_k - seqlen_q)
+
+
 def test_blocks_are_aligned_and_cut() -> None:
     assert list(blocks(0, 10, 4)) == [(0, 4), (4, 8), (8, 10)]
     assert list(blocks(3, 10, 4)) == [(3, 4), (4, 8), (8, 10)]

@@ -2,84 +2,131 @@
 
 Would catch a fake kernel whose shapes, types or strides differ from the real one's, a graph break,
 a gradient that only looks right in 16 bits, a launch on the wrong stream, a hidden host
-synchronisation, and dropout that is frozen into a CUDA graph.
+synchronisation, and dropout or sequence lengths that are frozen into a CUDA graph.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import itertools
 
 import pytest
 import torch
 from attention_testing import (
     VARIANTS,
+    Inputs,
     Problem,
     assert_bitwise_equal,
+    attend,
     make_inputs,
     options_of,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
+from flash_ext.functional import op_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile's own
 
+PACKED = Problem(
+    lengths_q=(33, 0, 20), lengths_k=(20, 9, 40), heads_q=4, heads_k=2, head_dim=32, causal=True
+)
+EVERYTHING = {
+    "head_dim_v": 24,
+    "softcap": 2.0,
+    "alibi": "h",
+    "bias": "1hqk",
+    "sink": True,
+    "dropout_p": 0.1,
+}
+OPTION_PROBLEMS = (
+    Problem(2, 33, 40, 4, 2, 40, head_dim_v=24, softcap=2.0),
+    Problem(2, 33, 40, 4, 2, 32, alibi="bh", bias="b1qk", layout="bhsd"),
+    Problem(2, 33, 40, 4, 2, 32, bias="1h1k", bias_type="float32", seqused_k=(0, 33)),
+    Problem(2, 33, 40, 4, 2, 32, bias="11qk", bias_type="bool", sink=True),
+    PACKED,
+    dataclasses.replace(PACKED, seqused_k=(3, 9, 0), bias_short=5, **EVERYTHING),
+)
 OPCHECK_PROBLEMS = (
     Problem(2, 33, 70, 4, 2, 64, causal=True),
     Problem(1, 70, 33, 3, 3, 40, window=(9, 3), dropout_p=0.3, scale=0.2),
     Problem(2, 33, 33, 2, 1, 59, layout="bhsd"),
     Problem(2, 20, 40, 2, 2, 32, layout="packed"),
+    *OPTION_PROBLEMS,
 )
 
 
-def op_options(problem: Problem, rng_state: torch.Tensor | None, variant: str) -> dict:
-    options = options_of(problem)
-    left, right = options.pop("window")
-    return options | {
-        "window_left": left,
-        "window_right": right,
-        "rng_state": rng_state,
-        "deterministic": True,
-        "variant": variant,
-    }
+def op_arguments(problem: Problem, inputs: Inputs, variant: str) -> tuple[tuple, dict]:
+    """The positional arguments of fwd and its options."""
+    options = op_options(
+        inputs.q,
+        **options_of(problem),
+        **inputs.options(),
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        deterministic=True,
+        variant=variant,
+    )
+    return (inputs.q, inputs.k, inputs.v), options
+
+
+def detached(tree):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("problem", OPCHECK_PROBLEMS, ids=str)
 def test_opcheck(problem: Problem, variant: str, device: str) -> None:
     inputs = make_inputs(problem, device)
-    options = op_options(problem, inputs.rng_state, variant)
-    leaves = (inputs.q, inputs.k, inputs.v)
+    leaves, options = op_arguments(problem, inputs, variant)
     torch.library.opcheck(torch.ops.flash_ext.fwd.default, leaves, options)
-    tensors = [x.detach() for x in leaves]
+    tensors, options = detached((leaves, options))
     # check asks what the device can do: it is never traced.
     torch.library.opcheck(
         torch.ops.flash_ext.check.default, tensors, options, test_utils="test_schema"
     )
     out, lse = torch.ops.flash_ext.fwd(*tensors, **options)
-    for dlse in (None, inputs.dlse):
+    for dlse, need_dbias in ((None, True), (inputs.dlse, False)):
         torch.library.opcheck(
-            torch.ops.flash_ext.bwd.default, (inputs.dout, dlse, *tensors, out, lse), options
+            torch.ops.flash_ext.bwd.default,
+            (inputs.dout, dlse, *tensors, out, lse),
+            options | {"need_dbias": need_dbias},
         )
 
 
-@pytest.mark.parametrize("layout", ("bshd", "bhsd", "sbhd", "packed", "expanded_heads"))
+FAKE_PROBLEMS = (
+    *(
+        Problem(2, 33, 47, 4, 2, 40, layout=layout)
+        for layout in ("bshd", "bhsd", "sbhd", "packed", "expanded_heads")
+    ),
+    *OPTION_PROBLEMS,
+)
+
+
+@pytest.mark.parametrize("need_dbias", (True, False))
+@pytest.mark.parametrize("problem", FAKE_PROBLEMS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fake_outputs_match_real_ones(variant: str, layout: str, device: str) -> None:
+def test_fake_outputs_match_real_ones(
+    variant: str, problem: Problem, need_dbias: bool, device: str
+) -> None:
     """Shapes, types, devices and strides, of both ops and every layout of the inputs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    problem = Problem(2, 33, 47, 4, 2, 40, layout=layout)
     inputs = make_inputs(problem, device)
-    options = op_options(problem, None, variant)
-    tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+    arguments = (inputs.dout, inputs.dlse, *op_arguments(problem, inputs, variant))
 
-    def both(dout, dlse, *tensors):
+    def both(dout, dlse, tensors, options):
         out, lse = torch.ops.flash_ext.fwd(*tensors, **options)
-        return out, lse, *torch.ops.flash_ext.bwd(dout, dlse, *tensors, out, lse, **options)
+        gradients = torch.ops.flash_ext.bwd(
+            dout, dlse, *tensors, out, lse, **options, need_dbias=need_dbias
+        )
+        return out, lse, *gradients
 
-    real = both(inputs.dout, inputs.dlse, *tensors)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) for x in (inputs.dout, inputs.dlse, *tensors)]
-        fake = both(*fakes)
+    real = both(*detached(arguments))
+    with FakeTensorMode() as mode:  # where any wish for a tensor's value is an error
+        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments)
+        fake = both(*detached(fakes))
     for name, r, f in zip(
         ("out", "lse", "dq", "dk", "dv", "dbias", "dsink"), real, fake, strict=True
     ):
@@ -87,20 +134,19 @@ def test_fake_outputs_match_real_ones(variant: str, layout: str, device: str) ->
         assert r.stride() == f.stride(), name
 
 
-def compiled_equals_eager(problem: Problem, device: str, compiled, **options) -> None:
+def compiled_equals_eager(problem: Problem, device: str, compiled, **more) -> None:
     inputs = make_inputs(problem, device)
-    arguments = (inputs.q, inputs.k, inputs.v)
+    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if problem.packed else ()
+    attention = flash_ext.attention_varlen if problem.packed else flash_ext.attention
 
-    def forward(q, k, v, rng_state):
-        return flash_ext.attention(
-            q, k, v, **options_of(problem), rng_state=rng_state, return_lse=True, **options
-        )
+    def forward(tensors, options):
+        return attention(*tensors, **options, **options_of(problem), return_lse=True, **more)
 
-    expected = forward(*arguments, inputs.rng_state)
-    actual = compiled(forward)(*arguments, inputs.rng_state)
-    grads = (inputs.dout, inputs.dlse)
-    expected_grads = torch.autograd.grad(expected, arguments, grads)
-    actual_grads = torch.autograd.grad(actual, arguments, grads)
+    arguments = ((inputs.q, inputs.k, inputs.v, *cu_seqlens), inputs.options())
+    leaves, grads = tuple(inputs.leaves().values()), (inputs.dout, inputs.dlse)
+    expected, actual = forward(*arguments), compiled(forward)(*arguments)
+    expected_grads = torch.autograd.grad(expected, leaves, grads)
+    actual_grads = torch.autograd.grad(actual, leaves, grads)
     for a, e in zip((*actual, *actual_grads), (*expected, *expected_grads), strict=True):
         assert_bitwise_equal(a.detach(), e.detach())
 
@@ -109,6 +155,7 @@ COMPILED = (
     Problem(2, 65, 65, 4, 2, 64, causal=True),
     Problem(2, 40, 70, 2, 2, 40, window=(20, 3), dropout_p=0.2),
     Problem(1, 40, 70, 3, 1, 59, layout="bhsd"),
+    *OPTION_PROBLEMS,
 )
 
 
@@ -125,10 +172,11 @@ def test_compiles_as_one_graph(problem: Problem, variant: str, device: str) -> N
     )
 
 
-def test_compiles_with_inductor(device: str) -> None:
+@pytest.mark.parametrize("problem", (COMPILED[0], OPTION_PROBLEMS[-1]), ids=str)
+def test_compiles_with_inductor(problem: Problem, device: str) -> None:
     torch._dynamo.reset()
     compiled_equals_eager(
-        COMPILED[0], device, lambda f: torch.compile(f, fullgraph=True), deterministic=True
+        problem, device, lambda f: torch.compile(f, fullgraph=True), deterministic=True
     )
 
 
@@ -155,6 +203,35 @@ def test_dynamic_shapes_compile_once(variant: str, device: str) -> None:
             assert_bitwise_equal(a, e)
         compiled_frames.append(counter.frame_count)
     assert len(set(compiled_frames)) == 1, "new sizes must not compile anew"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dynamic_lengths_compile_once(variant: str, device: str) -> None:
+    """Packed sequences: other lengths, totals and numbers of sequences."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        return flash_ext.attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, variant=variant
+        )
+
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend=counter)
+    # Here too no two sizes of the first call are equal.
+    compiled_frames = []
+    for lengths_q, lengths_k in (
+        ((9, 33, 0, 6), (40, 7, 20, 11)),
+        ((5, 50), (20, 0)),
+        ((70,) * 8, (70,) * 8),
+    ):
+        problem = Problem(
+            lengths_q=lengths_q, lengths_k=lengths_k, heads_q=6, heads_k=3, head_dim=40
+        )
+        inputs = make_inputs(problem, device)
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        assert_bitwise_equal(compiled(*arguments).detach(), forward(*arguments).detach())
+        compiled_frames.append(counter.frame_count)
+    assert len(set(compiled_frames)) == 1, "new lengths must not compile anew"
 
 
 def test_compiled_dropout_draws_a_fresh_mask_per_call(device: str) -> None:
@@ -195,28 +272,92 @@ GRADCHECK_PROBLEMS = (
     Problem(1, 5, 7, 2, 2, 3, causal=True),
     Problem(1, 6, 6, 2, 1, 4, window=(2, 1)),
     Problem(2, 4, 6, 2, 1, 3, dropout_p=0.4, scale=0.7),
+    Problem(1, 5, 7, 2, 1, 3, head_dim_v=5, softcap=0.8),
+    Problem(2, 4, 6, 2, 1, 3, alibi="bh"),
+    Problem(2, 4, 6, 2, 1, 3, sink=True, causal=True, seqused_k=(0, 5)),
+    Problem(2, 4, 6, 2, 1, 3, bias="11qk", bias_type="bool", sink=True),
+    *(
+        Problem(2, 3, 4, 2, 1, 2, bias="".join(pattern))
+        for pattern in itertools.product("b1", "h1", "q1", "k1")
+    ),
+    dataclasses.replace(
+        Problem(lengths_q=(3, 0, 2), lengths_k=(2, 2, 4), heads_k=1, head_dim=2, bias_short=1),
+        **EVERYTHING | {"head_dim_v": 3},
+    ),
 )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("problem", GRADCHECK_PROBLEMS, ids=str)
 def test_gradcheck(problem: Problem, variant: str) -> None:
-    """Numerical derivatives of out and lse in float64."""
-    inputs = make_inputs(problem, "cpu")
-    leaves = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    """Numerical derivatives of out and lse in float64, by q, k, v, bias and sink."""
+    inputs = make_inputs(problem, "cpu").upcast(torch.float64)
+    leaves = inputs.leaves()
 
-    def forward(q, k, v):
-        return flash_ext.attention(
-            q,
-            k,
-            v,
-            **options_of(problem),
-            rng_state=inputs.rng_state,
-            variant=variant,
-            return_lse=True,
+    def forward(*tensors):
+        new = dict(zip((name.removeprefix("d") for name in leaves), tensors, strict=True))
+        out, lse = attend(
+            problem, dataclasses.replace(inputs, **new), variant=variant, return_lse=True
         )
+        return out, lse.masked_fill(lse == -torch.inf, 0)
 
-    assert torch.autograd.gradcheck(forward, leaves)
+    assert torch.autograd.gradcheck(forward, tuple(leaves.values()))
+
+
+class RecordNeedDbias(TorchDispatchMode):
+    """What the backward ops called under it were told, and which shape their dbias had."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.flash_ext.bwd.default:
+            self.recorded = (kwargs.get("need_dbias", True), tuple(result[3].shape))
+        return result
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dbias_is_computed_only_where_it_is_wanted(variant: str, device: str) -> None:
+    problem = Problem(1, 20, 30, bias="1hqk", sink=True, causal=True)
+    gradients = []
+    for wanted in (True, False):
+        inputs = make_inputs(problem, device)
+        inputs.bias.requires_grad_(wanted)
+        out = attend(problem, inputs, variant=variant, deterministic=True)
+        with RecordNeedDbias() as record:
+            out.backward(inputs.dout)
+        assert record.recorded == (wanted, tuple(inputs.bias.shape) if wanted else (0,))
+        assert (inputs.bias.grad is not None) == wanted
+        gradients.append([x.grad for x in (inputs.q, inputs.k, inputs.v, inputs.sink)])
+    for a, e in zip(*gradients, strict=True):
+        assert_bitwise_equal(a, e)
+
+
+def test_a_gradient_by_one_option_alone(device: str) -> None:
+    """The sink or the bias is trained while everything else is frozen."""
+    problem = Problem(1, 20, 30, bias="1h1k", sink=True)
+    for name in ("bias", "sink"):
+        inputs = make_inputs(problem, device)
+        every = attend(problem, inputs)
+        (expected,) = torch.autograd.grad(every, getattr(inputs, name), inputs.dout)
+        for x in inputs.leaves().values():
+            x.requires_grad_(False)
+        leaf = getattr(inputs, name).requires_grad_()
+        (actual,) = torch.autograd.grad(attend(problem, inputs), leaf, inputs.dout)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_options_are_converted(device: str) -> None:
+    """Slopes and sink of any type, and a bias of fewer dimensions; the sink's gradient follows."""
+    problem = Problem(1, 20, 30, alibi="h", bias="11qk", sink=True)
+    inputs = make_inputs(problem, device)
+    sink = inputs.sink.detach().to(torch.bfloat16).requires_grad_()
+    slopes = inputs.alibi_slopes.to(torch.bfloat16)
+    bias = inputs.bias[0, 0].detach().requires_grad_()
+    given = dataclasses.replace(inputs, sink=sink, alibi_slopes=slopes, bias=bias)
+    plain = dataclasses.replace(inputs, sink=sink.float(), alibi_slopes=slopes.float())
+    out, expected = attend(problem, given), attend(problem, plain)
+    assert_bitwise_equal(out.detach(), expected.detach())
+    out.backward(inputs.dout)
+    assert sink.grad.dtype == torch.bfloat16 and bias.grad.shape == bias.shape
 
 
 def test_gradient_of_a_gradient_is_refused(device: str) -> None:
@@ -239,27 +380,28 @@ def test_every_option_has_a_default(device: str) -> None:
 # --- CUDA: memory, streams and graphs ---
 
 
-def device_step(inputs, problem: Problem, variant: str) -> tuple[torch.Tensor, ...]:
-    leaves = (inputs.q, inputs.k, inputs.v)
-    out, lse = flash_ext.attention(
-        *leaves,
-        **options_of(problem),
-        rng_state=inputs.rng_state,
-        deterministic=True,
-        variant=variant,
-        return_lse=True,
-    )
+def device_step(inputs: Inputs, problem: Problem, variant: str) -> tuple[torch.Tensor, ...]:
+    out, lse = attend(problem, inputs, deterministic=True, variant=variant, return_lse=True)
+    leaves = tuple(inputs.leaves().values())
     grads = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
     return (out.detach(), lse.detach(), *grads)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", ({}, EVERYTHING | {"bias": ""}), ids=("plain", "everything"))
+@pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_memory_grows_with_the_sequence_not_its_square(variant: str) -> None:
+def test_memory_grows_with_the_sequence_not_its_square(
+    variant: str, packed: bool, options: dict
+) -> None:
     """Of forward and backward together; a score matrix of the longer one would hold 512 MiB."""
     peaks = []
     for seqlen in (2048, 8192):
         problem = Problem(1, seqlen, seqlen, 4, 4, 64, causal=True)
+        problem = dataclasses.replace(problem, **options)
+        if packed:
+            lengths = (seqlen - 100, 100)
+            problem = dataclasses.replace(problem, lengths_q=lengths, lengths_k=lengths)
         inputs = make_inputs(problem, "cuda")
         device_step(inputs, problem, variant)
         torch.cuda.synchronize()
@@ -272,10 +414,18 @@ def test_memory_grows_with_the_sequence_not_its_square(variant: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    (
+        Problem(2, 257, 300, 4, 2, 64, causal=True),
+        Problem(2, 257, 300, 4, 2, 64, causal=True, seqused_k=(300, 9), **EVERYTHING),
+        PACKED,
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_runs_on_the_current_stream(variant: str) -> None:
+def test_runs_on_the_current_stream(variant: str, problem: Problem) -> None:
     """The stream is kept busy before q is written: a launch elsewhere would read the old q."""
-    problem = Problem(2, 257, 300, 4, 2, 64, causal=True)
     inputs, stale = (make_inputs(problem, "cuda") for _ in range(2))
     expected = device_step(inputs, problem, variant)
     with torch.no_grad():
@@ -352,6 +502,9 @@ GRAPH_PROBLEMS = (
     Problem(1, 300, 257, 2, 2, 128, window=(64, 10), dropout_p=0.5),
     Problem(1, 257, 300, 4, 1, 256, layout="odd_offset", dropout_p=0.17),
     Problem(2, 200, 200, 4, 2, 40, causal=True),
+    Problem(2, 200, 150, 4, 2, 64, causal=True, seqused_k=(150, 70), **EVERYTHING),
+    PACKED,
+    dataclasses.replace(PACKED, **EVERYTHING),
 )
 
 
@@ -392,6 +545,33 @@ def test_graph_replay_with_only_a_new_state(variant: str) -> None:
     first, second, again = replay(1), replay(2), replay(1)
     assert_bitwise_equal(again, first)
     assert not torch.equal(second, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("seqused_k", (None, (3, 40, 9)))
+def test_graph_replay_with_other_lengths(seqused_k: tuple | None, variant: str) -> None:
+    """The lengths are read on the device: a graph serves every way to cut the same rows."""
+    problem = dataclasses.replace(PACKED, seqused_k=seqused_k, tail=0)
+    inputs = make_inputs(problem, "cuda")
+    for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse):
+        x.detach().copy_(torch.randn_like(x))  # every row is some sequence's
+    graph, results = capture(lambda: device_step(inputs, problem, variant))
+    total_q, total_k = len(inputs.q), len(inputs.k)
+    for offsets_q, offsets_k in (
+        ((0, 1, 50, total_q), (0, 60, 60, total_k)),
+        ((0, 0, 0, 10), (0, 0, 30, 31)),
+        ((0, 0, 0, 0), (0, 0, 0, 0)),
+    ):
+        for cu_seqlens, offsets in (
+            (inputs.cu_seqlens_q, offsets_q),
+            (inputs.cu_seqlens_k, offsets_k),
+        ):
+            cu_seqlens.copy_(torch.tensor(offsets))
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        for r, e in zip(replayed, device_step(inputs, problem, variant), strict=True):
+            assert_bitwise_equal(r, e)
 
 
 @pytest.mark.gpu

@@ -101,7 +101,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("options", (a | b for a, b in itertools.combinations(OPTIONS, 2)), ids=str)
+@pytest.mark.parametrize("options", [a | b for a, b in itertools.combinations(OPTIONS, 2)], ids=str)
 def test_pairs_of_options_in_float64(options: dict) -> None:
     problem = dataclasses.replace(Problem(3, 23, 31, 4, 2, 8, torch.float64), **options)
     ref, _ = yardstick(problem, "cpu")
