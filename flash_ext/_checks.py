@@ -70,9 +70,10 @@ def _check_variant(options: Options) -> str:
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     if packed:
-        rows_q, rows_k, dims, mode = "total_q", "total_k", 3, "with"
+        rows_q, rows_k, dims, hint = "total_q", "total_k", 3, "with cu_seqlens_q and cu_seqlens_k"
     else:
-        rows_q, rows_k, dims, mode = "batch, seqlen_q", "batch, seqlen_k", 4, "without"
+        rows_q, rows_k, dims = "batch, seqlen_q", "batch, seqlen_k", 4
+        hint = "(packed sequences come with cu_seqlens_q)"
     layouts = (
         ("q", q, f"({rows_q}, heads_q, head_dim)"),
         ("k", k, f"({rows_k}, heads_k, head_dim)"),
@@ -80,7 +81,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     )
     for name, tensor, layout in layouts:
         if tensor.dim() != dims:
-            _refuse(name, f"of shape {layout} {mode} cu_seqlens", tuple(tensor.shape))
+            _refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
     if q.dtype not in _DTYPES:
         _refuse("q", "float16, bfloat16, float32 or float64", q.dtype)
     for name, tensor, _ in layouts:
@@ -115,9 +116,7 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
     """Check what tells the lengths of the sequences. Returns their number, B."""
     batch = q.shape[0]
     if options.cu_seqlens is not None:
-        batch = options.cu_seqlens[0].numel() - 1
-        if batch < 0:
-            _refuse("cu_seqlens_q", "of shape (batch + 1)", tuple(options.cu_seqlens[0].shape))
+        batch = max(options.cu_seqlens[0].numel() - 1, 0)
         names = ("cu_seqlens_q", "cu_seqlens_k")
         for name, cu_seqlens, x in zip(names, options.cu_seqlens, (q, k), strict=True):
             _require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
@@ -128,17 +127,19 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
 
 
 def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
-    dtypes = {q.dtype: None, statistics_dtype(q.dtype): None, torch.bool: None}
-    if bias.dtype not in dtypes:
-        _refuse("bias", " or ".join(map(str, dtypes)), bias.dtype)
-    # Packed sequences are of any length, and a bias may reach as far as it likes.
-    lengths = (q.shape[1], k.shape[1]) if q.dim() == 4 else ()
-    full = (batch, q.shape[-2], *lengths)
-    broadcasts = all(size in (1, n) for size, n in zip(bias.shape, full, strict=False))
-    if bias.dim() != 4 or not broadcasts:
-        layout = "(batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1)"
-        _refuse("bias", f"of shape {layout}, of {full}", tuple(bias.shape))
+    dtype = statistics_dtype(q.dtype)
+    if bias.dtype not in (q.dtype, dtype, torch.bool):
+        _refuse("bias", f"{q.dtype}, {dtype} or bool", bias.dtype)
     _require_device("bias", bias, q)
+    shape = tuple(bias.shape)
+    if bias.dim() != 4:
+        _refuse("bias", "of shape (batch, heads_q, seqlen_q, seqlen_k), any of them 1", shape)
+    wanted = {"batch": batch, "heads_q": q.shape[-2]}
+    if q.dim() == 4:  # packed sequences are of any length, and a bias reaches as far as it likes
+        wanted |= {"seqlen_q": q.shape[1], "seqlen_k": k.shape[1]}
+    for dim, (name, size) in enumerate(wanted.items()):
+        if shape[dim] not in (1, size):
+            _refuse("bias", f"1 or {name} = {size} in dimension {dim}", shape)
 
 
 def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
@@ -152,11 +153,10 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
         _refuse("softcap", "finite and at least 0 (none)", options.softcap)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes
-        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-            layout = f"(heads_q) or (batch, heads_q) = ({heads},) or ({batch}, {heads})"
-            _refuse("alibi_slopes", f"of shape {layout}", tuple(slopes.shape))
         if slopes.dtype != dtype:
             _refuse("alibi_slopes", f"{dtype}", slopes.dtype)
+        shape = (heads,) if slopes.dim() == 1 else (batch, heads)
+        _require_shape("alibi_slopes", slopes, shape, "(heads_q) or (batch, heads_q)")
         _require_device("alibi_slopes", slopes, q)
         _require_contiguous_rows("alibi_slopes", slopes)
     if options.bias is not None:
@@ -182,10 +182,9 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
         ValueError: an argument is wrong; the message names it, what was wanted and what came.
     """
     variant = _check_variant(options)
-    if options.cu_seqlens is None and options.cu_seqlens_q is not None:
-        _refuse("cu_seqlens_k", "given with cu_seqlens_q", None)
-    if options.cu_seqlens is None and options.cu_seqlens_k is not None:
-        _refuse("cu_seqlens_q", "given with cu_seqlens_k", None)
+    if (options.cu_seqlens_q is None) != (options.cu_seqlens_k is None):
+        given = "cu_seqlens_q" if options.cu_seqlens_k is None else "cu_seqlens_k"
+        _refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
     _check_options(q, k, options, batch=_check_lengths(q, k, options))
     return variant

@@ -177,8 +177,14 @@ FORWARD_CASES = {
             for name in ("cu_seqlens_q", "cu_seqlens_k")
         },
     ),
-    "only cu_seqlens_q": ("cu_seqlens_k", tensor("cu_seqlens_q", 3, dtype=torch.int32)),
-    "only cu_seqlens_k": ("cu_seqlens_q", tensor("cu_seqlens_k", 3, dtype=torch.int32)),
+    "only cu_seqlens_q": (
+        "cu_seqlens_q and cu_seqlens_k",
+        tensor("cu_seqlens_q", 3, dtype=torch.int32),
+    ),
+    "only cu_seqlens_k": (
+        "cu_seqlens_q and cu_seqlens_k",
+        tensor("cu_seqlens_k", 3, dtype=torch.int32),
+    ),
     "unknown variant": ("variant", option(variant="fa9")),
     "empty variant": ("variant", option(variant="")),
 }
@@ -189,8 +195,8 @@ PACKED_CASES = {
     "v of two dimensions": ("v", shaped("v", 14, 64)),
     "k of another head dim": ("k", shaped("k", 14, 2, 40)),
     "v of another total": ("v", shaped("v", 13, 2, 32)),
-    "no cu_seqlens_q": ("cu_seqlens_q", missing("cu_seqlens_q")),
-    "no cu_seqlens_k": ("cu_seqlens_k", missing("cu_seqlens_k")),
+    "no cu_seqlens_q": ("cu_seqlens_q and cu_seqlens_k", missing("cu_seqlens_q")),
+    "no cu_seqlens_k": ("cu_seqlens_q and cu_seqlens_k", missing("cu_seqlens_k")),
     "no cu_seqlens at all": (
         "q",
         lambda a: {"cu_seqlens_q": None, "cu_seqlens_k": None},
