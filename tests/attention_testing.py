@@ -12,15 +12,19 @@ it that type's rounding error: without it a result that `pt` happens to hit exac
 be exact too.
 
 Every input is a view into a larger buffer filled with NaN and every output starts as NaN, so that
-a stray read, or an element that is never written, reaches the result as a NaN.
+a stray read, or an element that is never written, reaches the result as a NaN. Rows that no
+sequence uses (past cu_seqlens[-1], keys past seqused_k, the bias there) are NaN as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 
@@ -31,16 +35,19 @@ from flash_ext import VARIANTS
 __all__ = [
     "LAYOUTS",
     "VARIANTS",
+    "Inputs",
     "Problem",
     "assert_accurate",
     "assert_all_bitwise_equal",
     "assert_bitwise_equal",
+    "attend",
     "check",
     "dense_mask",
     "make_inputs",
     "nan_filled_outputs",
     "options_of",
     "run",
+    "standard_attention",
     "yardstick",
 ]
 
@@ -55,7 +62,8 @@ LAYOUTS = (
     "expanded_batch",  # one K/V sequence broadcast over the batch: batch stride 0
 )
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
+HANDFUL = 32
+"""Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +71,11 @@ class Problem:
     """One attention call with its gradients, whatever kernel computes it.
 
     `loss` says which outputs reach the loss: "out", "lse" or "both". `logit_gain` multiplies q.
+    `alibi` and `bias` say along which dimensions the tensor is whole ("" for none): slopes "h" or
+    "bh"; a bias "bhqk", or with a 1 for each dimension that it broadcasts, as in "1h1k".
+    `bias_short` is by how many positions the bias of packed sequences misses the longest one.
+    With `lengths_q` and `lengths_k` the sequences are packed, `tail` unused rows behind them; batch
+    and sequence lengths then follow from these.
     """
 
     batch: int = 2
@@ -80,6 +93,26 @@ class Problem:
     loss: str = "both"
     logit_gain: float = 1.0
     seed: int = 0
+    head_dim_v: int | None = None
+    softcap: float = 0.0
+    alibi: str = ""
+    bias: str = ""
+    bias_type: str = "input"  # or "float32" or "bool"
+    bias_short: int = 0
+    bias_gradient: bool = True
+    sink: bool = False
+    seqused_k: tuple[int, ...] | None = None
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    tail: int = 7
+
+    def __post_init__(self) -> None:
+        if self.lengths_q is not None:
+            assert self.lengths_k is not None and len(self.lengths_q) == len(self.lengths_k)
+            object.__setattr__(self, "batch", len(self.lengths_q))
+            object.__setattr__(self, "seqlen_q", max(self.lengths_q, default=0))
+            object.__setattr__(self, "seqlen_k", max(self.lengths_k, default=0))
+        assert self.seqused_k is None or len(self.seqused_k) == self.batch
 
     def __str__(self) -> str:
         """A test id: the size always, the rest where it differs from the default."""
@@ -94,21 +127,67 @@ class Problem:
             words.append("causal")
         if self.window != (-1, -1):
             words.append(f"window{self.window[0]}_{self.window[1]}")
-        for field in ("scale", "dropout_p", "layout", "loss", "logit_gain"):
+        if self.lengths_q is not None:
+            words.append(f"packed{sum(self.lengths_q)}x{sum(self.lengths_k or ())}")
+        if self.seqused_k is not None:
+            words.append(f"seqused{sum(self.seqused_k)}")
+        for field in (
+            *("scale", "dropout_p", "layout", "loss", "logit_gain", "head_dim_v", "softcap"),
+            *("alibi", "bias", "bias_type", "bias_short", "bias_gradient", "sink"),
+        ):
             value = getattr(self, field)
             if value != getattr(Problem, field):
                 words.append(f"{field}_{value}")
         return "-".join(words)
 
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences are packed: cu_seqlens_q and cu_seqlens_k are given."""
+        return self.lengths_q is not None
+
+    @property
+    def dim_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    def sequences(self) -> list[tuple[int, int]]:
+        """The queries and the used keys of every sequence."""
+        lengths_q = (self.seqlen_q,) * self.batch if self.lengths_q is None else self.lengths_q
+        lengths_k = (self.seqlen_k,) * self.batch if self.lengths_k is None else self.lengths_k
+        used = lengths_k if self.seqused_k is None else self.seqused_k
+        keys = (min(max(n, 0), length) for n, length in zip(used, lengths_k, strict=True))
+        return list(zip(lengths_q, keys, strict=True))
+
+    def bias_shape(self) -> list[int]:
+        sizes = (
+            *(self.batch, self.heads_q),
+            *(max(n - self.bias_short, 0) for n in (self.seqlen_q, self.seqlen_k)),
+        )
+        return [1 if c == "1" else n for c, n in zip(self.bias, sizes, strict=False)]
+
+    def used_rows(self, side: str) -> torch.Tensor:
+        """Which rows of q or k a sequence uses: bool, (batch, seqlen), packed (1, total)."""
+        lengths = [pair["qk".index(side)] for pair in self.sequences()]
+        if not self.packed:
+            seqlen = self.seqlen_q if side == "q" else self.seqlen_k
+            return torch.arange(seqlen)[None, :] < torch.tensor(lengths).view(-1, 1)
+        rows = self.lengths_q if side == "q" else self.lengths_k
+        used = torch.zeros(1, sum(rows) + self.tail, dtype=torch.bool)
+        for length, stop, size in zip(lengths, itertools.accumulate(rows), rows, strict=True):
+            used[:, stop - size : stop - size + length] = True
+        return used
+
     def most_visible_keys(self) -> int:
         """The most keys that any one query sees."""
-        left, right = (side if side >= 0 else self.seqlen_q + self.seqlen_k for side in self.window)
+        return max((self._most_visible_keys(*pair) for pair in self.sequences()), default=0)
+
+    def _most_visible_keys(self, seqlen_q: int, seqlen_k: int) -> int:
+        left, right = (side if side >= 0 else seqlen_q + seqlen_k for side in self.window)
         right = 0 if self.causal else right
-        offset = self.seqlen_k - self.seqlen_q
+        offset = seqlen_k - seqlen_q
         # The number of keys is concave in the query: it peaks at an end or where a bound sets in.
-        queries = (0, self.seqlen_q - 1, left - offset, self.seqlen_k - 1 - right - offset)
-        diagonals = (min(max(i, 0), self.seqlen_q - 1) + offset for i in queries)
-        return max(min(d + right, self.seqlen_k - 1) - max(d - left, 0) + 1 for d in diagonals)
+        queries = (0, seqlen_q - 1, left - offset, seqlen_k - 1 - right - offset)
+        diagonals = (min(max(i, 0), seqlen_q - 1) + offset for i in queries)
+        return max(min(d + right, seqlen_k - 1) - max(d - left, 0) + 1 for d in diagonals)
 
     def well_conditioned(self) -> Problem:
         """This problem made fit for the rule, which compares the largest errors of two methods.
@@ -118,27 +197,69 @@ class Problem:
         in standard attention, which leaves the rule no room for float32 rounding: the loss then
         uses lse too, and nothing is dropped, because delta = rowsum(dO * O) sees O rounded and
         dropout's factor enlarges what does not cancel. `test_one_visible_key` covers that case.
+
+        A bias that is the same for all keys of a row shifts lse and leaves out alone: its gradient
+        through out cancels to exactly 0 in the same way, so the loss uses lse. And where the
+        gradient of the bias is a handful of numbers, which no further batch makes more, it is not
+        asked for: test_bias.py holds those against the sum of the gradient of a whole bias.
         """
-        rows = min(self.seqlen_q * self.heads_q, self.seqlen_k * self.heads_k)
-        batch = self.batch
-        if self.batch and rows:
-            batch = max(batch, min(100, -(-2000 // (rows * self.head_dim))))
+        queries, keys = (sum(pair[side] for pair in self.sequences()) for side in (0, 1))
+        samples = min(queries * self.heads_q, keys * self.heads_k)
+        samples *= min(self.head_dim, self.dim_v)
+        copies = min(100, -(-2000 // samples)) if samples else 1
         one_key = self.most_visible_keys() <= 1
-        loss = "both" if one_key and self.loss == "out" else self.loss
-        dropout_p = 0.0 if one_key else self.dropout_p
-        return dataclasses.replace(self, batch=batch, loss=loss, dropout_p=dropout_p)
+        row_bias = self.bias.endswith("1") and self.bias_type != "bool"
+        return dataclasses.replace(
+            self,
+            batch=self.batch * copies,
+            loss="both" if (one_key or row_bias) and self.loss == "out" else self.loss,
+            dropout_p=0.0 if one_key else self.dropout_p,
+            bias_gradient=self.bias_gradient
+            and (not self.bias or math.prod(self.bias_shape()) >= HANDFUL),
+            **{
+                field: getattr(self, field) and getattr(self, field) * copies
+                for field in ("seqused_k", "lengths_q", "lengths_k")
+            },
+        )
 
 
 @dataclasses.dataclass
 class Inputs:
-    """q, k, v require a gradient; dout and dlse are None where the loss does not use them."""
+    """q, k, v, sink and a bias that is not bool require a gradient; None is what is not given."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    dout: torch.Tensor | None
-    dlse: torch.Tensor | None
-    rng_state: torch.Tensor | None
+    dout: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The tensors that require a gradient, by the name of the gradient."""
+        names = ("q", "k", "v", "bias", "sink")
+        tensors = {f"d{name}": getattr(self, name) for name in names}
+        return {name: x for name, x in tensors.items() if x is not None and x.requires_grad}
+
+    def options(self) -> dict[str, torch.Tensor]:
+        """The optional tensors that are given, without cu_seqlens."""
+        names = ("rng_state", "alibi_slopes", "bias", "sink", "seqused_k")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def upcast(self, dtype: torch.dtype) -> Inputs:
+        """These inputs with every floating-point tensor in `dtype`, as new leaves."""
+        new = {}
+        for field in dataclasses.fields(self):
+            x = getattr(self, field.name)
+            if x is not None and x.is_floating_point():
+                x = x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
+            new[field.name] = x
+        return Inputs(**new)
 
 
 def _poisoned(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -168,48 +289,122 @@ def _view_in_poison(
 
 
 def _views(problem: Problem, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The storage of q, k and v as the problem's layout wants it, still NaN."""
+    """The storage of q, k and v as the problem's layout wants it, still NaN.
+
+    Packed sequences are one batch here, their total the length.
+    """
     p = problem
+    (batch, rows_q), (_, rows_k) = (p.used_rows(side).shape for side in "qk")
     if p.layout == "packed":
         heads = p.heads_q + 2 * p.heads_k
-        seqlen = max(p.seqlen_q, p.seqlen_k)
-        buffer = _poisoned((p.batch, seqlen + 1, heads, p.head_dim), device, p.dtype)
-        q, k, v = buffer.split((p.heads_q, p.heads_k, p.heads_k), dim=2)
-        return q[:, : p.seqlen_q], k[:, : p.seqlen_k], v[:, : p.seqlen_k]
+        shape = (batch, max(rows_q, rows_k) + 1, heads, max(p.head_dim, p.dim_v))
+        q, k, v = _poisoned(shape, device, p.dtype).split((p.heads_q, p.heads_k, p.heads_k), dim=2)
+        return (
+            q[:, :rows_q, :, : p.head_dim],
+            k[:, :rows_k, :, : p.head_dim],
+            v[:, :rows_k, :, : p.dim_v],
+        )
     base = "bshd" if p.layout.startswith("expanded") else p.layout
     one = functools.partial(_view_in_poison, layout=base, device=device, dtype=p.dtype)
-    batch_k = 1 if p.layout == "expanded_batch" else p.batch
+    batch_k = 1 if p.layout == "expanded_batch" else batch
     heads_k = 1 if p.layout == "expanded_heads" else p.heads_k
-    q = one(p.batch, p.seqlen_q, p.heads_q, p.head_dim)
-    k, v = (one(batch_k, p.seqlen_k, heads_k, p.head_dim) for _ in range(2))
-    return q, k, v
+    return (
+        one(batch, rows_q, p.heads_q, p.head_dim),
+        one(batch_k, rows_k, heads_k, p.head_dim),
+        one(batch_k, rows_k, heads_k, p.dim_v),
+    )
+
+
+def _row_in_poison(x: torch.Tensor, device: str) -> torch.Tensor:
+    """x on the device, between elements that must not be read: NaN, for integers a huge one."""
+    poison = float("nan") if x.is_floating_point() else 1 << 30
+    padded = torch.nn.functional.pad(x, (1, 1), value=poison).to(device)
+    return padded[..., 1:-1]
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of lse, slopes and sink."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _make_bias(problem: Problem, device: str, generator: torch.Generator) -> torch.Tensor:
+    """Normally distributed, one in seven entries -inf if it depends on the key (bool: False).
+
+    NaN wherever no sequence has both the query and the key.
+    """
+    p = problem
+    dtype = {"input": p.dtype, "float32": statistics_dtype(p.dtype), "bool": torch.bool}[
+        p.bias_type
+    ]
+    shape = p.bias_shape()
+    stored = list(shape)
+    for dim, layout in enumerate(("expanded_batch", "expanded_heads")):
+        stored[dim] = min(shape[dim], 1) if p.layout == layout else shape[dim]
+    base = "bshd" if p.layout.startswith("expanded") or p.layout == "packed" else p.layout
+    if base == "bhsd":  # key-major: the last stride is not 1
+        view = _view_in_poison(*stored[:2], *reversed(stored[2:]), "bshd", device, dtype).mT
+    else:
+        view = _view_in_poison(*stored, base, device, dtype)
+    numbers = torch.randn(stored, generator=generator)
+    hidden = torch.rand(stored, generator=generator) < (1 / 7 if "k" in p.bias else 0)
+    if dtype == torch.bool:
+        view.copy_(~hidden)
+        return view.expand(shape)
+    used = torch.zeros(stored, dtype=torch.bool)
+    for index, (queries, keys) in enumerate(p.sequences()):
+        b = index if stored[0] > 1 else 0
+        used[b : b + 1, :, : queries if "q" in p.bias else 1, : keys if "k" in p.bias else 1] = True
+    numbers = numbers.masked_fill(hidden, -torch.inf).masked_fill(~used, torch.nan)
+    return view.copy_(numbers).expand(shape).detach().requires_grad_(p.bias_gradient)
 
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
     """Normally distributed inputs, the same numbers on every device and in every layout."""
     p = problem
     generator = torch.Generator().manual_seed(p.seed)
+    used_q, used_k = p.used_rows("q"), p.used_rows("k")
 
-    def fill(view: torch.Tensor, gain: float = 1.0) -> torch.Tensor:
+    def fill(view: torch.Tensor, used: torch.Tensor, gain: float = 1.0) -> torch.Tensor:
         numbers = torch.randn(view.shape, generator=generator) * gain
-        return view.copy_(numbers.to(device=device, dtype=view.dtype))
+        if view.shape[0] < used.shape[0]:  # stored once for the whole batch
+            used = used.any(0, keepdim=True)
+        numbers = numbers.masked_fill(~used[:, :, None, None], torch.nan)
+        return view.copy_(numbers)
 
-    views = _views(p, device)
-    q, k, v = (fill(view, gain) for view, gain in zip(views, (p.logit_gain, 1.0, 1.0), strict=True))
-    expanded = (p.batch, p.seqlen_k, p.heads_k, p.head_dim)
-    k, v = k.expand(expanded), v.expand(expanded)
+    q, k, v = _views(p, device)
+    q, k, v = fill(q, used_q, p.logit_gain), fill(k, used_k), fill(v, used_k)
+    k, v = (x.expand(*used_k.shape, p.heads_k, -1) for x in (k, v))
     base = "bshd" if p.layout.startswith("expanded") or p.layout == "packed" else p.layout
-    dout = _view_in_poison(p.batch, p.seqlen_q, p.heads_q, p.head_dim, base, device, p.dtype)
-    dout = fill(dout)
-    dlse = torch.randn((p.batch, p.heads_q, p.seqlen_q), generator=generator).to(device)
-    return Inputs(
+    batch, rows_q = used_q.shape
+    dout = fill(_view_in_poison(batch, rows_q, p.heads_q, p.dim_v, base, device, p.dtype), used_q)
+    dlse = torch.randn((batch, p.heads_q, rows_q), generator=generator)
+    dlse = dlse.masked_fill(~used_q[:, None], torch.nan).to(device, statistics_dtype(p.dtype))
+    if p.packed:
+        q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
+    inputs = Inputs(
         *(x.detach().requires_grad_() for x in (q, k, v)),
         dout=dout if p.loss != "lse" else None,
         dlse=dlse if p.loss != "out" else None,
-        rng_state=torch.tensor([0x1234_5678_9ABC + p.seed, 1 << 33 | 77], device=device)
-        if p.dropout_p
-        else None,
     )
+    if p.dropout_p:
+        inputs.rng_state = torch.tensor([0x1234_5678_9ABC + p.seed, 1 << 33 | 77], device=device)
+    if p.alibi:  # so steep that distance matters, so flat that far keys count
+        shape = (p.batch, p.heads_q) if p.alibi == "bh" else (p.heads_q,)
+        slopes = torch.rand(shape, generator=generator, dtype=statistics_dtype(p.dtype))
+        inputs.alibi_slopes = _row_in_poison(slopes * 0.2 + 0.01, device)
+    if p.bias:
+        inputs.bias = _make_bias(p, device, generator)
+    if p.sink:  # about as heavy as a dozen keys
+        sink = torch.randn(p.heads_q, generator=generator, dtype=statistics_dtype(p.dtype)) + 3
+        inputs.sink = _row_in_poison(sink, device).detach().requires_grad_()
+    if p.seqused_k is not None:
+        inputs.seqused_k = _row_in_poison(torch.tensor(p.seqused_k, dtype=torch.int32), device)
+    if p.packed:
+        inputs.cu_seqlens_q, inputs.cu_seqlens_k = (
+            _row_in_poison(torch.tensor((0, *itertools.accumulate(x)), dtype=torch.int32), device)
+            for x in (p.lengths_q, p.lengths_k)
+        )
+    return inputs
 
 
 def options_of(problem: Problem) -> dict[str, object]:
@@ -218,8 +413,20 @@ def options_of(problem: Problem) -> dict[str, object]:
         "scale": problem.scale,
         "causal": problem.causal,
         "window": problem.window,
+        "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
     }
+
+
+def attend(
+    problem: Problem, inputs: Inputs, module: ModuleType = flash_ext, **more: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by `module`, flash_ext (with return_lse=True) or flash_ext.reference."""
+    options = options_of(problem) | inputs.options() | more
+    if not problem.packed:
+        return module.attention(inputs.q, inputs.k, inputs.v, **options)
+    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    return module.attention_varlen(inputs.q, inputs.k, inputs.v, *cu_seqlens, **options)
 
 
 @contextmanager
@@ -237,13 +444,15 @@ def nan_filled_outputs() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def _gradients(
+def _results(
     out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, **more: object
-) -> tuple[torch.Tensor, ...]:
-    """d(<out, dout> + <lse, dlse>) with respect to q, k, v."""
+) -> dict[str, torch.Tensor]:
+    """out, lse and the gradients of <out, dout> + <lse, dlse>; those of unused inputs are 0."""
     pairs = [(out, inputs.dout), (lse, inputs.dlse)]
     outputs, grads = zip(*((x, g) for x, g in pairs if g is not None), strict=True)
-    return torch.autograd.grad(outputs, (inputs.q, inputs.k, inputs.v), grads, **more)
+    leaves = inputs.leaves()
+    grads = torch.autograd.grad(outputs, tuple(leaves.values()), grads, **more)
+    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(leaves, grads, strict=True))
 
 
 def run(
@@ -254,58 +463,30 @@ def run(
     deterministic: bool = False,
     inputs: Inputs | None = None,
 ) -> dict[str, torch.Tensor]:
-    """out, lse, dq, dk, dv of the problem by one variant, through the public function."""
+    """out, lse and every gradient of the problem by one variant, through the public function."""
     inputs = inputs or make_inputs(problem, device)
     with nan_filled_outputs():
-        out, lse = flash_ext.attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            **options_of(problem),
-            rng_state=inputs.rng_state,
-            deterministic=deterministic,
-            variant=variant,
-            return_lse=True,
+        out, lse = attend(
+            problem, inputs, deterministic=deterministic, variant=variant, return_lse=True
         )
-        grads = _gradients(out, lse, inputs)
-    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+        return _results(out, lse, inputs)
 
 
-def _standard_attention(
-    problem: Problem, device: str, dtype: torch.dtype
+def standard_attention(
+    problem: Problem, inputs: Inputs, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Standard attention and its gradients with everything in `dtype`."""
-    p = problem
-    inputs = make_inputs(p, device)
-    for name in ("q", "k", "v"):
-        tensor = getattr(inputs, name).detach().to(dtype, copy=True)
-        setattr(inputs, name, tensor.requires_grad_())
-    if inputs.dout is not None:
-        inputs.dout = inputs.dout.to(dtype)
-    out, lse = flash_ext.reference.attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        **options_of(p),
-        rng_state=inputs.rng_state,
-    )
-    if inputs.dlse is not None:
-        inputs.dlse = inputs.dlse.to(lse.dtype)
-    grads = _gradients(out, lse, inputs, allow_unused=True)
-    grads = [
-        torch.zeros_like(x) if g is None else g
-        for x, g in zip((inputs.q, inputs.k, inputs.v), grads, strict=True)
-    ]
-    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+    """Standard attention and its gradients: everything in float64, or q, k, v in their own type."""
+    if dtype != inputs.q.dtype:
+        inputs = inputs.upcast(dtype)
+    out, lse = attend(problem, inputs, flash_ext.reference)
+    return _results(out, lse, inputs, allow_unused=True, materialize_grads=True)
 
 
 @functools.lru_cache(maxsize=2)
 def yardstick(problem: Problem, device: str) -> tuple[dict, dict]:
     """(float64 results, input-type results); cached because the variants are tested in turn."""
-    return (
-        _standard_attention(problem, device, torch.float64),
-        _standard_attention(problem, device, problem.dtype),
-    )
+    inputs = make_inputs(problem, device)
+    return tuple(standard_attention(problem, inputs, x) for x in (torch.float64, problem.dtype))
 
 
 def _largest(x: torch.Tensor) -> float:
@@ -322,7 +503,7 @@ def assert_accurate(
     for name, x in actual.items():
         expected, plain = ref[name], pt[name].double()
         assert x.shape == expected.shape, f"{name}: shape {x.shape}, expected {expected.shape}"
-        assert x.dtype == (torch.float32 if name == "lse" and dtype != torch.float64 else dtype)
+        assert x.dtype == pt[name].dtype, f"{name}: {x.dtype}, expected {pt[name].dtype}"
         x = x.double()
         assert not x.isnan().any(), f"{name}: {int(x.isnan().sum())} of {x.numel()} are NaN"
         if name == "lse":
@@ -339,13 +520,65 @@ def assert_accurate(
             assert error <= bound, f"lse: max error {error:.3e} is not float32 ({bound:.3e})"
 
 
-def check(problem: Problem, variant: str, device: str, *, deterministic: bool = False) -> None:
-    """Run one problem on one variant and hold every result against the yardstick."""
-    actual = run(problem, variant, device, deterministic=deterministic)
-    ref, pt = yardstick(problem, device)
-    assert_accurate(actual, ref, pt, problem.dtype)
+def check(
+    problem: Problem,
+    variant: str,
+    device: str,
+    *,
+    deterministic: bool = False,
+    inputs: Inputs | None = None,
+) -> dict[str, torch.Tensor]:
+    """Run one problem on one variant and hold every result against the yardstick; returns them.
+
+    `inputs` replaces those that `make_inputs` makes.
+    """
+    actual = run(problem, variant, device, deterministic=deterministic, inputs=inputs)
+    if inputs is None:
+        ref, pt = yardstick(problem, device)
+    else:
+        ref, pt = (standard_attention(problem, inputs, x) for x in (torch.float64, problem.dtype))
+    judged = dict(actual)
+    if problem.sink:
+        assert_sink_gradient(actual, inputs or make_inputs(problem, device))
+        if problem.heads_q < HANDFUL:
+            del judged["dsink"]
+    assert_accurate(judged, ref, pt, problem.dtype)
     if problem.loss == "lse":
         assert not actual["dv"].any(), "lse does not depend on v: dv must be exactly 0"
+    assert_unused_rows_are_zero(problem, actual)
+    return actual
+
+
+def assert_sink_gradient(actual: dict[str, torch.Tensor], inputs: Inputs) -> None:
+    """dsink is a sum over rows of the kernel's own out and lse, exact up to float32.
+
+    dsink = -sum exp(sink - lse) delta with delta = rowsum(dO * O) - dlse. Unlike the rule this
+    judges a single number without luck; the rule judges it where there are heads enough.
+    """
+    lse, out = actual["lse"].double(), actual["out"].double()
+    weight = torch.exp(inputs.sink.detach().double()[:, None] - lse)
+    weight = weight.masked_fill(lse == -torch.inf, 0)
+    products = torch.zeros_like(out) if inputs.dout is None else inputs.dout.double() * out
+    dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse.double()
+    rows = lse != -torch.inf  # of the others dout and dlse may be anything
+
+    def of_heads(per_row: torch.Tensor) -> torch.Tensor:
+        per_row = (weight * per_row).masked_fill(~rows, 0).sum(-1)
+        return per_row.sum(0) if per_row.dim() == 2 else per_row
+
+    expected = -of_heads(products.sum(-1).mT - dlse)
+    size = of_heads(products.abs().sum(-1).mT + dlse.abs())
+    error = (actual["dsink"] - expected).abs()
+    assert (error <= 2e-5 * size + 1e-6).all(), f"dsink: {error} off, of sums of {size}"
+
+
+def assert_unused_rows_are_zero(problem: Problem, actual: dict[str, torch.Tensor]) -> None:
+    """Exactly 0, not merely small, in the rows that no sequence uses."""
+    for side, names in (("q", ("out", "dq")), ("k", ("dk", "dv"))):
+        unused = ~problem.used_rows(side)
+        for name in names:
+            x = actual[name].unsqueeze(0) if problem.packed else actual[name]
+            assert not x[unused.to(x.device)].any(), f"{name}: rows without a sequence are not 0"
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:

@@ -7,23 +7,17 @@ the kernels, a read outside the valid rows (inputs lie in NaN) and an output ele
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 from attention_testing import LAYOUTS, VARIANTS, Problem, assert_accurate, check, yardstick
+from grids import BIAS_PATTERNS, HALF_TYPES, HEADS, MASKS, alternate, every_case, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_ext
-
-HALF_TYPES = (torch.bfloat16, torch.float16)
-MASKS = ({}, {"causal": True})
-# (query heads, key heads): grouped, multi-head, multi-query, and an odd group.
-HEADS = ((4, 2), (3, 3), (4, 1), (6, 2))
 
 HEAD_DIMS = {
     "cpu": (1, 8, 40, 59, 64, 128, 256),
@@ -47,24 +41,6 @@ WINDOW_SHAPES = {
     "cpu": ((65, 130), (130, 65), (113, 203)),
     "cuda": ((1, 239), (3, 799), (799, 3), (113, 203), (203, 113), (256, 512), (512, 256)),
 }
-
-
-def alternate(problems: Iterator[Problem]) -> Iterator[Problem]:
-    """Vary type, heads, loss and seed along a list, so that they need no axis of their own.
-
-    Drawn, not cycled: a cycle would tie itself to the grid's inner axes.
-    """
-    draw = random.Random(0)
-    for problem in problems:
-        heads_q, heads_k = draw.choice(HEADS)
-        yield dataclasses.replace(
-            problem,
-            dtype=draw.choice(HALF_TYPES),
-            heads_q=heads_q,
-            heads_k=heads_k,
-            loss=draw.choice(("both", "both", "both", "out", "lse")),
-            seed=draw.randrange(1000),
-        ).well_conditioned()
 
 
 def head_dims_and_lengths(device: str) -> Iterator[Problem]:
@@ -155,6 +131,90 @@ def empty(device: str) -> Iterator[Problem]:
             yield Problem(batch, sq, sk, **mask)
 
 
+# Query and value head dims.
+PAIRS_OF_DIMS = {
+    "cpu": ((40, 40), (64, 64), (64, 24), (40, 72)),
+    "cuda": (
+        *((d, d) for d in (40, 64, 96, 128, 192, 256)),
+        *((192, 128), (64, 128), (128, 64), (96, 256), (40, 72)),
+    ),
+}
+
+
+def each_option(device: str) -> Iterator[Problem]:
+    """Every option alone, with every mask, in every head dimension."""
+    lengths = ((113, 203), (256, 130)) if device == "cuda" else ((65, 130),)
+    options = (
+        {},
+        {"softcap": 1.5},
+        {"softcap": 20.0, "logit_gain": 40.0},  # most scores at the cap
+        {"alibi": "h"},
+        {"alibi": "bh"},
+        {"bias": "bhqk"},
+        {"bias": "1hqk", "bias_type": "float32"},
+        {"bias": "b1qk", "bias_type": "bool"},
+        {"sink": True},
+        {"seqused_k": (0, 70, 1000)},
+    )
+    masks = (*MASKS, {"window": (33, 9)})
+    grid = itertools.product(options, PAIRS_OF_DIMS[device], lengths, masks)
+    return alternate(
+        Problem(3, *pair, head_dim=d, head_dim_v=dv, **option, **mask)
+        for option, (d, dv), pair, mask in grid
+    )
+
+
+def sinks(device: str) -> Iterator[Problem]:
+    """So many heads that the rule can judge dsink, which has one number for each."""
+    dims = (
+        ((40, 40), (64, 128), (128, 128), (192, 128), (256, 256))
+        if device == "cuda"
+        else ((24, 40),)
+    )
+    options = ({}, {"causal": True}, {"window": (9, 5)}, {"seqused_k": (70, 0), "dropout_p": 0.2})
+    grid = itertools.product(options, dims, ("out", "lse", "both"), HALF_TYPES)
+    for index, (option, (d, dv), loss, dtype) in enumerate(grid):
+        yield Problem(
+            2, 70, 90, 64, 16, d, dtype, head_dim_v=dv, sink=True, loss=loss, seed=index, **option
+        )
+
+
+def pairs_of_options(device: str) -> Iterator[Problem]:
+    """All pairs of options, head dims and bias patterns in rotation."""
+    lengths_q, lengths_k = ((70, 0, 33), (90, 12, 61))
+    if device == "cuda":
+        lengths_q, lengths_k = ((150, 0, 33), (290, 12, 161))
+    options = {
+        "causal": {"causal": True},
+        "window": {"window": (40, 9)},
+        "gqa": {"heads_q": 4},
+        "softcap": {"softcap": 1.5},
+        "alibi": {"alibi": "bh"},
+        "bias": {"bias": "bhqk"},
+        "bool_bias": {"bias": "bhqk", "bias_type": "bool"},
+        "sink": {"sink": True},
+        "varlen": {"lengths_q": lengths_q, "lengths_k": lengths_k},
+        "seqused_k": {"seqused_k": (lengths_k[0] - 40, 0, 1000)},
+        "head_dim_v": {"head_dim_v": 48},
+        "dropout": {"dropout_p": 0.2},
+        "unaligned": {"layout": "odd_offset"},
+        "scale": {"scale": 0.3},
+        "lse_loss": {"loss": "lse"},
+    }
+    base = {"batch": 3, "seqlen_q": lengths_q[0], "seqlen_k": lengths_k[0]}
+    patterns = [pattern for pattern in BIAS_PATTERNS if "k" in pattern]
+    dims = (40, 64, 96, 128, 192, 256) if device == "cuda" else (40, 64)
+    for index, (one, other) in enumerate(itertools.combinations(options, 2)):
+        if {one, other} == {"bias", "bool_bias"}:
+            continue
+        fields = base | options[one] | options[other]
+        if "bias" in fields:
+            fields["bias"] = patterns[index % len(patterns)]
+        # Prime to the other cycles, so that all dims and types meet all options.
+        dim, dtype = dims[index % 7 % len(dims)], HALF_TYPES[index % 3 % 2]
+        yield Problem(**fields, head_dim=dim, dtype=dtype, seed=index)
+
+
 def wide_types(device: str) -> Iterator[Problem]:
     """float32 on the CPU kernels."""
     if device == "cpu":
@@ -173,30 +233,16 @@ GRIDS = (
     losses,
     long_sequences,
     empty,
+    each_option,
+    sinks,
+    pairs_of_options,
     wide_types,
 )
 
 
-def every_case() -> Iterator[object]:
-    """(device, problem, variant); the variants of a problem are neighbours, to share its yardstick.
-
-    Half of the problems ask for the deterministic backward pass.
-    """
-    for device in ("cpu", "cuda"):
-        marks = [pytest.mark.gpu] if device == "cuda" else []
-        for grid in GRIDS:
-            for problem, variant in itertools.product(grid(device), VARIANTS):
-                yield pytest.param(
-                    device,
-                    problem,
-                    variant,
-                    marks=marks,
-                    id=f"{device}-{grid.__name__}-{problem}-{variant}",
-                )
-
-
-@pytest.mark.parametrize(("device", "problem", "variant"), list(every_case()))
+@pytest.mark.parametrize(("device", "problem", "variant"), every_case(*GRIDS))
 def test_against_float64(device: str, problem: Problem, variant: str) -> None:
+    """Half of the problems ask for the deterministic backward pass."""
     check(problem, variant, device, deterministic=problem.seed % 2 == 1)
 
 
@@ -207,31 +253,6 @@ def test_deterministic_backward_of_every_head_dim(head_dim: int, causal: bool) -
     problem = Problem(2, 200, 270, 4, 2, head_dim, causal=causal)
     for variant in VARIANTS:
         check(problem, variant, "cuda", deterministic=True)
-
-
-@st.composite
-def problems(draw: st.DrawFn, longest: int) -> Problem:
-    """Any problem up to the given length, small sizes and tile edges more often than not."""
-    edges = [n + d for n in (16, 32, 64, 128, 256) for d in (-1, 0, 1) if n + d <= longest]
-    lengths = st.one_of(st.sampled_from(edges), st.integers(1, longest))
-    heads_k = draw(st.integers(1, 3))
-    sides = st.one_of(st.just(-1), st.integers(0, 40), st.integers(0, longest))
-    return Problem(
-        batch=draw(st.integers(1, 3)),
-        seqlen_q=draw(lengths),
-        seqlen_k=draw(lengths),
-        heads_q=heads_k * draw(st.integers(1, 3)),
-        heads_k=heads_k,
-        head_dim=draw(st.integers(1, 256)),
-        dtype=draw(st.sampled_from(HALF_TYPES)),
-        causal=draw(st.booleans()),
-        window=draw(st.tuples(sides, sides)),
-        scale=draw(st.sampled_from((None, None, 0.05, 0.4))),
-        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.1, 0.8))),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        loss=draw(st.sampled_from(("both", "both", "out", "lse"))),
-        seed=draw(st.integers(0, 1000)),
-    ).well_conditioned()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

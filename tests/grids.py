@@ -1,0 +1,108 @@
+"""How grids of problems become test cases, and problems at random, for hypothesis."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from attention_testing import LAYOUTS, VARIANTS, Problem
+from hypothesis import strategies as st
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+MASKS = ({}, {"causal": True})
+# (query heads, key heads): grouped, multi-head, multi-query, and an odd group.
+HEADS = ((4, 2), (3, 3), (4, 1), (6, 2))
+# Every way a bias broadcasts: each dimension whole or 1.
+BIAS_PATTERNS = tuple(
+    "".join(c if whole else "1" for c, whole in zip("bhqk", chosen, strict=True))
+    for chosen in itertools.product((True, False), repeat=4)
+)
+
+
+def alternate(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Vary type, heads, loss and seed along a list, so that they need no axis of their own.
+
+    Drawn, not cycled: a cycle would tie itself to the grid's inner axes.
+    """
+    draw = random.Random(0)
+    for problem in problems:
+        heads_q, heads_k = draw.choice(HEADS)
+        yield dataclasses.replace(
+            problem,
+            dtype=draw.choice(HALF_TYPES),
+            heads_q=heads_q,
+            heads_k=heads_k,
+            loss=draw.choice(("both", "both", "both", "out", "lse")),
+            seed=draw.randrange(1000),
+        ).well_conditioned()
+
+
+def every_case(*grids: Callable[[str], Iterable[Problem]]) -> list[object]:
+    """(device, problem, variant) for each problem of grid(device), as parameters of a test.
+
+    The variants of a problem are neighbours, to share its yardstick.
+    """
+    return [
+        pytest.param(
+            device,
+            problem,
+            variant,
+            marks=[pytest.mark.gpu] if device == "cuda" else [],
+            id=f"{device}-{grid.__name__}-{problem}-{variant}",
+        )
+        for device in ("cpu", "cuda")
+        for grid in grids
+        for problem, variant in itertools.product(grid(device), VARIANTS)
+    ]
+
+
+@st.composite
+def problems(draw: st.DrawFn, longest: int) -> Problem:
+    """Any problem up to the given length, small sizes and tile edges more often than not.
+
+    Each option is on in one problem out of three, so that most problems have several.
+    """
+    edges = [n + d for n in (16, 32, 64, 128, 256) for d in (-1, 0, 1) if n + d <= longest]
+    lengths = st.one_of(st.sampled_from(edges), st.integers(1, longest))
+    heads_k = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, 3))
+    sides = st.one_of(st.just(-1), st.integers(0, 40), st.integers(0, longest))
+
+    def some(strategy: st.SearchStrategy, default: object) -> object:
+        return draw(strategy) if draw(st.sampled_from((False, False, True))) else default
+
+    def one_each(lengths: st.SearchStrategy) -> st.SearchStrategy:
+        return st.lists(lengths, min_size=batch, max_size=batch).map(tuple)
+
+    lengths_q = some(one_each(st.one_of(st.just(0), lengths)), None)
+    return Problem(
+        batch=batch,
+        seqlen_q=draw(lengths),
+        seqlen_k=draw(lengths),
+        heads_q=heads_k * draw(st.integers(1, 3)),
+        heads_k=heads_k,
+        head_dim=draw(st.integers(1, 256)),
+        dtype=draw(st.sampled_from(HALF_TYPES)),
+        causal=draw(st.booleans()),
+        window=draw(st.tuples(sides, sides)),
+        scale=draw(st.sampled_from((None, None, 0.05, 0.4))),
+        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.1, 0.8))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        loss=draw(st.sampled_from(("both", "both", "out", "lse"))),
+        seed=draw(st.integers(0, 1000)),
+        head_dim_v=some(st.integers(1, 256), None),
+        softcap=some(st.sampled_from((0.7, 5.0, 50.0)), 0.0),
+        alibi=some(st.sampled_from(("h", "bh")), ""),
+        bias=some(st.sampled_from(BIAS_PATTERNS), ""),
+        bias_type=draw(st.sampled_from(("input", "float32", "bool"))),
+        bias_short=draw(st.sampled_from((0, 0, 3))) if lengths_q else 0,
+        sink=some(st.just(True), False),
+        seqused_k=some(one_each(st.integers(-1, longest + 1)), None),
+        lengths_q=lengths_q,
+        lengths_k=lengths_q and draw(one_each(st.one_of(st.just(0), lengths))),
+        tail=draw(st.sampled_from((0, 7))),
+    ).well_conditioned()

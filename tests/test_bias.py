@@ -1,0 +1,193 @@
+"""The bias and its gradient: every way to broadcast, every type, -inf where it hides keys.
+
+Would catch a gradient that is not summed over a broadcast dimension or summed twice, a wrong stride
+or head mapping of the bias, a NaN where whole rows or whole tiles are hidden, and a bias that is
+read where no sequence has a position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_testing import (
+    LAYOUTS,
+    VARIANTS,
+    Problem,
+    assert_all_bitwise_equal,
+    attend,
+    check,
+    make_inputs,
+    run,
+)
+from grids import BIAS_PATTERNS, HALF_TYPES, MASKS, alternate, every_case
+
+SEQUENCES = {
+    "dense": {"batch": 3},
+    "used": {"batch": 3, "seqused_k": (100, 0, 37)},
+    "packed": {"lengths_q": (70, 0, 65, 9), "lengths_k": (130, 8, 64, 0)},
+    "short": {"lengths_q": (70, 3, 65), "lengths_k": (130, 8, 64), "bias_short": 5},
+}
+
+
+def patterns(device: str) -> Iterator[Problem]:
+    """Every way to broadcast, dense and packed; head dims, types and masks in rotation."""
+    dims = (40, 64, 96, 128, 192, 256) if device == "cuda" else (24, 64)
+    lengths = (150, 290) if device == "cuda" else (70, 130)
+    masks = (*MASKS, {"window": (33, 9)})
+    grid = itertools.product(BIAS_PATTERNS, SEQUENCES.values(), ("input", "float32"))
+    problems = (
+        Problem(
+            **{"seqlen_q": lengths[0], "seqlen_k": lengths[1]} | sequences | masks[index % 3],
+            head_dim=dims[index % 7 % len(dims)],
+            bias=pattern,
+            bias_type=bias_type,
+        )
+        for index, (pattern, sequences, bias_type) in enumerate(grid)
+    )
+    return alternate(problems)
+
+
+def layouts(device: str) -> Iterator[Problem]:
+    """Every way the bias may lie in memory; in "bhsd" its last stride is not 1."""
+    dims = (40, 64, 128) if device == "cuda" else (40,)
+    types = ("input", "float32", "bool")
+    for index, (layout, d, bias_type) in enumerate(itertools.product(LAYOUTS, dims, types)):
+        dtype = HALF_TYPES[index % 2]
+        yield Problem(
+            2, 70, 131, 4, 2, d, dtype, layout=layout, bias="bhqk", bias_type=bias_type, seed=index
+        )
+
+
+@pytest.mark.parametrize(("device", "problem", "variant"), every_case(patterns, layouts))
+def test_against_float64(device: str, problem: Problem, variant: str) -> None:
+    check(problem, variant, device, deterministic=problem.seed % 2 == 1)
+
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@every_variant
+@pytest.mark.parametrize("pattern", ("bhqk", "11qk", "b11k"))
+@pytest.mark.parametrize("sink", (False, True))
+def test_whole_rows_and_tiles_hidden(sink: bool, pattern: str, variant: str, device: str) -> None:
+    """-inf for a first tile of keys, a last tile of keys, and every key of some queries."""
+    problem = Problem(2, 200, 400, 4, 2, 64, bias=pattern, sink=sink)
+    inputs = make_inputs(problem, device)
+    with torch.no_grad():
+        inputs.bias[..., :130] = inputs.bias[..., 270:] = -torch.inf
+        if "q" in pattern:
+            inputs.bias[..., 64:131, :] = -torch.inf
+    results = check(problem, variant, device, inputs=inputs)
+    assert not results["dbias"][(inputs.bias == -torch.inf)].any()
+    if "q" in pattern:
+        assert not results["out"][:, 64:131].any() and not results["dq"][:, 64:131].any()
+        expected = inputs.sink.detach()[:, None] if sink else torch.tensor(-torch.inf)
+        assert (results["lse"][:, :, 64:131] == expected.to(device)).all()
+
+
+@every_variant
+def test_everything_hidden(variant: str, device: str) -> None:
+    for bias_type in ("input", "bool"):
+        problem = Problem(2, 70, 90, 4, 2, 64, bias="b11k", bias_type=bias_type)
+        inputs = make_inputs(problem, device)
+        with torch.no_grad():
+            inputs.bias.fill_(False if bias_type == "bool" else -torch.inf)
+        results = run(problem, variant, device, inputs=inputs)
+        assert (results.pop("lse") == -torch.inf).all()
+        assert not any(x.any() for x in results.values())
+
+
+@every_variant
+@pytest.mark.parametrize("bias_type", ("input", "float32"))
+def test_lowest_number_hides_like_infinity(bias_type: str, variant: str, device: str) -> None:
+    """Masks made with torch.finfo(dtype).min: the same numbers where a row still sees a key."""
+    for dtype in HALF_TYPES:
+        problem = Problem(1, 70, 200, dtype=dtype, bias="1hqk", bias_type=bias_type)
+        results = []
+        lowest = torch.finfo(dtype if bias_type == "input" else torch.float32).min
+        for value in (-torch.inf, lowest):
+            inputs = make_inputs(problem, device)
+            with torch.no_grad():
+                inputs.bias[inputs.bias == -torch.inf] = value
+                inputs.bias[..., :130] = value
+                inputs.bias[..., 150] = 1.0
+            results.append(run(problem, variant, device, deterministic=True, inputs=inputs))
+        for name, x in results[0].items():  # not the bits: a hidden entry's gradient may be -0
+            assert torch.equal(results[1][name], x), name
+
+
+@every_variant
+def test_every_key_at_the_lowest_number(variant: str, device: str) -> None:
+    """A row of nothing but torch.finfo(dtype).min may come out as anything but NaN."""
+    inputs = make_inputs(Problem(1, 70, 200, bias="1hqk", bias_type="float32"), device)
+    with torch.no_grad():
+        inputs.bias[:, :, :20] = torch.finfo(torch.float32).min
+    results = run(Problem(1, 70, 200, bias="1hqk"), variant, device, inputs=inputs)
+    assert not any(x.isnan().any() for x in results.values())
+
+
+@every_variant
+@pytest.mark.parametrize("bias_type", ("input", "float32", "bool"))
+def test_other_gradients_do_not_depend_on_the_bias_gradient(
+    bias_type: str, variant: str, device: str
+) -> None:
+    """Whether the bias needs a gradient changes no bit of the rest."""
+    problem = Problem(2, 70, 130, 4, 2, 64, bias="1hqk", bias_type=bias_type, causal=True)
+    with_gradient = run(problem, variant, device, deterministic=True)
+    inputs = make_inputs(problem, device)
+    inputs.bias = inputs.bias.detach()
+    without = run(problem, variant, device, deterministic=True, inputs=inputs)
+    assert "dbias" not in without and ("dbias" in with_gradient) == (bias_type != "bool")
+    assert_all_bitwise_equal(with_gradient, without)
+
+
+@every_variant
+def test_gradient_of_the_bias_alone(variant: str, device: str) -> None:
+    """q, k and v need none; the gradient is contiguous however the bias lies."""
+    problem = Problem(2, 70, 130, 4, 2, 64, bias="bhqk", layout="bhsd")
+    expected = run(problem, variant, device)["dbias"]
+    inputs = make_inputs(problem, device)
+    inputs.q, inputs.k, inputs.v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = attend(problem, inputs, variant=variant, return_lse=True)
+    (dbias,) = torch.autograd.grad((out, lse), inputs.bias, (inputs.dout, inputs.dlse))
+    assert dbias.is_contiguous() and not inputs.bias.is_contiguous()
+    assert_all_bitwise_equal({"dbias": dbias}, {"dbias": expected})
+
+
+@every_variant
+@pytest.mark.parametrize("bias_type", ("input", "bool"))
+def test_leading_dimensions_may_be_missing(bias_type: str, variant: str, device: str) -> None:
+    """A bias of (Sq, Sk) or (Hq, Sq, Sk) is one with leading ones."""
+    for pattern, missing in (("11qk", 2), ("1hqk", 1), ("111k", 3)):
+        problem = Problem(2, 30, 50, 4, 2, 64, bias=pattern, bias_type=bias_type)
+        whole = run(problem, variant, device, deterministic=True)
+        inputs = make_inputs(problem, device)
+        shape = inputs.bias.shape[missing:]
+        inputs.bias = inputs.bias.detach().reshape(shape).requires_grad_(bias_type != "bool")
+        fewer = run(problem, variant, device, deterministic=True, inputs=inputs)
+        if "dbias" in whole:
+            whole["dbias"] = whole["dbias"].reshape(shape)
+        assert_all_bitwise_equal(fewer, whole)
+
+
+@every_variant
+@pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
+def test_broadcasting_sums_the_whole_gradient(sequences: dict, variant: str, device: str) -> None:
+    """Of every pattern, against the gradient of the same bias repeated, up to float32 sums."""
+    base = {"batch": 3, "seqlen_q": 70, "seqlen_k": 130} | sequences | {"bias_short": 0}
+    problem = Problem(**base, heads_q=4, bias="bhqk", bias_type="float32", causal=True)
+    shape = make_inputs(problem, device).bias.shape
+    for pattern in BIAS_PATTERNS:
+        inputs = make_inputs(dataclasses.replace(problem, bias=pattern), device)
+        broadcast = run(problem, variant, device, inputs=inputs)["dbias"]
+        whole = inputs.bias.detach().expand(shape).contiguous().requires_grad_()
+        inputs = dataclasses.replace(inputs, bias=whole)
+        repeated = run(problem, variant, device, inputs=inputs)["dbias"].double()
+        dims = [dim for dim, size in enumerate(broadcast.shape) if size == 1]
+        expected = repeated.sum(dims, keepdim=True) if dims else repeated
+        tolerance = 1e-5 * (repeated.abs().sum(dims, keepdim=True) if dims else repeated.abs())
+        assert ((broadcast - expected).abs() <= tolerance + 1e-6).all(), pattern

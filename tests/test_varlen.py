@@ -1,0 +1,419 @@
+"""Packed sequences and seqused_k: every shape a batch may have, tails, and bad offsets.
+
+Would catch a sequence that reads or writes its neighbour's rows, a tile scheduler that loses a
+sequence (empty, tiny, or one long among short ones), a mask aligned to the longest length instead
+of the sequence's own, rows past the last sequence left as they were, a launch that depends on what
+the host once knew of the lengths, and offsets trusted blindly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attention_testing import (
+    VARIANTS,
+    Inputs,
+    Problem,
+    assert_accurate,
+    assert_all_bitwise_equal,
+    check,
+    make_inputs,
+    nan_filled_outputs,
+    run,
+    standard_attention,
+    yardstick,
+)
+from grids import MASKS, alternate, every_case
+
+import flash_ext
+
+DRAW = random.Random(0)
+EDGES = (63, 64, 65, 127, 128, 129)
+BATCHES = {
+    # what: (queries, keys) of each sequence
+    "self": ((113, 1, 0, 70), (113, 1, 0, 70)),
+    "cross": ((113, 1, 30, 70), (203, 40, 7, 1)),
+    "queries only": ((5, 64, 3), (0, 64, 0)),
+    "keys only": ((0, 64, 0), (7, 64, 3)),
+    "edges": (EDGES, EDGES),
+    "opposite edges": (EDGES, EDGES[::-1]),
+    "one long": ((1, 0, 700, 2), (3, 4, 900, 1)),
+    "tiny": tuple(tuple(DRAW.randrange(6) for _ in range(200)) for _ in "qk"),
+}
+NOTHING = {
+    "no sequence": ((), ()),
+    "no rows": ((0, 0), (0, 0)),
+    "no queries": ((0, 0), (5, 70)),
+    "no keys": ((5, 70), (0, 0)),
+}
+
+
+def packed(device: str) -> Iterator[Problem]:
+    """Every kind of batch with every mask; head dims and tails in rotation."""
+    dims = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 128))
+    masks = (*MASKS, {"window": (33, 9)})
+    repeats = range(4 if device == "cuda" else 1)
+    for index, ((lengths_q, lengths_k), mask, _) in enumerate(
+        itertools.product(BATCHES.values(), masks, repeats)
+    ):
+        d, dv = dims[index % len(dims)] if device == "cuda" else dims[index % 2]
+        yield Problem(
+            lengths_q=lengths_q, lengths_k=lengths_k, tail=index % 3 * 35, **mask,
+            head_dim=d, head_dim_v=dv,
+        )  # fmt: skip
+
+
+def packed_with_options(device: str) -> Iterator[Problem]:
+    """Every kind of batch with options that are indexed by sequence and position."""
+    options = (
+        {"alibi": "bh", "sink": True},
+        {"bias": "bhqk", "causal": True},
+        {"bias": "11qk", "bias_type": "float32", "bias_short": 3, "sink": True},
+        {"bias": "1h1k", "bias_type": "bool", "softcap": 1.5},
+        {"dropout_p": 0.3, "window": (40, 10)},
+        {"layout": "packed", "alibi": "h", "causal": True},
+    )
+    dims = (64, 128, 40, 256, 96) if device == "cuda" else (64, 40)
+    grid = itertools.product(BATCHES.values(), options)
+    for index, ((lengths_q, lengths_k), option) in enumerate(grid):
+        d = dims[index % len(dims)]
+        yield Problem(lengths_q=lengths_q, lengths_k=lengths_k, head_dim=d, **option)
+
+
+def used_keys(device: str) -> Iterator[Problem]:
+    """Fewer keys than there are: none, some, all, more than there are (clamped), below 0."""
+    dims = (40, 64, 128, 192, 256) if device == "cuda" else (64,)
+    masks = (*MASKS, {"window": (33, 9)}, {"window": (-1, -1), "sink": True, "dropout_p": 0.2})
+    sequences = (
+        {"batch": 6, "seqlen_q": 70, "seqlen_k": 140},
+        {"lengths_q": (70, 3, 0, 70, 90, 5), "lengths_k": (140, 140, 9, 140, 64, 140)},
+    )
+    for d, mask, which in itertools.product(dims, masks, sequences):
+        yield Problem(**which, **mask, head_dim=d, seqused_k=(64, 0, 5, 139, 1000, -3))
+
+
+def grids(device: str) -> Iterator[Problem]:
+    return alternate(
+        itertools.chain(*(x(device) for x in (packed, packed_with_options, used_keys)))
+    )
+
+
+@pytest.mark.parametrize(("device", "problem", "variant"), every_case(grids))
+def test_against_float64(device: str, problem: Problem, variant: str) -> None:
+    check(problem, variant, device, deterministic=problem.seed % 2 == 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tail", (0, 7))
+@pytest.mark.parametrize("lengths", NOTHING.values(), ids=NOTHING)
+def test_nothing_to_do(
+    lengths: tuple[tuple[int, ...], ...], tail: int, variant: str, device: str
+) -> None:
+    """No batch, no rows, no keys: zeros, and lse -inf, or the sink where there are queries."""
+    lengths_q, lengths_k = lengths
+    for options in ({}, {"sink": True, "causal": True}, {"bias": "bhqk", "alibi": "bh"}):
+        problem = Problem(lengths_q=lengths_q, lengths_k=lengths_k, tail=tail, **options)
+        results = run(problem, variant, device)
+        total = sum(lengths_q)
+        assert results["out"].shape == (total + tail, 2, 64)
+        assert results["lse"].shape == (2, total + tail)
+        assert (results["lse"][:, total:] == -torch.inf).all()
+        if problem.sink:
+            sink = make_inputs(problem, device).sink.detach()
+            assert (results["lse"][:, :total] == sink[:, None]).all()
+        else:
+            assert (results["lse"] == -torch.inf).all()
+        assert results["dq"].shape == (total + tail, 2, 64)
+        for name in results.keys() - {"lse", "dsink"}:
+            assert not results[name].any(), name
+
+
+def one_sequence(inputs: Inputs, problem: Problem, index: int) -> tuple[Inputs, slice, slice]:
+    """The dense inputs of one packed sequence, and which rows of q and k are its."""
+    rows = []
+    for lengths in (problem.lengths_q, problem.lengths_k):
+        stop = sum(lengths[: index + 1])
+        rows.append(slice(stop - lengths[index], stop))
+    q, k = rows
+
+    def of_sequence(x: torch.Tensor) -> torch.Tensor:
+        return x[index : index + 1] if x.shape[0] > 1 else x
+
+    alone = Inputs(
+        *(
+            x.detach()[None, r].requires_grad_()
+            for x, r in ((inputs.q, q), (inputs.k, k), (inputs.v, k))
+        ),
+        dout=inputs.dout[None, q],
+        dlse=inputs.dlse[None, :, q],
+        alibi_slopes=inputs.alibi_slopes,
+        sink=inputs.sink,
+    )
+    if problem.alibi == "bh":
+        alone.alibi_slopes = of_sequence(inputs.alibi_slopes)
+    if inputs.bias is not None:
+        bias = of_sequence(inputs.bias.detach())
+        bias = bias[:, :, : problem.lengths_q[index] if "q" in problem.bias else 1]
+        bias = bias[..., : problem.lengths_k[index] if "k" in problem.bias else 1]
+        alone.bias = bias.requires_grad_(inputs.bias.requires_grad)
+    return alone, q, k
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"causal": True, "softcap": 2.0},
+        {"window": (40, 9), "alibi": "bh", "sink": True},
+        {"bias": "bhqk", "head_dim_v": 96},
+    ),
+    ids=str,
+)
+def test_each_sequence_as_if_alone(options: dict, variant: str, device: str) -> None:
+    """Packing changes nothing: on the CPU no bit, on the GPU nothing that the rule would see."""
+    lengths_q, lengths_k = BATCHES["cross"]
+    packed = Problem(lengths_q=lengths_q, lengths_k=lengths_k, heads_q=4, **options)
+    inputs = make_inputs(packed, device)
+    whole = run(packed, variant, device, deterministic=True, inputs=inputs)
+    for index, (seqlen_q, seqlen_k) in enumerate(packed.sequences()):
+        alone, q, k = one_sequence(inputs, packed, index)
+        dense = dataclasses.replace(
+            packed, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, lengths_q=None, lengths_k=None
+        )
+        expected = run(dense, variant, device, deterministic=True, inputs=alone)
+        actual = {
+            "out": whole["out"][None, q],
+            "lse": whole["lse"][None, :, q],
+            "dq": whole["dq"][None, q],
+            "dk": whole["dk"][None, k],
+            "dv": whole["dv"][None, k],
+        }
+        if packed.bias:
+            actual["dbias"] = whole["dbias"][index : index + 1, :, :seqlen_q, :seqlen_k]
+        expected.pop("dsink", None)  # a sum over the sequences
+        if device == "cpu":
+            assert_all_bitwise_equal(actual, expected)
+        else:
+            sides = (standard_attention(dense, alone, x) for x in (torch.float64, packed.dtype))
+            assert_accurate(actual, *sides, packed.dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neighbours_do_not_matter(variant: str, device: str) -> None:
+    """Other numbers in one sequence change no bit of the others."""
+    problem = Problem(lengths_q=(70, 65, 3), lengths_k=(90, 129, 64), causal=True, sink=True)
+    inputs = make_inputs(problem, device)
+    first = run(problem, variant, device, deterministic=True, inputs=inputs)
+    with torch.no_grad():
+        inputs.q[70:135] = torch.nan
+        inputs.k[90:219] = torch.nan
+        inputs.v[90:219] = torch.nan
+    second = run(problem, variant, device, deterministic=True, inputs=inputs)
+    for rows, names in (((70, 135), ("out", "dq")), ((90, 219), ("dk", "dv"))):
+        for name in names:
+            assert second[name][rows[0] : rows[1]].isnan().any()
+            for result in (first, second):
+                result[name][rows[0] : rows[1]] = 0
+    for result in (first, second):
+        result["lse"][:, 70:135] = 0
+        del result["dsink"]
+    assert_all_bitwise_equal(second, first)
+
+
+def with_lengths(problem: Problem, lengths_q: tuple, lengths_k: tuple) -> Problem:
+    """The same buffers with other sequences: what is left of the total is the tail."""
+    total = sum(problem.lengths_q) + problem.tail
+    assert total == sum(problem.lengths_k) + problem.tail, "one tail for q and k"
+    tail = total - sum(lengths_q)
+    assert tail == total - sum(lengths_k) >= 0
+    return dataclasses.replace(problem, lengths_q=lengths_q, lengths_k=lengths_k, tail=tail)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("options", ({"causal": True}, {"sink": True, "alibi": "bh"}), ids=str)
+def test_graph_replay_with_other_lengths(
+    options: dict, deterministic: bool, variant: str, device: str
+) -> None:
+    """A captured call follows what cu_seqlens hold at each replay. (The CPU calls anew.)"""
+    base = Problem(lengths_q=(100, 100, 100), lengths_k=(100, 100, 100), loss="both", **options)
+    inputs = make_inputs(base, device)
+    static = Inputs(**{f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)})
+
+    def call() -> dict[str, torch.Tensor]:
+        return run(base, variant, device, deterministic=deterministic, inputs=static)
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = call()
+    for lengths_q, lengths_k in (
+        ((300, 0, 7), (1, 299, 7)),
+        ((1, 2, 3), (3, 2, 1)),
+        ((0, 0, 0), (0, 0, 0)),
+        ((64, 129, 100), (90, 103, 100)),
+    ):
+        problem = with_lengths(base, lengths_q, lengths_k)
+        fresh = make_inputs(problem, device)
+        with torch.no_grad():
+            for field in dataclasses.fields(Inputs):
+                new = getattr(fresh, field.name)
+                if new is not None:
+                    getattr(static, field.name).copy_(new)
+        if device == "cuda":
+            graph.replay()
+            results = captured
+        else:
+            results = call()
+        assert_accurate(results, *yardstick(problem, device), problem.dtype)
+
+
+BAD_OFFSETS = {
+    # what is wrong: (cu_seqlens_q, the entry that the message must name)
+    "does not start at 0": ((1, 40, 90, 100), 0),
+    "negative": ((0, -5, 90, 100), 1),
+    "decreasing": ((0, 60, 40, 100), 2),
+    "past the end": ((0, 40, 90, 5000), 3),
+    "far past the end": ((0, 40, 2**31 - 1, 2**31 - 1), 2),
+    "far below 0": ((0, 40, -(2**31), 100), 2),
+}
+
+
+def call_with_offsets(offsets: tuple[int, ...], side: str, variant: str, device: str) -> None:
+    """Forward and backward of 100 rows with the given cu_seqlens of q or k, good ones elsewhere."""
+    make = {"device": device, "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(100, 2, 64, **make, requires_grad=True) for _ in range(3))
+    cu_seqlens = {x: torch.tensor((0, 40, 90, 100), dtype=torch.int32) for x in "qk"}
+    cu_seqlens[side] = torch.tensor(offsets, dtype=torch.int32)
+    cu_q, cu_k = (cu_seqlens[x].to(device) for x in "qk")
+    out = flash_ext.attention_varlen(q, k, v, cu_q, cu_k, variant=variant)
+    out.sum().backward()
+
+
+def assert_names_the_bad_entry(variant: str, device: str) -> None:
+    for (what, (offsets, entry)), side in itertools.product(BAD_OFFSETS.items(), "qk"):
+        with pytest.raises((ValueError, RuntimeError), match=rf"cu_seqlens_{side}\b") as caught:
+            call_with_offsets(offsets, side, variant, device)
+        message = str(caught.value)
+        assert f"[{entry}]" in message and str(offsets[entry]) in message, (what, message)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bad_offsets_are_named(variant: str) -> None:
+    """The CPU kernels always look."""
+    assert_names_the_bad_entry(variant, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bad_offsets_are_named_when_debugging(variant: str) -> None:
+    """In a process of its own: FLASH_EXT_DEBUG may be read once and for all."""
+    code = f"import test_varlen; test_varlen.assert_names_the_bad_entry({variant!r}, 'cuda')"
+    here = Path(__file__).resolve().parent
+    path = os.pathsep.join((str(here.parent), str(here)))
+    environment = os.environ | {"FLASH_EXT_DEBUG": "1", "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+def between_guards() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two guards in one segment of memory, with room between them for the next outputs."""
+    torch.cuda.synchronize()
+    yardstick.cache_clear()
+    torch.cuda.empty_cache()
+    guard, room = 64 << 20, 256 << 20
+    whole = torch.empty(2 * guard + room, dtype=torch.uint8, device="cuda")
+    del whole  # now one free segment, which the next three share
+    before, middle, after = (
+        torch.full((size,), 77, dtype=torch.uint8, device="cuda") for size in (guard, room, guard)
+    )
+    assert before.data_ptr() < middle.data_ptr() < after.data_ptr()
+    del middle
+    return before, after
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("side", ("q", "k", "qk"))
+def test_bad_offsets_touch_nothing_else(side: str, deterministic: bool, variant: str) -> None:
+    """Unchecked, they give numbers of no meaning, but no write outside the outputs.
+
+    tests/sanitize_cases.py has the same for reads.
+    """
+    total, far = 32768, 2**31 - 1  # outputs of 16 MiB: what is small comes from elsewhere
+    make = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(total, 4, 64, **make) for _ in range(3))
+    dout = torch.randn_like(q)
+    for bad in (
+        (5, 8000, 20000, total),
+        (0, -5, -(2**31), total),
+        (0, 20000, 8000, total),
+        (0, 8000, total + 5000, total + 30000),
+        (-30000, 8000, far, far),
+        (far, far, -(2**31), 5),
+    ):
+        good = torch.tensor((0, 8000, 20000, total), dtype=torch.int32, device="cuda")
+        broken = torch.tensor(bad, dtype=torch.int32, device="cuda")
+        offsets = [broken if x in side else good for x in "qk"]
+        before, after = between_guards()
+        out = flash_ext.attention_varlen(
+            q, k, v, *offsets, deterministic=deterministic, variant=variant
+        )
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        torch.cuda.synchronize()
+        for x in (out, *gradients):
+            assert before.data_ptr() < x.data_ptr() < after.data_ptr(), "the set-up has failed"
+        assert bool((before == 77).all()) and bool((after == 77).all()), bad
+        del before, after, out, gradients
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_tensors_past_2_31_elements(variant: str) -> None:
+    """Rows whose offset int32 does not hold: the first, a middle and the last sequence."""
+    if torch.cuda.mem_get_info()[0] < 100 << 30:
+        pytest.skip("needs 100 GiB of free GPU memory")
+    yardstick.cache_clear()
+    heads, dim = 16, 128
+    lengths = (300, *(4096,) * ((1 << 31) // (4096 * heads * dim)), 200)
+    offsets = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (int(offsets[-1]) + 100, heads, dim)
+    make = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    q, k, v, dout = (torch.randn(shape, **make) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    with nan_filled_outputs():
+        out, lse = flash_ext.attention_varlen(
+            q, k, v, offsets, offsets, causal=True, variant=variant, return_lse=True
+        )
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+    results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    for index in (0, len(lengths) // 2, len(lengths) - 1):
+        rows = slice(int(offsets[index]), int(offsets[index + 1]))
+        dense = Problem(1, lengths[index], lengths[index], causal=True, loss="out")
+        tensors = (x.detach()[None, rows].requires_grad_() for x in (q, k, v))
+        inputs = Inputs(*tensors, dout=dout[None, rows])
+        sides = (standard_attention(dense, inputs, x) for x in (torch.float64, torch.bfloat16))
+        actual = {name: x.detach()[None, rows] for name, x in results.items() if name != "lse"}
+        actual["lse"] = lse.detach()[None, :, rows]
+        assert_accurate(actual, *sides, torch.bfloat16)
+    for name in ("out", "dq", "dk", "dv"):
+        assert not results[name][offsets[-1] :].any(), name
+    del results, gradients, out, lse, q, k, v, dout
+    torch.cuda.empty_cache()
