@@ -101,15 +101,14 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 def _check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
     """That sequences follow one another within the rows that there are."""
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0:
-        _refuse(f"{argument}[0]", "0", offsets[0])
-    for index in range(1, len(offsets)):
-        if offsets[index] < offsets[index - 1]:
-            wanted = f"at least {argument}[{index - 1}] = {offsets[index - 1]}"
-            _refuse(f"{argument}[{index}]", wanted, offsets[index])
-        if offsets[index] > total:
-            _refuse(f"{argument}[{index}]", f"at most the total, {total}", offsets[index])
+    previous = 0
+    for index, offset in enumerate(cu_seqlens.tolist()):
+        if index == 0 and offset != 0:
+            _refuse(f"{argument}[0]", "0", offset)
+        if not previous <= offset <= total:
+            wanted = f"from {previous} (the entry before) to {total} (all rows)"
+            _refuse(f"{argument}[{index}]", wanted, offset)
+        previous = offset
 
 
 def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:

@@ -228,15 +228,15 @@ OFFSET_CASES = {
         offsets("cu_seqlens_q", 1, 4, 10),
     ),
     "decreases": (
-        "cu_seqlens_k[2] must be at least cu_seqlens_k[1] = 8, got 6",
+        "cu_seqlens_k[2] must be from 8 (the entry before) to 14 (all rows), got 6",
         offsets("cu_seqlens_k", 0, 8, 6),
     ),
     "negative": (
-        "cu_seqlens_q[1] must be at least cu_seqlens_q[0] = 0, got -2",
+        "cu_seqlens_q[1] must be from 0 (the entry before) to 10 (all rows), got -2",
         offsets("cu_seqlens_q", 0, -2, 10),
     ),
     "passes the total": (
-        "cu_seqlens_k[2] must be at most the total, 14, got 15",
+        "cu_seqlens_k[2] must be from 8 (the entry before) to 14 (all rows), got 15",
         offsets("cu_seqlens_k", 0, 8, 15),
     ),
 }
