@@ -178,7 +178,9 @@ class Problem:
 
     def most_visible_keys(self) -> int:
         """The most keys that any one query sees."""
-        return max((self._most_visible_keys(*pair) for pair in self.sequences()), default=0)
+        return max(
+            (self._most_visible_keys(*pair) for pair in self.sequences() if pair[0]), default=0
+        )
 
     def _most_visible_keys(self, seqlen_q: int, seqlen_k: int) -> int:
         left, right = (side if side >= 0 else seqlen_q + seqlen_k for side in self.window)

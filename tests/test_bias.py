@@ -16,12 +16,16 @@ import torch
 from attention_testing import (
     LAYOUTS,
     VARIANTS,
+    Inputs,
     Problem,
+    assert_accurate,
     assert_all_bitwise_equal,
     attend,
     check,
     make_inputs,
     run,
+    standard_attention,
+    yardstick,
 )
 from grids import BIAS_PATTERNS, HALF_TYPES, MASKS, alternate, every_case
 
@@ -191,3 +195,44 @@ def test_broadcasting_sums_the_whole_gradient(sequences: dict, variant: str, dev
         expected = repeated.sum(dims, keepdim=True) if dims else repeated
         tolerance = 1e-5 * (repeated.abs().sum(dims, keepdim=True) if dims else repeated.abs())
         assert ((broadcast - expected).abs() <= tolerance + 1e-6).all(), pattern
+
+
+@pytest.mark.gpu
+@every_variant
+@pytest.mark.parametrize("bias_type", ("input", "bool"))
+def test_bias_past_2_31_elements(bias_type: str, variant: str) -> None:
+    """Rows whose offset int32 does not hold. Only they and the first reach the loss."""
+    if torch.cuda.mem_get_info()[0] < 100 << 30:
+        pytest.skip("needs 100 GiB of free GPU memory")
+    yardstick.cache_clear()
+    seqlen, heads, dim = 50000, 2, 64
+    rows = torch.tensor((0, 1, 42949, 42950, 49998, 49999), device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    q, k, v = (torch.randn(1, seqlen, heads, dim, **make, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 1, seqlen, seqlen, **make)
+    if bias_type == "bool":
+        bias = bias > -1
+    whole = Inputs(q, k, v, torch.zeros_like(q), torch.zeros(1, heads, seqlen, device="cuda"))
+    whole.bias = bias.requires_grad_(bias_type != "bool")
+    whole.dout[:, rows] = torch.randn(1, len(rows), heads, dim, **make)
+    whole.dlse[..., rows] = 1.0
+    # The same rows alone: what the rest adds to any gradient is 0.
+    part = Inputs(q[:, rows], k, v, whole.dout[:, rows], whole.dlse[..., rows])
+    part.bias = whole.bias[:, :, rows]
+    for x in (part.q, part.bias):
+        x.detach_().requires_grad_(x.is_floating_point())
+    problem = Problem(1, len(rows), seqlen, heads, heads, dim, bias="11qk", bias_type=bias_type)
+    sides = [standard_attention(problem, part, x) for x in (torch.float64, torch.bfloat16)]
+    actual = run(problem, variant, "cuda", inputs=whole)
+    for name in ("out", "dq"):
+        actual[name] = actual[name][:, rows]
+    actual["lse"] = actual["lse"][..., rows]
+    if "dbias" in actual:
+        sample = actual["dbias"][:, :, rows]
+        actual["dbias"][:, :, rows] = 0
+        assert not actual["dbias"].any(), "the other rows have no gradient"
+        actual["dbias"] = sample
+    assert_accurate(actual, *sides, torch.bfloat16)
+    del actual, sides, part, whole, bias
+    torch.cuda.empty_cache()
