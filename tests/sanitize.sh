@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the four kernels on tiny shapes under compute-sanitizer: memcheck (out-of-bounds and
+# Runs every kernel on tiny shapes under compute-sanitizer: memcheck (out-of-bounds and
 # misaligned accesses), racecheck (shared-memory hazards), synccheck (wrong barriers) and initcheck
 # (reads of memory never written), all at once. Writes benchmarks/results/<gpu>/sanitizer.json.
 # Exits with 0 only if every tool ran to its end and found nothing.

@@ -1,9 +1,10 @@
 """The calls that tests/sanitize.sh runs under compute-sanitizer: every kernel, tiny shapes.
 
-Every head dim that has kernels of its own, one that is padded, whole and ragged tiles, causal and
-window, dropout, aligned and unaligned rows, deterministic and not. Results are not looked at here;
-tests/test_attention.py does that. Inputs are made on the host, so that under initcheck the only
-device memory without a value is what the kernels should not read.
+Every head dim that has kernels of its own, one that is padded, whole and ragged tiles, every
+option, aligned and unaligned rows, deterministic and not; under memcheck also offsets of packed
+sequences that point anywhere. Results are not looked at here; tests/test_attention.py does that.
+Inputs are made on the host, so that under initcheck the only device memory without a value is what
+the kernels should not read.
 """
 
 from __future__ import annotations
@@ -14,43 +15,72 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from attention_testing import VARIANTS, Problem, make_inputs, options_of
+from attention_testing import VARIANTS, Inputs, Problem, make_inputs, options_of
+from grids import BIAS_PATTERNS
 
 import flash_ext
 
-OPTIONS = (
-    {"causal": True},
-    {"window": (20, 9), "dropout_p": 0.2},
-    {"causal": True, "layout": "odd_offset"},
-)
+HEAD_DIMS = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 LENGTHS = ((33, 70), (130, 65), (40, 530))  # the last: several KV tiles of every kernel
 
 
+def options(seqlen_q: int, seqlen_k: int, pattern: str) -> Iterator[dict]:
+    """Every option, some together: each set goes through every kernel of a head dim."""
+    packed = {
+        "lengths_q": (seqlen_q // 2, 0, seqlen_q // 3, 5),
+        "lengths_k": (seqlen_k // 3, 7, seqlen_k // 2, 0),
+    }
+    yield {"causal": True}
+    yield {"causal": True, "layout": "odd_offset"}
+    yield {"window": (20, 9), "dropout_p": 0.2, "bias": "11qk", "bias_type": "bool"}
+    yield {"causal": True, "softcap": 2.0, "alibi": "h", "bias": pattern}
+    yield {"sink": True, "seqused_k": (seqlen_k // 2,), "alibi": "h", "window": (40, 3)}
+    yield {**packed, "causal": True}
+    yield {**packed, "sink": True, "bias": pattern, "bias_type": "float32", "dropout_p": 0.2}
+    yield {"head_dim_v": 24, "bias": "bhqk", "layout": "odd_row"}
+
+
 def cases() -> Iterator[tuple[Problem, str, bool]]:
-    """(problem, variant, deterministic); options and lengths rotate so that all pairs occur."""
-    rotation = itertools.cycle(itertools.product(OPTIONS, LENGTHS))
-    base = Problem(1, heads_q=2, heads_k=1)
-    for head_dim in (40, 64, 96, 128, 192, 256):
-        for _ in range(2):
-            options, (seqlen_q, seqlen_k) = next(rotation)
-            problem = dataclasses.replace(
-                base, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, **options
-            )
+    """(problem, variant, deterministic); lengths and bias patterns rotate."""
+    rotation = zip(itertools.cycle(LENGTHS), itertools.cycle(BIAS_PATTERNS[1:]), strict=False)
+    for head_dim, head_dim_v in HEAD_DIMS:
+        base = Problem(1, 65, 65, 2, 1, head_dim, head_dim_v=head_dim_v)
+        for index in range(len(list(options(0, 0, "")))):
+            lengths, pattern = next(rotation)
+            fields = dict(zip(("seqlen_q", "seqlen_k"), lengths, strict=True))
+            fields |= list(options(*lengths, pattern))[index]
             for variant in VARIANTS:
-                yield problem, variant, True
-        yield dataclasses.replace(base, seqlen_q=65, seqlen_k=65, head_dim=head_dim), "fa2", False
+                yield dataclasses.replace(base, **fields), variant, True
+        yield base, "fa2", False
+        yield dataclasses.replace(base, lengths_q=(40, 30), lengths_k=(65, 9)), "fa2", False
 
 
-def run(problem: Problem, variant: str, deterministic: bool) -> None:
+def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
+    """Offsets of q, of k and of both that do not start at 0, fall, or lie far outside."""
+    far = 2**31 - 1
+    problem = Problem(lengths_q=(70, 5, 60), lengths_k=(70, 5, 60), causal=True, sink=True)
+    total = sum(problem.lengths_q) + problem.tail
+    for wild in ((5, 40, 90, total), (0, 90, 40, total + 9), (0, -5, -far, far), (far, far, 0, -9)):
+        for side, variant, deterministic in itertools.product(
+            ("q", "k", "qk"), VARIANTS, (True, False)
+        ):
+            inputs = make_inputs(problem, "cpu")
+            for x in side:
+                setattr(inputs, f"cu_seqlens_{x}", torch.tensor(wild, dtype=torch.int32))
+            yield inputs, problem, variant, deterministic
+
+
+def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> None:
     """Forward and backward, both through the ops: nothing but copies besides our kernels."""
-    inputs = make_inputs(problem, "cpu")
-    q, k, v, dout, dlse, rng_state = (
-        None if x is None else to_device(x)
-        for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, inputs.rng_state)
-    )
-    options = options_of(problem)
+    on_device = {
+        field.name: to_device(getattr(inputs, field.name))
+        for field in dataclasses.fields(inputs)
+        if getattr(inputs, field.name) is not None
+    }
+    q, k, v, dout, dlse = (on_device.pop(name) for name in ("q", "k", "v", "dout", "dlse"))
+    options = options_of(problem) | on_device
     options["window_left"], options["window_right"] = options.pop("window")
-    options |= {"rng_state": rng_state, "deterministic": deterministic, "variant": variant}
+    options |= {"deterministic": deterministic, "variant": variant}
     out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
     torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
     torch.cuda.synchronize()
@@ -66,6 +96,9 @@ if __name__ == "__main__":
     if "--count" in sys.argv:
         print(len(list(cases())))
     else:
-        for case in cases():
-            run(*case)
+        for problem, variant, deterministic in cases():
+            run(make_inputs(problem, "cpu"), problem, variant, deterministic)
+        if "memcheck" in sys.argv:
+            for case in wild_offsets():
+                run(*case)
         print(f"{sys.argv[-1]}: {len(list(cases()))} calls with flash_ext {flash_ext.__version__}")
