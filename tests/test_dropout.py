@@ -141,6 +141,30 @@ def test_backward_drops_exactly_the_mask(
         assert torch.equal(kept, expected[:, :, first : first + dim])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_sequences_drop_like_a_batch(variant: str, device: str) -> None:
+    """Sequence b drops what batch element b drops: rows and columns count from its own start."""
+    batch, heads, seqlen_q, seqlen_k, p = 3, 4, 77, 61, 0.4
+    state = torch.tensor([5, 6], device=device)
+    expected = keep_mask(state, p, batch, heads, seqlen_q, seqlen_k)
+    v = torch.eye(seqlen_k, 64, device=device, dtype=torch.float16)  # columns pick single keys
+    v = v[None, :, None].expand(batch, -1, 2, -1).flatten(0, 1).contiguous()
+    q = torch.zeros(batch * seqlen_q, heads, 64, device=device, dtype=v.dtype)
+    offsets = torch.arange(batch + 1, device=device, dtype=torch.int32)
+    out = flash_ext.attention_varlen(
+        q,
+        torch.randn_like(v),
+        v,
+        offsets * seqlen_q,
+        offsets * seqlen_k,
+        dropout_p=p,
+        rng_state=state,
+        variant=variant,
+    )
+    kept = out.view(batch, seqlen_q, heads, 64).transpose(1, 2)[..., :seqlen_k] != 0
+    assert torch.equal(kept, expected)
+
+
 def some_inputs(device: str) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, 2, 50, 2, 32, generator=generator)

@@ -13,9 +13,11 @@ import pytest
 import torch
 from attention_testing import (
     VARIANTS,
+    Inputs,
     Problem,
     assert_all_bitwise_equal,
     assert_bitwise_equal,
+    attend,
     check,
     dense_mask,
     make_inputs,
@@ -128,6 +130,19 @@ def test_sizes_of_zero(loss: str, variant: str, device: str) -> None:
             assert (results["lse"] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("window", ((-1, 0), (0, 0), (3, 2)))
+def test_fully_masked_rows_with_a_sink(window: tuple[int, int], variant: str, device: str) -> None:
+    """out = 0 and lse is the sink itself, to the bit; so too where there are no keys at all."""
+    rows = ~dense_mask(200, 90, False, window, device).any(1)
+    results = run(problem := Problem(2, 200, 90, 4, 2, window=window, sink=True), variant, device)
+    sink = make_inputs(problem, device).sink.detach()
+    assert rows.any() and not results["out"][:, rows].any() and not results["dq"][:, rows].any()
+    assert (results["lse"][:, :, rows] == sink[:, None]).all()
+    results = run(problem := Problem(2, 50, 0, 4, 2, window=window, sink=True), variant, device)
+    sink = make_inputs(problem, device).sink.detach()
+    assert not results["out"].any() and (results["lse"] == sink[:, None]).all()
+
+
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("gain", (100.0, 1000.0))
 def test_huge_logits_stay_finite(
@@ -141,16 +156,21 @@ def test_huge_logits_stay_finite(
         assert not any(x.isnan().any() for x in results.values())
 
 
-@pytest.mark.parametrize("dropout_p", (0.0, 0.5))
-def test_nan_is_not_hidden(dropout_p: float, variant: str, device: str) -> None:
+@pytest.mark.parametrize(
+    "options", ({}, {"dropout_p": 0.5}, {"sink": True}, {"bias": "1hqk"}, {"softcap": 1.0}), ids=str
+)
+def test_nan_is_not_hidden(options: dict, variant: str, device: str) -> None:
     """A NaN key makes every row that sees it NaN, in every result: no row passes for keyless."""
-    inputs = make_inputs(Problem(1, 70, 90, dtype=torch.bfloat16), device)
-    q, k, v = (x.detach().clone() for x in (inputs.q, inputs.k, inputs.v))
-    k[:, 17] = torch.nan
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = flash_ext.attention(*leaves, dropout_p=dropout_p, variant=variant, return_lse=True)
-    gradients = torch.autograd.grad(out.float().sum(), leaves)
-    assert all(x.isnan().all() for x in (out, lse, gradients[0], gradients[1], gradients[2]))
+    problem = Problem(1, 70, 90, **options)
+    inputs = make_inputs(problem, device)
+    inputs.k = inputs.k.detach().clone()
+    inputs.k[:, 17] = torch.nan
+    inputs.k.requires_grad_()
+    if inputs.bias is not None:
+        with torch.no_grad():
+            inputs.bias.nan_to_num_(neginf=0.0)
+    results = run(problem, variant, device, inputs=inputs)
+    assert all(x.isnan().all() for x in results.values())
 
 
 def test_logits_far_below_zero(variant: str, device: str) -> None:
@@ -303,3 +323,85 @@ def test_no_query_heads(variant: str, device: str) -> None:
     assert out.shape == (1, 5, 0, 32) and lse.shape == (1, 0, 5)
     dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
     assert dq.shape == q.shape and not dk.any() and not dv.any()
+
+
+def outputs(problem: Problem, inputs: Inputs, variant: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """out in float32, and lse."""
+    with torch.no_grad():
+        out, lse = attend(problem, inputs, variant=variant, return_lse=True)
+    return out.float(), lse
+
+
+def assert_same(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    """Equal up to the rounding of bfloat16 in out, of float32 in lse."""
+    torch.testing.assert_close(actual[0], expected[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("alibi", ("h", "bh"))
+@pytest.mark.parametrize("causal", (False, True))
+def test_alibi_is_a_bias_of_distances(causal: bool, alibi: str, variant: str, device: str) -> None:
+    """-slope |i + Sk - Sq - j|, here as a float32 bias."""
+    problem = Problem(2, 70, 150, 4, 2, causal=causal, alibi=alibi)
+    inputs = make_inputs(problem, device)
+    expected = outputs(problem, inputs, variant)
+    i, j = torch.arange(70, device=device)[:, None], torch.arange(150, device=device)
+    slopes, inputs.alibi_slopes = inputs.alibi_slopes, None
+    inputs.bias = -slopes.view(-1, 4, 1, 1) * (i + 80 - j).abs()
+    assert_same(outputs(problem, inputs, variant), expected)
+
+
+def test_sink_is_a_first_key_without_a_value(variant: str, device: str) -> None:
+    """A key of score `sink` and value 0, here through a bias on a key of zeros."""
+    problem = Problem(2, 70, 150, 4, 2, sink=True)
+    inputs = make_inputs(problem, device)
+    expected = outputs(problem, inputs, variant)
+    inputs.k, inputs.v = (
+        torch.nn.functional.pad(x.detach(), (0, 0, 0, 0, 1, 0)) for x in (inputs.k, inputs.v)
+    )
+    inputs.bias = torch.zeros(1, 4, 1, 151, device=device)
+    inputs.bias[0, :, 0, 0], inputs.sink = inputs.sink.detach(), None
+    assert_same(outputs(problem, inputs, variant), expected)
+
+
+def test_bool_bias_is_one_of_infinities(variant: str, device: str) -> None:
+    problem = Problem(2, 70, 150, 4, 2, bias="b1qk", bias_type="bool")
+    inputs = make_inputs(problem, device)
+    expected = outputs(problem, inputs, variant)
+    inputs.bias = torch.zeros_like(inputs.bias, dtype=torch.float32).masked_fill(
+        ~inputs.bias, -torch.inf
+    )
+    assert_same(outputs(problem, inputs, variant), expected)
+
+
+def test_values_of_another_width_are_columns_of_wider_ones(variant: str, device: str) -> None:
+    """The first Dv columns of out need only the first Dv columns of v."""
+    problem = Problem(2, 70, 150, 4, 2, head_dim=64)
+    inputs = make_inputs(problem, device)
+    out, lse = outputs(problem, inputs, variant)
+    for dim_v in (1, 8, 33, 64):
+        narrow = Inputs(inputs.q, inputs.k, inputs.v[..., :dim_v])
+        assert_same(outputs(problem, narrow, variant), (out[..., :dim_v], lse))
+
+
+def test_softcap_bounds_the_scores(variant: str, device: str) -> None:
+    """c tanh(s / c): no score beyond c, however large; and a far cap changes nothing."""
+    huge = Problem(1, 70, 150, softcap=3.0, logit_gain=1000.0)
+    _, lse = outputs(huge, make_inputs(huge, device), variant)
+    assert (lse - math.log(150)).abs().max() <= 3.0
+    far, none = (Problem(1, 70, 150, softcap=c) for c in (1e4, 0.0))
+    inputs = make_inputs(none, device)
+    assert_same(outputs(far, inputs, variant), outputs(none, inputs, variant))
+
+
+def test_all_keys_used_is_none_given(variant: str, device: str) -> None:
+    """seqused_k of at least Sk, and one below it as if the keys were sliced off."""
+    problem = Problem(2, 70, 150, 4, 2, causal=True)
+    inputs = make_inputs(problem, device)
+    expected = outputs(problem, inputs, variant)
+    for used in (150, 151, 2**31 - 1):
+        inputs.seqused_k = torch.full((2,), used, dtype=torch.int32, device=device)
+        assert_same(outputs(problem, inputs, variant), expected)
+    inputs.seqused_k.fill_(99)
+    sliced = Inputs(inputs.q, inputs.k[:, :99], inputs.v[:, :99])
+    assert_same(outputs(problem, inputs, variant), outputs(problem, sliced, variant))
