@@ -126,10 +126,13 @@ def cuda_options(cuda_home: Path) -> dict:
             objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
             nvcc_strict.report(objects, ROOT / "build/ptxas.log")
 
+    # An eighth of the size; older toolkits cannot.
+    compress = ["--compress-mode=size"] if release and float(release[1]) >= 13 else []
     common = ["-O3", "-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
     nvcc_flags = [
         *common,
         *gencode_flags(os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a"),
+        *compress,
         "-lineinfo",
         "--expt-relaxed-constexpr",
         "-Xptxas=-v,-warn-spills,-warn-lmem-usage",

@@ -4,11 +4,12 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <iterator>
+#include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "check.h"
@@ -17,6 +18,7 @@
 #include "kernels/kernels.h"
 #include "mask.cuh"
 #include "params.h"
+#include "scheduler.cuh"
 #include "tuning.h"
 
 // Weak: a CPU-only libtorch lacks it, and there this library must load too.
@@ -35,11 +37,10 @@ cudaStream_t current_stream(const Tensor& q) {
 }
 
 // A contiguous, uninitialised tensor on q's device.
-template <size_t kDims>
-Tensor empty(const Tensor& q, const std::array<int64_t, kDims>& shape, ScalarType dtype) {
-    std::array<int64_t, kDims> strides;
+Tensor empty(const Tensor& q, const std::vector<int64_t>& shape, ScalarType dtype) {
+    std::vector<int64_t> strides(shape.size());
     int64_t stride = 1;
-    for (size_t i = kDims; i-- > 0;) {
+    for (size_t i = shape.size(); i-- > 0;) {
         strides[i] = stride;
         stride *= std::max<int64_t>(shape[i], 1);
     }
@@ -48,8 +49,9 @@ Tensor empty(const Tensor& q, const std::array<int64_t, kDims>& shape, ScalarTyp
     if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
     if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
     AtenTensorHandle handle = nullptr;
-    if (aoti_torch_empty_strided(kDims, shape.data(), strides.data(), code,
-                                 aoti_torch_device_type_cuda(), q.get_device_index(), &handle) != 0)
+    if (aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                                 code, aoti_torch_device_type_cuda(), q.get_device_index(),
+                                 &handle) != 0)
         fail("allocating a tensor of shape ", shape_text(shape), " failed: out of memory?");
     return Tensor(handle);
 }
@@ -64,7 +66,7 @@ class Workspace {
     T* allocate(int64_t count) {
         static_assert(sizeof(T) == 4);
         const ScalarType dtype = std::is_same_v<T, int> ? ScalarType::Int : ScalarType::Float;
-        tensors_.push_back(empty(q_, std::array{count}, dtype));
+        tensors_.push_back(empty(q_, {count}, dtype));
         return static_cast<T*>(tensors_.back().data_ptr());
     }
 
@@ -75,32 +77,65 @@ class Workspace {
 
 TensorView view(const Tensor& tensor) {
     // The stride of a dimension of size 1 is never used, and need not be aligned.
-    const auto stride = [&](int dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
-    return {tensor.data_ptr(), stride(0), stride(1), stride(2)};
+    const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+    const int64_t dims = tensor.dim();
+    return {tensor.data_ptr(), dims == 4 ? stride(0) : 0, stride(dims - 3), stride(dims - 2)};
 }
 
 // Do all rows start on 16-byte boundaries and end on them?
 bool is_aligned(const Tensor& tensor) {
     constexpr int64_t kElements = 16 / 2;
-    bool aligned =
-        reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && tensor.size(3) % kElements == 0;
-    for (int dim = 0; dim < 3; ++dim)
+    const int64_t last = tensor.dim() - 1;
+    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
+                   tensor.size(last) % kElements == 0;
+    for (int64_t dim = 0; dim < last; ++dim)
         aligned = aligned && (tensor.size(dim) == 1 || tensor.stride(dim) % kElements == 0);
     return aligned;
 }
 
+template <class T>
+const T* data_of(const std::optional<Tensor>& tensor) {
+    return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
+}
+
+Bias bias_of(const Tensor& tensor) {
+    Bias bias;
+    bias.data = tensor.data_ptr();
+    if (tensor.scalar_type() == ScalarType::Float) bias.type = BiasType::kFloat32;
+    if (tensor.scalar_type() == ScalarType::Bool) bias.type = BiasType::kBool;
+    bias.paired = reinterpret_cast<uintptr_t>(bias.data) % (2 * tensor.element_size()) == 0;
+    for (int dim = 0; dim < 4; ++dim) {
+        bias.sizes[dim] = static_cast<int>(tensor.size(dim));
+        bias.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+        if (dim < 3) bias.paired = bias.paired && bias.strides[dim] % 2 == 0;
+    }
+    return bias;
+}
+
+// The options with a bias that kernels can read: keys side by side, or one for all of them.
+Options readable(Options options) {
+    if (options.bias && options.bias->dim() == 4 && options.bias->size(3) > 1 &&
+        options.bias->stride(3) != 1)
+        options.bias = torch::stable::contiguous(*options.bias);
+    return options;
+}
+
 void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
-                 const Options& options) {
+                 const Sizes& sizes, const Options& options) {
     const int64_t kUnlimited = BandMask::kUnlimited;
     params.element_type =
         q.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
-    params.batch = static_cast<int>(q.size(0));
-    params.seqlen_q = static_cast<int>(q.size(1));
-    params.seqlen_k = static_cast<int>(k.size(1));
-    params.heads_q = static_cast<int>(q.size(2));
-    params.heads_k = static_cast<int>(k.size(2));
-    params.head_dim = static_cast<int>(q.size(3));
-    params.head_dim_v = static_cast<int>(v.size(3));
+    params.batch = static_cast<int>(sizes.batch);
+    params.seqlen_q = static_cast<int>(sizes.seqlen_q);
+    params.seqlen_k = static_cast<int>(sizes.seqlen_k);
+    params.heads_q = static_cast<int>(sizes.heads_q);
+    params.heads_k = static_cast<int>(sizes.heads_k);
+    params.head_dim = static_cast<int>(sizes.head_dim);
+    params.head_dim_v = static_cast<int>(sizes.head_dim_v);
+
+    params.cu_seqlens_q = data_of<int>(options.cu_seqlens_q);
+    params.cu_seqlens_k = data_of<int>(options.cu_seqlens_k);
+    params.seqused_k = data_of<int>(options.seqused_k);
 
     const auto bound = [&](int64_t window) {
         return static_cast<int>(window < 0 ? kUnlimited : std::min(window, kUnlimited));
@@ -111,9 +146,15 @@ void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, cons
     params.scale = static_cast<float>(
         options.scale.value_or(1.0 / std::sqrt(static_cast<double>(params.head_dim))));
     params.scale_log2 = params.scale * kLog2e;
+    params.softcap = static_cast<float>(options.softcap);
+    params.alibi_slopes = data_of<float>(options.alibi_slopes);
+    if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
+        params.alibi_batch_stride = options.alibi_slopes->stride(0);
+    if (options.bias) params.bias = bias_of(*options.bias);
+    params.sink = data_of<float>(options.sink);
 
     if (options.dropout_p > 0) {
-        params.rng_state = static_cast<const int64_t*>(options.rng_state->data_ptr());
+        params.rng_state = data_of<int64_t>(options.rng_state);
         params.keep_threshold = static_cast<uint32_t>(
             std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
         params.keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
@@ -121,52 +162,107 @@ void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, cons
     params.aligned = is_aligned(q) && is_aligned(k) && is_aligned(v);
 }
 
-template <class Params>
-using Launcher = cudaError_t (*)(Params, cudaStream_t);
-
-template <class Params>
-void launch(const Params& params, const Tensor& q, Variant variant,
-            const std::array<Launcher<Params>, kVariants>& launchers) {
-    const cudaError_t status = launchers[static_cast<int>(variant)](params, current_stream(q));
+void check_launch(cudaError_t status) {
     if (status != cudaSuccess) fail("the CUDA launch failed: ", cudaGetErrorString(status));
 }
 
-// function(constant of the head dim with kernels of its own that head_dim is padded to)
+// function(constants of the head dims with kernels of their own that the call is padded to)
 template <class Function>
-void dispatch_head_dim(int head_dim, Function function) {
-    static_assert(std::size(kHeadDims) == 5);
-    dispatch<kHeadDims[0], kHeadDims[1], kHeadDims[2], kHeadDims[3], kHeadDims[4]>(
-        padded_head_dim(head_dim), function);
+void dispatch_head_dims(const Sizes& sizes, Function function) {
+    const int index =
+        padded_head_dims(static_cast<int>(sizes.head_dim), static_cast<int>(sizes.head_dim_v));
+    compile_time_for<kHeadDimPairs>([&](auto i) {
+        constexpr HeadDims kDims = kHeadDims[i];
+        if (i == index)
+            function(std::integral_constant<int, kDims.qk>{},
+                     std::integral_constant<int, kDims.v>{});
+    });
 }
 
 // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
-void check_shared_memory(const Tensor& q, Variant variant, bool backward) {
+void check_shared_memory(const Tensor& q, const Sizes& sizes, Variant variant, bool backward) {
     int needed = 0;
-    dispatch_head_dim(static_cast<int>(q.size(3)), [&](auto dim) {
+    dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         const int bytes[2][kVariants] = {
-            {fa1_forward_shared_bytes<dim>(), fa2_forward_shared_bytes<dim>()},
-            {fa1_backward_shared_bytes<dim>(), fa2_backward_shared_bytes<dim>()}};
+            {fa1_forward_shared_bytes<dim, dim_v>(), fa2_forward_shared_bytes<dim, dim_v>()},
+            {fa1_backward_shared_bytes<dim, dim_v>(), fa2_backward_shared_bytes<dim, dim_v>()}};
         needed = bytes[backward][static_cast<int>(variant)];
     });
     const int available = device_limits(q.get_device_index()).shared_bytes;
     if (needed > available)
         fail("variant '", kVariantNames[static_cast<int>(variant)], "' needs ", needed,
              " bytes of shared memory per block ", backward ? "in the backward pass " : "",
-             "at head dimension ", q.size(3), ", this GPU has ", available);
+             "at head dimensions ", sizes.head_dim, " and ", sizes.head_dim_v, ", this GPU has ",
+             available);
+}
+
+// Sequence lengths are on the device, where the host cannot see them: with FLASH_EXT_DEBUG=1 they
+// are fetched, which waits for the device, and checked.
+void debug_seqlens(const Tensor& q, const Sizes& sizes, const Options& options) {
+    const char* debug = std::getenv("FLASH_EXT_DEBUG");
+    if (debug == nullptr || std::string(debug) == "0" || std::string(debug).empty()) return;
+    const auto fetch = [&](const std::optional<Tensor>& tensor) {
+        std::vector<int> values(tensor ? tensor->numel() : 0);
+        const cudaStream_t stream = current_stream(q);
+        if (!values.empty() &&
+            (cudaMemcpyAsync(values.data(), tensor->data_ptr(), values.size() * sizeof(int),
+                             cudaMemcpyDeviceToHost, stream) != cudaSuccess ||
+             cudaStreamSynchronize(stream) != cudaSuccess)) {
+            cudaGetLastError();
+            fail(
+                "FLASH_EXT_DEBUG=1 cannot read sequence lengths here, for example while a CUDA "
+                "graph is captured");
+        }
+        return values;
+    };
+    const std::vector<int> offsets[2] = {fetch(options.cu_seqlens_q), fetch(options.cu_seqlens_k)};
+    for (int i = 0; i < 2 && sizes.packed; ++i) {
+        const std::string name = i == 0 ? "cu_seqlens_q" : "cu_seqlens_k";
+        const int64_t total = i == 0 ? sizes.seqlen_q : sizes.seqlen_k;
+        for (size_t b = 0; b < offsets[i].size(); ++b) {
+            const int64_t low = b == 0 ? 0 : offsets[i][b - 1];
+            const int64_t high = b == 0 ? 0 : total;
+            if (offsets[i][b] < low || offsets[i][b] > high)
+                refuse(name + "[" + std::to_string(b) + "]",
+                       b == 0 ? "0"
+                              : "from " + std::to_string(low) + " (the entry before) to " +
+                                    std::to_string(high) + " (all rows)",
+                       offsets[i][b]);
+        }
+    }
+    const std::vector<int> used = fetch(options.seqused_k);
+    for (size_t b = 0; b < used.size(); ++b) {
+        const int64_t length = sizes.packed ? offsets[1][b + 1] - offsets[1][b] : sizes.seqlen_k;
+        if (used[b] < 0 || used[b] > length)
+            refuse("seqused_k[" + std::to_string(b) + "]",
+                   "from 0 to the sequence's " + std::to_string(length) + " keys", used[b]);
+    }
+    for (int i = 0; i < 2 && sizes.packed && options.bias; ++i) {
+        const int64_t reach = options.bias->size(2 + i);
+        for (size_t b = 0; reach != 1 && b + 1 < offsets[i].size(); ++b)
+            if (offsets[i][b + 1] - offsets[i][b] > reach)
+                refuse("bias",
+                       "as long as the longest sequence in dimension " + std::to_string(2 + i) +
+                           ", at least " + std::to_string(offsets[i][b + 1] - offsets[i][b]),
+                       reach);
+    }
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                             const Options& options) {
-    const Variant variant = check_forward(q, k, v, options);
-    check_shared_memory(q, variant, false);
+                                             const Options& given) {
+    const auto [variant, sizes] = check_forward(q, k, v, given);
+    const Options options = readable(given);
+    check_shared_memory(q, sizes, variant, false);
+    debug_seqlens(q, sizes, options);
     ForwardParams params;
-    fill_params(params, q, k, v, options);
+    fill_params(params, q, k, v, sizes, options);
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    Tensor out = empty(q, std::array{q.size(0), q.size(1), q.size(2), v.size(3)}, q.scalar_type());
-    Tensor lse = empty(q, std::array{q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+    Tensor out =
+        empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v), q.scalar_type());
+    Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
     params.q = view(q);
     params.k = view(k);
     params.v = view(v);
@@ -174,71 +270,86 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     params.lse = static_cast<float*>(lse.data_ptr());
 
     Workspace workspace(q);
-    if (variant == Variant::kFa1) {
-        const int head_dim = padded_head_dim(params.head_dim_v);
-        const int block_q = tuning::fa1_forward(head_dim).block_q;
-        const int64_t heads = q.size(0) * q.size(2);
-        const int64_t rows = heads * q.size(1);
-        params.out_accum = workspace.allocate<float>(heads * ceil_div(params.seqlen_q, block_q) *
-                                                     block_q * head_dim);
-        params.row_max = workspace.allocate<float>(rows);
-        params.row_sum = workspace.allocate<float>(rows);
-    }
-    dispatch_head_dim(params.head_dim, [&](auto dim) {
-        launch<ForwardParams>(params, q, variant, {fa1_forward<dim>, fa2_forward<dim>});
+    const cudaStream_t stream = current_stream(q);
+    dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
+        if (variant == Variant::kFa1) {
+            constexpr int kBlockQ = tuning::fa1_forward({dim, dim_v}).block_q;
+            const int64_t heads = sizes.heads_q * sizes.tensor_batches();
+            params.out_accum = workspace.allocate<float>(
+                heads * tile_numbers(params, params.seqlen_q, kBlockQ) * kBlockQ * dim_v);
+            params.row_max = workspace.allocate<float>(lse.numel());
+            params.row_sum = workspace.allocate<float>(lse.numel());
+            check_launch(fa1_forward<dim, dim_v>(params, stream));
+        } else {
+            check_launch(fa2_forward<dim, dim_v>(params, stream));
+        }
     });
     return {out, lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options) {
-    const Variant variant = check_backward(dout, dlse, q, k, v, out, lse, options);
-    check_shared_memory(q, variant, true);
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& given, bool need_dbias) {
+    const auto [variant, sizes] = check_backward(dout, dlse, q, k, v, out, lse, given);
+    const Options options = readable(given);
+    check_shared_memory(q, sizes, variant, true);
+    debug_seqlens(q, sizes, options);
     BackwardParams params;
-    fill_params(params, q, k, v, options);
+    fill_params(params, q, k, v, sizes, options);
     params.aligned = params.aligned && is_aligned(dout) && is_aligned(out);
     params.deterministic = options.deterministic;
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     const auto empty_as = [&](const Tensor& x) {
-        return empty(x, std::array{x.size(0), x.size(1), x.size(2), x.size(3)}, x.scalar_type());
+        return empty(q, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
     };
+    const bool has_dbias =
+        need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool;
     Tensor dq = empty_as(q);
     Tensor dk = empty_as(k);
     Tensor dv = empty_as(v);
+    Tensor dbias = has_dbias ? empty_as(*options.bias) : empty(q, {0}, q.scalar_type());
+    Tensor dsink = options.sink ? empty_as(*options.sink) : empty(q, {0}, q.scalar_type());
     params.q = view(q);
     params.k = view(k);
     params.v = view(v);
     params.out = view(out);
     params.dout = view(dout);
     params.lse = static_cast<const float*>(lse.data_ptr());
-    params.dlse = dlse ? static_cast<const float*>(dlse->data_ptr()) : nullptr;
+    params.dlse = data_of<float>(dlse);
     params.dq = view(dq);
     params.dk = view(dk);
     params.dv = view(dv);
+    if (has_dbias) params.dbias = dbias.data_ptr();
+    if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
 
-    const int head_dim = padded_head_dim(params.head_dim);
-    const int block_q = tuning::backward_block_q(variant, head_dim);
-    params.q_tiles = ceil_div(params.seqlen_q, block_q);
-    const int64_t q_tiles = int64_t{params.q_tiles} * params.heads_q * params.batch;
     Workspace workspace(q);
-    params.dq_accum = workspace.allocate<float>(q_tiles * block_q * head_dim);
-    params.lse_log2 = workspace.allocate<float>(q_tiles * block_q);
-    params.delta = workspace.allocate<float>(q_tiles * block_q);
-    if (params.deterministic && variant == Variant::kFa2)
-        params.turn = workspace.allocate<int>(1 + q_tiles);
-
-    dispatch_head_dim(params.head_dim, [&](auto dim) {
-        launch<BackwardParams>(params, q, variant, {fa1_backward<dim>, fa2_backward<dim>});
+    const cudaStream_t stream = current_stream(q);
+    params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
+    const int64_t rows = workspace_rows(params);
+    params.lse_log2 = workspace.allocate<float>(rows);
+    params.delta = workspace.allocate<float>(rows);
+    dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
+        params.dq_accum = workspace.allocate<float>(rows * dim);
+        if (variant == Variant::kFa1) {
+            check_launch(fa1_backward<dim, dim_v>(params, stream));
+        } else {
+            const int block_q = tuning::fa2_backward({dim, dim_v}, features_of(params)).block_q;
+            if (params.deterministic) params.turn = workspace.allocate<int>(1 + rows / block_q);
+            check_launch(fa2_backward<dim, dim_v>(params, stream));
+        }
+        if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));
     });
-    const auto none = [&] { return empty(q, std::array<int64_t, 1>{0}, q.scalar_type()); };
-    return {dq, dk, dv, none(), none()};
+    if (options.sink) {
+        params.dsink_parts = workspace.allocate<float>(sizes.heads_q * kSinkParts);
+        check_launch(sink_gradient(params, stream));
+    }
+    return {dq, dk, dv, dbias, dsink};
 }
 
 int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
-    const Variant variant = check_forward(q, k, v, options);
-    check_shared_memory(q, variant, false);
+    const auto [variant, sizes] = check_forward(q, k, v, options);
+    check_shared_memory(q, sizes, variant, false);
     return static_cast<int64_t>(variant);
 }
 

@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options);
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias);
 
 // The index in kVariantNames of the variant that attention_forward would run, or its error.
 int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);

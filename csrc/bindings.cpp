@@ -29,8 +29,9 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, std::optional<Tensor> dlse,
                                                        Tensor q, Tensor k, Tensor v, Tensor out,
-                                                       Tensor lse, OPTION_PARAMETERS) {
-    return attention_backward(dout, dlse, q, k, v, out, lse, OPTIONS);
+                                                       Tensor lse, OPTION_PARAMETERS,
+                                                       bool need_dbias) {
+    return attention_backward(dout, dlse, q, k, v, out, lse, OPTIONS, need_dbias);
 }
 
 int64_t check(Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) {

@@ -7,7 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <array>
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -82,14 +82,20 @@ inline void require_device(const char* argument, const Tensor& tensor, const Ten
                "cuda:" + std::to_string(tensor.get_device_index()));
 }
 
-template <size_t kDims>
-void require_shape(const char* argument, const Tensor& tensor,
-                   const std::array<int64_t, kDims>& shape, const char* layout) {
-    bool same = tensor.dim() == static_cast<int64_t>(kDims);
-    for (size_t i = 0; same && i < kDims; ++i) same = tensor.size(i) == shape[i];
+inline void require_shape(const char* argument, const Tensor& tensor,
+                          const std::vector<int64_t>& shape, const char* layout) {
+    bool same = tensor.dim() == static_cast<int64_t>(shape.size());
+    for (size_t i = 0; same && i < shape.size(); ++i) same = tensor.size(i) == shape[i];
     if (!same)
         refuse(argument, std::string("of shape ") + layout + " = " + shape_text(shape),
                shape_text(tensor.sizes()));
+}
+
+inline void require_contiguous_rows(const char* argument, const Tensor& tensor) {
+    const int64_t last = tensor.dim() - 1;
+    if (tensor.numel() > 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
+        refuse(argument, "contiguous in its last dimension",
+               "strides " + shape_text(tensor.strides()));
 }
 
 // q, k, v, out or dout: q's dtype and device, contiguous rows.
@@ -98,41 +104,112 @@ inline void require_like(const char* argument, const Tensor& tensor, const Tenso
         refuse(argument, std::string("of q's dtype ") + dtype_name(q.scalar_type()),
                dtype_name(tensor.scalar_type()));
     require_device(argument, tensor, q);
-    if (tensor.numel() > 0 && tensor.size(3) > 1 && tensor.stride(3) != 1)
-        refuse(argument, "contiguous in its last dimension",
-               "strides " + shape_text(tensor.strides()));
+    require_contiguous_rows(argument, tensor);
 }
 
-// lse or dlse.
-inline void require_statistics(const char* argument, const Tensor& tensor, const Tensor& q) {
-    require_shape(argument, tensor, std::array{q.size(0), q.size(2), q.size(1)},
-                  "(batch, heads_q, seqlen_q)");
-    require_dtype(argument, tensor, ScalarType::Float);
-    require_device(argument, tensor, q);
+inline void require_contiguous(const char* argument, const Tensor& tensor) {
     if (!tensor.is_contiguous())
         refuse(argument, "contiguous", "strides " + shape_text(tensor.strides()));
 }
 
-inline void check_options(const Tensor& q, const Options& options) {
+// What an argument of options must be, but for its values.
+inline void require_option(const char* argument, const Tensor& tensor, ScalarType dtype,
+                           const std::vector<int64_t>& shape, const char* layout, const Tensor& q) {
+    require_dtype(argument, tensor, dtype);
+    require_shape(argument, tensor, shape, layout);
+    require_device(argument, tensor, q);
+    require_contiguous(argument, tensor);
+}
+
+// The sizes of a call, dense (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
+struct Sizes {
+    bool packed;
+    int64_t batch;
+    int64_t seqlen_q;  // all rows when packed
+    int64_t seqlen_k;
+    int64_t heads_q;
+    int64_t heads_k;
+    int64_t head_dim;
+    int64_t head_dim_v;
+
+    // The shape of q, k, v or out.
+    std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
+        if (packed) return {seqlen, heads, dim};
+        return {batch, seqlen, heads, dim};
+    }
+    std::vector<int64_t> statistics() const {
+        if (packed) return {heads_q, seqlen_q};
+        return {batch, heads_q, seqlen_q};
+    }
+    int64_t tensor_batches() const { return packed ? 1 : batch; }
+};
+
+// lse or dlse.
+inline void require_statistics(const char* argument, const Tensor& tensor, const Sizes& sizes,
+                               const Tensor& q) {
+    require_option(argument, tensor, ScalarType::Float, sizes.statistics(),
+                   sizes.packed ? "(heads_q, total_q)" : "(batch, heads_q, seqlen_q)", q);
+}
+
+inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) {
+    const ScalarType dtype = bias.scalar_type();
+    if (dtype != q.scalar_type() && dtype != ScalarType::Float && dtype != ScalarType::Bool)
+        refuse("bias", std::string(dtype_name(q.scalar_type())) + ", float32 or bool",
+               dtype_name(dtype));
+    require_device("bias", bias, q);
+    if (bias.dim() != 4)
+        refuse("bias", "of shape (batch, heads_q, seqlen_q, seqlen_k), any of them 1",
+               shape_text(bias.sizes()));
+    const std::pair<const char*, int64_t> wanted[] = {{"batch", sizes.batch},
+                                                      {"heads_q", sizes.heads_q},
+                                                      {"seqlen_q", sizes.seqlen_q},
+                                                      {"seqlen_k", sizes.seqlen_k}};
+    for (int dim = 0; dim < 4; ++dim) {
+        const auto& [name, size] = wanted[dim];
+        const bool by_position = sizes.packed && dim >= 2;  // as long as the longest sequence
+        if (bias.size(dim) != 1 && !by_position && bias.size(dim) != size)
+            refuse("bias",
+                   std::string("1 or ") + name + " = " + std::to_string(size) + " in dimension " +
+                       std::to_string(dim),
+                   shape_text(bias.sizes()));
+        if (bias.size(dim) >= int64_t{1} << 29)
+            refuse("bias", "below 2^29 in every dimension", shape_text(bias.sizes()));
+    }
+}
+
+inline void check_options(const Tensor& q, const Sizes& sizes, const Options& options) {
     if (options.scale && !std::isfinite(static_cast<float>(*options.scale)))
         refuse("scale", "finite", *options.scale);
     if (options.window_left < -1)
         refuse("window_left", "at least -1 (unlimited)", options.window_left);
     if (options.window_right < -1)
         refuse("window_right", "at least -1 (unlimited)", options.window_right);
+    if (!(options.softcap >= 0 && std::isfinite(static_cast<float>(options.softcap))))
+        refuse("softcap", "finite and at least 0 (none)", options.softcap);
+    if (options.alibi_slopes) {
+        const Tensor& slopes = *options.alibi_slopes;
+        const std::vector<int64_t> shape = slopes.dim() == 1
+                                               ? std::vector{sizes.heads_q}
+                                               : std::vector{sizes.batch, sizes.heads_q};
+        require_dtype("alibi_slopes", slopes, ScalarType::Float);
+        require_shape("alibi_slopes", slopes, shape, "(heads_q) or (batch, heads_q)");
+        require_device("alibi_slopes", slopes, q);
+        require_contiguous_rows("alibi_slopes", slopes);
+    }
+    if (options.bias) check_bias(*options.bias, sizes, q);
+    if (options.sink)
+        require_option("sink", *options.sink, ScalarType::Float, {sizes.heads_q}, "(heads_q)", q);
+    if (options.seqused_k)
+        require_option("seqused_k", *options.seqused_k, ScalarType::Int, {sizes.batch}, "(batch)",
+                       q);
     if (!(options.dropout_p >= 0 && options.dropout_p < 1))
         refuse("dropout_p", "in [0, 1)", options.dropout_p);
     if (options.dropout_p == 0) return;
     if (!options.rng_state) refuse("rng_state", "given when dropout_p > 0", "None");
-    const Tensor& state = *options.rng_state;
-    require_dtype("rng_state", state, ScalarType::Long);
-    require_shape("rng_state", state, std::array<int64_t, 1>{2}, "(seed and offset)");
-    require_device("rng_state", state, q);
-    if (!state.is_contiguous())
-        refuse("rng_state", "contiguous", "strides " + shape_text(state.strides()));
+    require_option("rng_state", *options.rng_state, ScalarType::Long, {2}, "(seed and offset)", q);
 }
 
-// The variant that "auto" or a name stands for, if it has the options.
+// The variant that "auto" or a name stands for.
 inline Variant check_variant(const Options& options) {
     Variant variant = Variant::kFa2;
     if (options.variant != "auto") {
@@ -145,19 +222,6 @@ inline Variant check_variant(const Options& options) {
         }
         variant = static_cast<Variant>(index);
     }
-    const std::pair<const char*, bool> asked[] = {
-        {"softcap", options.softcap != 0},
-        {"alibi_slopes", options.alibi_slopes.has_value()},
-        {"bias", options.bias.has_value()},
-        {"sink", options.sink.has_value()},
-        {"cu_seqlens_q", options.cu_seqlens_q.has_value()},
-        {"cu_seqlens_k", options.cu_seqlens_k.has_value()},
-        {"seqused_k", options.seqused_k.has_value()},
-    };
-    for (const auto& [option, given] : asked)
-        if (given)
-            fail(option, " is not supported yet by variant '",
-                 kVariantNames[static_cast<int>(variant)], "'");
     return variant;
 }
 
@@ -195,73 +259,97 @@ inline void check_architecture(const Tensor& q) {
 }
 
 // Positions and CTA indices are 32-bit; elements are addressed in 64.
-inline void check_sizes(const Tensor& q, const Tensor& k) {
+inline void check_sizes(const Sizes& sizes) {
     constexpr int64_t kMaxLength = int64_t{1} << 29;
     constexpr int64_t kMaxTiles = int64_t{1} << 31;
     constexpr int64_t kSmallestTile = 16;
-    for (const auto& [name, tensor] : {std::pair{"q", &q}, std::pair{"k", &k}}) {
-        const int64_t length = tensor->size(1);
+    for (const auto& [name, length, heads] : {std::tuple{"q", sizes.seqlen_q, sizes.heads_q},
+                                              std::tuple{"k", sizes.seqlen_k, sizes.heads_k}}) {
         if (length >= kMaxLength)
             refuse(std::string(name) + "'s sequence length", "below 2^29", length);
-        const int64_t heads = tensor->size(0) * tensor->size(2);
-        if (heads >= kMaxTiles || heads * (length / kSmallestTile + 1) >= kMaxTiles)
-            refuse(std::string(name), "of fewer than 2^31 tiles of 16 rows",
-                   shape_text(tensor->sizes()));
+        const int64_t blocks = length / kSmallestTile + 1 + (sizes.packed ? sizes.batch : 0);
+        const int64_t matrices = heads * sizes.tensor_batches();
+        if (matrices >= kMaxTiles || matrices * blocks >= kMaxTiles)
+            refuse(name, "of fewer than 2^31 tiles of 16 rows",
+                   std::to_string(matrices) + " (batch, head) pairs of " + std::to_string(length) +
+                       " rows");
     }
 }
 
-inline Variant check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Options& options) {
+// The arguments of the forward pass. Sizes are those of the call.
+inline std::pair<Variant, Sizes> check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                               const Options& options) {
     const Variant variant = check_variant(options);
-    const std::tuple<const char*, const Tensor&, const char*> inputs[] = {
-        {"q", q, "of shape (batch, seqlen_q, heads_q, head_dim)"},
-        {"k", k, "of shape (batch, seqlen_k, heads_k, head_dim)"},
-        {"v", v, "of shape (batch, seqlen_k, heads_k, head_dim)"},
-    };
-    for (const auto& [name, tensor, layout] : inputs) {
-        if (tensor.dim() != 4) refuse(name, layout, shape_text(tensor.sizes()));
+    if (options.cu_seqlens_q.has_value() != options.cu_seqlens_k.has_value())
+        refuse("cu_seqlens_q and cu_seqlens_k", "given together",
+               options.cu_seqlens_q ? "cu_seqlens_q alone" : "cu_seqlens_k alone");
+    Sizes sizes{};
+    sizes.packed = options.cu_seqlens_q.has_value();
+    const char* layouts[2][3] = {
+        {"(batch, seqlen_q, heads_q, head_dim)", "(batch, seqlen_k, heads_k, head_dim)",
+         "(batch, seqlen_k, heads_k, head_dim_v)"},
+        {"(total_q, heads_q, head_dim)", "(total_k, heads_k, head_dim)",
+         "(total_k, heads_k, head_dim_v)"}};
+    const auto& layout = layouts[sizes.packed];
+    const int64_t dims = sizes.packed ? 3 : 4;
+    const std::pair<const char*, const Tensor&> inputs[] = {{"q", q}, {"k", k}, {"v", v}};
+    for (int i = 0; i < 3; ++i) {
+        const auto& [name, tensor] = inputs[i];
+        if (tensor.dim() != dims)
+            refuse(name,
+                   std::string("of shape ") + layout[i] +
+                       (sizes.packed ? " with cu_seqlens_q and cu_seqlens_k"
+                                     : " (packed sequences come with cu_seqlens_q)"),
+                   shape_text(tensor.sizes()));
         if (!tensor.is_cuda())
             refuse(name, "on a CUDA device like the other inputs", "a tensor elsewhere");
     }
     if (q.scalar_type() != ScalarType::Half && q.scalar_type() != ScalarType::BFloat16)
         refuse("q", "float16 or bfloat16", dtype_name(q.scalar_type()));
-    for (const auto& [name, tensor, layout] : inputs) require_like(name, tensor, q);
+    for (const auto& [name, tensor] : inputs) require_like(name, tensor, q);
 
-    const int64_t batch = q.size(0);
-    const int64_t heads_q = q.size(2);
-    const int64_t head_dim = q.size(3);
-    const int64_t seqlen_k = k.size(1);
-    const int64_t heads_k = k.size(2);
-    if (head_dim < 1 || head_dim > kMaxHeadDim)
-        refuse("q's head dimension", "1 to " + std::to_string(kMaxHeadDim), head_dim);
-    require_shape("k", k, std::array{batch, seqlen_k, heads_k, head_dim},
-                  "(batch, seqlen_k, heads_k, head_dim)");
-    if (heads_k == 0 || heads_q % heads_k != 0)
-        refuse("q's number of heads", "a multiple of k's, " + std::to_string(heads_k), heads_q);
-    require_shape("v", v, std::array{batch, seqlen_k, heads_k, v.size(3)},
-                  "(batch, seqlen_k, heads_k, head_dim)");
-    if (v.size(3) != head_dim)
-        fail("v with a head dimension (", v.size(3), ") other than q's (", head_dim,
-             ") is not supported yet by variant '", kVariantNames[static_cast<int>(variant)], "'");
-    check_sizes(q, k);
-    check_options(q, options);
+    sizes.batch =
+        sizes.packed ? std::max<int64_t>(options.cu_seqlens_q->numel() - 1, 0) : q.size(0);
+    sizes.seqlen_q = q.size(dims - 3);
+    sizes.seqlen_k = k.size(dims - 3);
+    sizes.heads_q = q.size(dims - 2);
+    sizes.heads_k = k.size(dims - 2);
+    sizes.head_dim = q.size(dims - 1);
+    sizes.head_dim_v = v.size(dims - 1);
+    for (const auto& [name, dim] : {std::pair{"q's head dimension", sizes.head_dim},
+                                    std::pair{"v's head dimension", sizes.head_dim_v}})
+        if (dim < 1 || dim > kMaxHeadDim) refuse(name, "1 to " + std::to_string(kMaxHeadDim), dim);
+    require_shape("k", k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim), layout[1]);
+    if (sizes.heads_k == 0 || sizes.heads_q % sizes.heads_k != 0)
+        refuse("q's number of heads", "a multiple of k's, " + std::to_string(sizes.heads_k),
+               sizes.heads_q);
+    require_shape("v", v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v), layout[2]);
+    if (sizes.packed) {
+        for (const auto& [name, offsets] : {std::pair{"cu_seqlens_q", &*options.cu_seqlens_q},
+                                            std::pair{"cu_seqlens_k", &*options.cu_seqlens_k}})
+            require_option(name, *offsets, ScalarType::Int, {sizes.batch + 1}, "(batch + 1)", q);
+    }
+    check_sizes(sizes);
+    check_options(q, sizes, options);
     check_architecture(q);
-    return variant;
+    return {variant, sizes};
 }
 
-inline Variant check_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
-                              const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                              const Tensor& lse, const Options& options) {
-    const Variant variant = check_forward(q, k, v, options);
-    const std::array shape{q.size(0), q.size(1), q.size(2), v.size(3)};
-    const char* layout = "(batch, seqlen_q, heads_q, head_dim)";
-    require_shape("dout", dout, shape, layout);
-    require_like("dout", dout, q);
-    require_shape("out", out, shape, layout);
-    require_like("out", out, q);
-    require_statistics("lse", lse, q);
-    if (dlse) require_statistics("dlse", *dlse, q);
-    return variant;
+inline std::pair<Variant, Sizes> check_backward(const Tensor& dout,
+                                                const std::optional<Tensor>& dlse, const Tensor& q,
+                                                const Tensor& k, const Tensor& v, const Tensor& out,
+                                                const Tensor& lse, const Options& options) {
+    const auto [variant, sizes] = check_forward(q, k, v, options);
+    const std::vector<int64_t> shape = sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v);
+    const char* layout =
+        sizes.packed ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)";
+    for (const auto& [name, tensor] : {std::pair{"dout", &dout}, std::pair{"out", &out}}) {
+        require_shape(name, *tensor, shape, layout);
+        require_like(name, *tensor, q);
+    }
+    require_statistics("lse", lse, sizes, q);
+    if (dlse) require_statistics("dlse", *dlse, sizes, q);
+    return {variant, sizes};
 }
 
 }  // namespace flash_ext

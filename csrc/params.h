@@ -4,9 +4,13 @@
 
 #include <cstdint>
 
+#include "variants.h"
+
 namespace flash_ext {
 
 enum class ElementType { kFloat16, kBFloat16 };
+
+enum class BiasType { kElement, kFloat32, kBool };
 
 // A (batch, row, head, column) tensor with a contiguous last dimension. Packed sequences
 // (total rows, head, column) have batch_stride 0.
@@ -15,6 +19,16 @@ struct TensorView {
     int64_t batch_stride = 0;
     int64_t row_stride = 0;
     int64_t head_stride = 0;
+};
+
+// Added to the scores; of packed sequences by positions within the sequence. A dimension that is
+// broadcast has stride 0 and size 1, and keys are else side by side.
+struct Bias {
+    const void* data = nullptr;  // (B, Hq, Sq, Sk)
+    BiasType type = BiasType::kElement;
+    int64_t strides[4] = {0, 0, 0, 0};
+    int sizes[4] = {1, 1, 1, 1};
+    bool paired = false;  // is the element of every even key aligned to two elements?
 };
 
 // See scheduler.cuh.
@@ -37,9 +51,8 @@ struct AttentionParams {
     int head_dim;    // D
     int head_dim_v;  // Dv
 
-    // Packed sequences (varlen), not filled in yet: row offsets of the sequences, and keys in use
-    // of each.
-    const int* cu_seqlens_q = nullptr;  // (B + 1)
+    // Packed sequences (varlen), and keys in use; null where there are none.
+    const int* cu_seqlens_q = nullptr;  // (B + 1) row offsets of the sequences
     const int* cu_seqlens_k = nullptr;  // (B + 1)
     const int* seqused_k = nullptr;     // (B)
 
@@ -49,13 +62,11 @@ struct AttentionParams {
 
     // Scores.
     float scale;
-    float scale_log2;  // scale * log2(e)
-    // The options from here to sink are carried for the kernels to come; nothing sets them yet.
+    float scale_log2;                     // scale * log2(e)
     float softcap = 0.f;                  // 0: none
     const float* alibi_slopes = nullptr;  // (Hq) or (B, Hq)
     int64_t alibi_batch_stride = 0;
-    const void* bias = nullptr;  // (B, Hq, Sq, Sk), any of them broadcast by stride 0
-    int64_t bias_strides[4] = {0, 0, 0, 0};
+    Bias bias;
     const float* sink = nullptr;  // (Hq)
 
     // Dropout; see dropout.cuh. keep_threshold 65536 keeps everything.
@@ -69,12 +80,21 @@ struct AttentionParams {
     Schedule schedule;
 };
 
+// The form of the kernel that this call needs.
+inline Features features_of(const AttentionParams& params) {
+    if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale <= 0.f ||
+        params.softcap != 0.f || params.alibi_slopes != nullptr || params.bias.data != nullptr)
+        return Features::kGeneral;
+    if (params.cu_seqlens_q != nullptr || params.seqused_k != nullptr) return Features::kPacked;
+    return Features::kPlain;
+}
+
 struct ForwardParams : AttentionParams {
     TensorView q;    // (B, Sq, Hq, D)
     TensorView k;    // (B, Sk, Hk, D)
     TensorView v;    // (B, Sk, Hk, Dv)
     TensorView out;  // (B, Sq, Hq, Dv)
-    float* lse;      // (B, Hq, Sq), natural logarithm
+    float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
     // FA1 only: its running output and statistics live in HBM.
     float* out_accum = nullptr;  // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
@@ -96,13 +116,18 @@ struct BackwardParams : AttentionParams {
 
     bool deterministic;
 
-    // Workspace. Rows are padded to whole Q tiles: Sq' = q_tiles * kBlockQ.
-    int q_tiles;
-    float* dq_accum;      // (B, Hq, q_tiles, kBlockQ * padded D), each tile in fragment order
-    float* lse_log2;      // (B, Hq, Sq'), lse * log2(e); +inf where the row sees no key
-    float* delta;         // (B, Hq, Sq'), rowsum(dO * O) - dlse
-    int* turn = nullptr;  // (1 + B * Hq * q_tiles) zeros when deterministic: a ticket, then per
-                          // Q tile the number of KV tiles that have added their dQ
+    // Gradients of options; null where they are not asked for.
+    void* dbias = nullptr;   // contiguous, of bias's sizes and type
+    float* dsink = nullptr;  // (Hq)
+
+    // Workspace; its rows R are those of scheduler.cuh's workspace_row().
+    int q_blocks;         // of kWorkspaceRows, per head
+    float* dq_accum;      // (R, padded D), each Q tile in fragment order
+    float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
+    float* delta;         // (R), rowsum(dO * O) - dlse
+    int* turn = nullptr;  // (1 + R / kBlockQ) zeros when deterministic: a ticket, then per Q tile
+                          // the number of KV tiles that have added their dQ
+    float* dsink_parts = nullptr;  // (Hq, kSinkParts)
 };
 
 }  // namespace flash_ext

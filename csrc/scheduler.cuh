@@ -32,62 +32,185 @@ FLASH_HOST_DEVICE constexpr WorkTile work_tile(int linear, const Schedule& sched
     return {within / heads_here, flat_head % schedule.heads, flat_head / schedule.heads};
 }
 
-// Q tiles as numbered in the backward's workspaces, (B, Hq, q_tiles), and in the passes before and
-// after it, where a CTA takes the tile of its index.
-FLASH_HOST_DEVICE constexpr int64_t q_tile_number(const BackwardParams& params, int batch, int head,
-                                                  int q_tile) {
-    return (static_cast<int64_t>(batch) * params.heads_q + head) * params.q_tiles + q_tile;
+FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
+    return schedule.tiles * schedule.heads * schedule.batch;
 }
 
-struct QTileIndex {
-    int q_tile;
-    int head;
-    int batch;
-};
-
-FLASH_HOST_DEVICE constexpr QTileIndex q_tile_index(int linear, const BackwardParams& params) {
-    const int flat_head = linear / params.q_tiles;
-    return {linear % params.q_tiles, flat_head % params.heads_q, flat_head / params.heads_q};
-}
-
-// Host side: heads per section, from the bytes that one head's shared operands take.
+// Host side: heads per section, from the bytes that one head's shared operands take. But a section
+// fills any GPU a few times over, or its last tiles would leave much of it idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
                               int64_t bytes_per_head) {
     constexpr int64_t kL2Share = 32 << 20;  // of 50 MB on an H100 or H200, 40 MB on an A100
+    constexpr int64_t kSectionTiles = 512;
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
-    const int64_t fitting = kL2Share / max_of<int64_t>(bytes_per_head, 1);
-    const int64_t section = tiles_differ ? min_of(max_of<int64_t>(fitting, 1), total_heads) : 1;
+    const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),
+                                   ceil_div<int64_t>(kSectionTiles, max_of(tiles, 1)));
+    const int64_t section = tiles_differ ? min_of(fitting, max_of<int64_t>(total_heads, 1)) : 1;
     return {tiles, heads, batch, static_cast<int>(section)};
 }
 
 // One sequence of the batch: where its rows lie in the tensors, and how many it has. A dense batch
-// is indexed by `batch`; packed sequences share batch 0 and begin at a row of their own.
+// is indexed by `batch`; packed sequences share batch 0 and begin at a row of their own. The rows
+// of packed tensors that no sequence owns are one more sequence, whose keys are all out of use: so
+// its results come out as zeros.
 struct Sequence {
     int batch;
+    int order;  // among packed sequences
     int q_begin;
     int k_begin;
     int seqlen_q;
-    int seqlen_k;
+    int seqlen_k;  // keys in use
+    int rows_k;    // rows of K and V, in use or not
+
+    // Its number in the batch, by which options such as dropout know it.
+    FLASH_HOST_DEVICE constexpr int index() const { return batch + order; }
 };
+
+FLASH_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
+    return min_of(max_of(x, low), high);
+}
+
+// Row offset of packed sequence `order`; that of number B is where the rows begin that no sequence
+// owns. Nothing outside the tensors is touched, whatever cu_seqlens holds.
+FLASH_HOST_DEVICE int packed_begin(const int* cu_seqlens, int order, int total) {
+    return clamp(cu_seqlens[order], 0, total);
+}
 
 // kMayBePacked = false is for kernels that never see packed sequences: there the lengths stay in
 // the constant bank and take no registers.
 template <bool kMayBePacked>
-FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int batch) {
-    Sequence sequence{batch, 0, 0, params.seqlen_q, params.seqlen_k};
+FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int index) {
+    Sequence sequence{index, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
     if constexpr (!kMayBePacked) return sequence;
+    const bool owned = index < params.batch;
     if (params.cu_seqlens_q != nullptr) {
+        const auto place = [&](const int* cu_seqlens, int total, int& begin, int& rows) {
+            begin = packed_begin(cu_seqlens, index, total);
+            rows = (owned ? clamp(cu_seqlens[index + 1], begin, total) : total) - begin;
+        };
         sequence.batch = 0;
-        sequence.q_begin = params.cu_seqlens_q[batch];
-        sequence.seqlen_q = params.cu_seqlens_q[batch + 1] - sequence.q_begin;
-        sequence.k_begin = params.cu_seqlens_k[batch];
-        sequence.seqlen_k = params.cu_seqlens_k[batch + 1] - sequence.k_begin;
+        sequence.order = index;
+        place(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
+        place(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
+        sequence.seqlen_k = owned ? sequence.rows_k : 0;
     }
-    if (params.seqused_k != nullptr) {
-        sequence.seqlen_k = min_of(sequence.seqlen_k, params.seqused_k[batch]);
-    }
+    if (params.seqused_k != nullptr && owned)
+        sequence.seqlen_k = clamp(params.seqused_k[index], 0, sequence.rows_k);
     return sequence;
 }
+
+// How many sequences there are, the one of unowned rows included.
+FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
+    return params.batch + (params.cu_seqlens_q != nullptr ? 1 : 0);
+}
+
+// --- Numbers of tiles ---
+// Tiles of `block` rows are numbered per head: in a dense batch for each batch anew, in packed
+// tensors through all sequences, so that the host needs no lengths: sequence `order`, whose rows
+// begin at `begin`, has the numbers from begin / block + order on, which is at least as many as it
+// has tiles. Grids and workspaces go by these numbers.
+
+FLASH_HOST_DEVICE constexpr int first_tile(int begin, int order, int block) {
+    return begin / block + order;
+}
+
+// Numbers per head (and, in a dense batch, per batch).
+FLASH_HOST_DEVICE constexpr int tile_numbers(const AttentionParams& params, int rows, int block) {
+    return params.cu_seqlens_q == nullptr ? ceil_div(rows, block)
+                                          : first_tile(rows, params.batch, block) + 1;
+}
+
+// What (head, tile) is counted for: the batches of a dense batch, all packed sequences at once.
+FLASH_HOST_DEVICE constexpr int tensor_batches(const AttentionParams& params) {
+    return params.cu_seqlens_q == nullptr ? params.batch : 1;
+}
+
+// The packed sequence that a tile number belongs to: the last whose first number is not beyond it.
+FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
+                                    int number) {
+    int low = 0;
+    int high = batch + 1;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (first_tile(packed_begin(cu_seqlens, middle, total), middle, block) <= number) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// A tile number taken apart. Tiles past the sequence's end exist where numbers are spare.
+struct SequenceTile {
+    Sequence sequence;
+    int tile;
+};
+
+template <bool kMayBePacked>
+FLASH_HOST_DEVICE SequenceTile q_tile_of(const AttentionParams& params, int batch, int number,
+                                         int block) {
+    if (!kMayBePacked || params.cu_seqlens_q == nullptr)
+        return {sequence_of<kMayBePacked>(params, batch), number};
+    const Sequence sequence = sequence_of<kMayBePacked>(
+        params, find_sequence(params.cu_seqlens_q, params.batch, params.seqlen_q, block, number));
+    return {sequence, number - first_tile(sequence.q_begin, sequence.order, block)};
+}
+
+template <bool kMayBePacked>
+FLASH_HOST_DEVICE SequenceTile kv_tile_of(const AttentionParams& params, int batch, int number,
+                                          int block) {
+    if (!kMayBePacked || params.cu_seqlens_k == nullptr)
+        return {sequence_of<kMayBePacked>(params, batch), number};
+    const Sequence sequence = sequence_of<kMayBePacked>(
+        params, find_sequence(params.cu_seqlens_k, params.batch, params.seqlen_k, block, number));
+    return {sequence, number - first_tile(sequence.k_begin, sequence.order, block)};
+}
+
+// Where Q tile `tile` of a sequence lies in a workspace of (batch, head, tiles per head).
+FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params,
+                                                   const Sequence& sequence, int head, int tile,
+                                                   int tiles_per_head, int block) {
+    return (static_cast<int64_t>(sequence.batch) * params.heads_q + head) * tiles_per_head +
+           first_tile(sequence.q_begin, sequence.order, block) + tile;
+}
+
+// The backward's workspaces have rows for queries, in blocks of which a Q tile is a part, so that
+// every sequence begins with a whole tile. Workspaces hold dQ, D numbers a row, and statistics.
+inline constexpr int kWorkspaceRows = 64;
+
+FLASH_HOST_DEVICE constexpr int64_t workspace_row(const BackwardParams& params,
+                                                  const Sequence& sequence, int head, int query) {
+    const int block = (sequence.batch * params.heads_q + head) * params.q_blocks +
+                      first_tile(sequence.q_begin, sequence.order, kWorkspaceRows);
+    return static_cast<int64_t>(block) * kWorkspaceRows + query;
+}
+
+// A CTA of the passes before and after the backward, which takes the Q tile of its index, and so
+// the workspace's rows in their order.
+struct QTileIndex {
+    SequenceTile tile;
+    int head;
+};
+
+template <bool kMayBePacked, int kBlockQ>
+FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int linear) {
+    constexpr int kTiles = kWorkspaceRows / kBlockQ;  // of a block
+    const int block = linear / kTiles;
+    const int flat_head = block / params.q_blocks;
+    SequenceTile tile = q_tile_of<kMayBePacked>(params, flat_head / params.heads_q,
+                                                block % params.q_blocks, kWorkspaceRows);
+    tile.tile = tile.tile * kTiles + linear % kTiles;
+    return {tile, flat_head % params.heads_q};
+}
+
+// How many of them there are.
+FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params) {
+    return int64_t{params.q_blocks} * kWorkspaceRows * params.heads_q * tensor_batches(params);
+}
+
+// Parts of a head's rows in the sum of sink's gradient.
+inline constexpr int kSinkParts = 32;
 
 // First row of a sequence's (head, query) statistics such as lse: (B, Hq, Sq), or (Hq, total).
 FLASH_HOST_DEVICE int64_t statistics_offset(const AttentionParams& params, const Sequence& sequence,

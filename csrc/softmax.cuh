@@ -48,6 +48,18 @@ struct OnlineSoftmax {
             }
     }
 
+    // A score that every row has before its first key, with the value 0: it counts in the sum
+    // alone.
+    __device__ __forceinline__ void begin_with(float score) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                row_max[m][i] = score;
+                row_sum[m][i] = lane_col() == 0 ? 1.f : 0.f;
+            }
+    }
+
     // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.
     template <class Scores, class Output>
     __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {

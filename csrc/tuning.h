@@ -15,9 +15,14 @@ struct Forward {
 };
 
 // Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond.
-constexpr Forward fa2_forward(int head_dim, Features features) {
-    if (head_dim == 128 && features == Features::kGeneral) return {32, 4, 32, false, 2};
-    switch (head_dim) {
+constexpr Forward fa2_forward(HeadDims dims, Features features) {
+    if (dims.qk == 192 && dims.v == 128 && features == Features::kGeneral)
+        return {16, 8, 64, false, 1};
+    if (dims.v == 128 && features == Features::kGeneral) return {32, 4, 32, false, 2};
+    if (dims.v == 64 && features == Features::kGeneral) return {32, 4, 64, false, 2};
+    if (dims.v == 96 && features == Features::kGeneral) return {32, 4, 32, false, 2};
+    if (dims.qk == 192 && dims.v == 128) return {32, 4, 48, false, 2};
+    switch (dims.qk) {
         case 64:
             return {32, 4, 80, true, 2};
         case 96:
@@ -37,8 +42,8 @@ struct Fa1Forward {
     int small_block_kv;  // elsewhere (163 KB, A100)
 };
 
-constexpr Fa1Forward fa1_forward(int head_dim) {
-    switch (head_dim) {
+constexpr Fa1Forward fa1_forward(HeadDims dims) {
+    switch (dims.qk) {
         case 64:
             return {32, 256, 256};
         case 96:
@@ -62,9 +67,14 @@ struct Backward {
 };
 
 // As many keys a warp as dK and dV leave registers for: each fragment of Q and dO serves them all.
-constexpr Backward fa2_backward(int head_dim, Features features) {
-    if (head_dim == 64 && features == Features::kGeneral) return {32, 16, 8, 1, 1};
-    switch (head_dim) {
+constexpr Backward fa2_backward(HeadDims dims, Features features) {
+    if (features == Features::kGeneral) {  // options take registers
+        if (dims.qk == 64) return {32, 16, 8, 1, 1};
+        if (dims.qk == 96) return {32, 16, 4, 1, 2};
+        if (dims.qk == 128) return {32, 32, 4, 2, 1};
+        if (dims.qk == 192) return {32, 16, 4, 2, 1};
+    }
+    switch (dims.qk) {
         case 64:
             return {32, 32, 4, 1, 2};
         case 96:
@@ -79,8 +89,8 @@ constexpr Backward fa2_backward(int head_dim, Features features) {
 }
 
 // Computing delta in the loop takes registers too.
-constexpr Backward fa1_backward(int head_dim) {
-    switch (head_dim) {
+constexpr Backward fa1_backward(HeadDims dims) {
+    switch (dims.qk) {
         case 64:
             return {32, 16, 8, 1, 1};
         case 96:
@@ -95,9 +105,9 @@ constexpr Backward fa1_backward(int head_dim) {
 }
 
 // Rows of a Q tile in the backward's workspaces.
-constexpr int backward_block_q(Variant variant, int head_dim) {
-    return variant == Variant::kFa1 ? fa1_backward(head_dim).block_q
-                                    : fa2_backward(head_dim, Features::kPlain).block_q;
+constexpr int backward_block_q(Variant variant, HeadDims dims, Features features) {
+    return variant == Variant::kFa1 ? fa1_backward(dims).block_q
+                                    : fa2_backward(dims, features).block_q;
 }
 
 }  // namespace flash_ext::tuning

@@ -165,26 +165,86 @@ def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
     for heads, batch, size in itertools.product((1, 16), (1, 4), (0, 1 << 10, 1 << 22, 1 << 40)):
         longest_first = native.make_schedule(8, heads, batch, True, size).section_heads
         assert 1 <= longest_first <= heads * batch
-        assert longest_first * size <= 32 << 20 or longest_first == 1
+        fills_the_gpu = (longest_first - 1) * 8 < 512
+        assert longest_first * size <= 32 << 20 or fills_the_gpu
+        assert longest_first * 8 >= 512 or longest_first == heads * batch
         assert native.make_schedule(8, heads, batch, False, size).section_heads == 1
 
 
-def test_q_tiles_are_numbered_as_their_workspace(native: ModuleType) -> None:
-    q_tiles, heads, batch = 5, 3, 2
-    order = [native.q_tile_index(n, q_tiles, heads) for n in range(q_tiles * heads * batch)]
-    expected = itertools.product(range(batch), range(heads), range(q_tiles))
-    assert order == [(tile, head, b) for b, head, tile in expected]
+PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows that none owns
+    (((5, 10), (7, 20)), 0, 0),
+    (((0, 3), (64, 0), (0, 0), (1, 65)), 3, 70),
+    (((63, 64), (64, 63), (65, 129), (128, 1)), 1, 0),
+    (((0, 0), (0, 0)), 0, 5),
+    ((), 130, 1),
+    (tuple((n % 7, n * 5 % 11) for n in range(150)), 9, 100),
+)
 
 
-def test_sequences_of_a_batch(native: ModuleType) -> None:
-    """Dense, packed, and with unused keys: where each begins, and where its statistics lie."""
-    dense = [(b, 0, 0, 10, 20, (b * 4 + 1) * 10) for b in range(3)]
-    assert native.sequences(3, 4, 10, 20, None, None, None) == dense
-    assert native.dense_sequences(3, 4, 10, 20, None, None, None) == dense
-    packed = native.sequences(2, 4, 12, 30, [0, 5, 12], [0, 10, 30], None)
-    assert packed == [(0, 0, 0, 5, 10, 12), (0, 5, 10, 7, 20, 12 + 5)]
-    used = native.sequences(2, 4, 10, 20, None, None, [7, 25])
-    assert [facts[4] for facts in used] == [7, 20]
+def packed_batch(native: ModuleType, packing: tuple, heads: int = 3) -> object:
+    lengths, tail_q, tail_k = packing
+    cu_q, cu_k = ([0, *itertools.accumulate(pair[i] for pair in lengths)] for i in (0, 1))
+    return native.Batch(len(lengths), heads, cu_q[-1] + tail_q, cu_k[-1] + tail_k, cu_q, cu_k, None)
+
+
+def test_sequences_of_a_dense_batch(native: ModuleType) -> None:
+    dense = native.Batch(3, 4, 10, 20, None, None, None)
+    expected = [(b, b, 0, 0, 10, 20, 20) for b in range(3)]
+    assert dense.sequences(True) == dense.sequences(False) == expected
+    assert dense.statistics(1) == [(b * 4 + 1) * 10 for b in range(3)]
+    used = native.Batch(3, 4, 10, 20, None, None, [7, 25, -1]).sequences(True)
+    assert [(facts[5], facts[6]) for facts in used] == [(7, 20), (20, 20), (0, 20)]
+
+
+def test_sequences_of_a_packed_batch(native: ModuleType) -> None:
+    """The last one is that of the rows that none owns: it has queries and rows, but no keys."""
+    packed = native.Batch(2, 4, 15, 32, [0, 5, 12], [0, 10, 30], [4, 99])
+    assert packed.sequences(True) == [
+        (0, 0, 0, 0, 5, 4, 10),
+        (1, 0, 5, 10, 7, 20, 20),
+        (2, 0, 12, 30, 3, 0, 2),
+    ]
+    assert packed.statistics(1) == [15, 15 + 5, 15 + 12]
+
+
+def test_offsets_without_meaning_stay_inside(native: ModuleType) -> None:
+    for cu in ([9, 3, 5, -2], [-5, 100, 2, 200], [2**31 - 1, -(2**31), 4, 4]):
+        batch = native.Batch(3, 2, 15, 15, cu, cu, None)
+        for _, _, q_begin, k_begin, seqlen_q, seqlen_k, rows_k in batch.sequences(True):
+            assert 0 <= q_begin <= q_begin + seqlen_q <= 15
+            assert 0 <= k_begin <= k_begin + rows_k <= 15 and 0 <= seqlen_k <= rows_k
+        assert all(0 <= index <= 3 for index, _ in batch.tiles(False, 4))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("block", (16, 64, 80, 128))
+def test_every_tile_has_one_number(packing: tuple, block: int, native: ModuleType) -> None:
+    """Each tile of each sequence once; the spare numbers lie past their sequence's end."""
+    batch = packed_batch(native, packing)
+    for keys in (False, True):
+        rows = [facts[6 if keys else 4] for facts in batch.sequences(True)]
+        tiles = batch.tiles(keys, block)
+        wanted = [(i, t) for i, n in enumerate(rows) for t in range(-(-n // block))]
+        assert [(i, t) for i, t in tiles if t * block < rows[i]] == wanted
+        assert len(tiles) <= len(wanted) + len(rows)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_workspaces_of_sequences_do_not_overlap(packing: tuple, native: ModuleType) -> None:
+    block, heads = native.workspace_block, 3
+    batch = packed_batch(native, packing, heads)
+    lengths = [facts[4] for facts in batch.sequences(True)]
+    begins = []
+    for head in range(heads):
+        rows, count = batch.workspace(head)
+        begins += [(row, row + n) for row, n in zip(rows, lengths, strict=True)]
+    assert all(row % block == 0 for row, _ in begins)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(begins))
+    assert begins[-1][1] <= count
+    # A CTA per 32 rows, in the workspace's order, knows its sequence and tile.
+    for number, (index, tile, head) in enumerate(batch.q_tile_indices()):
+        if tile * 32 < lengths[index]:
+            assert batch.workspace(head)[0][index] + tile * 32 == number * 32
 
 
 # --- tile/swizzle.cuh ---
@@ -256,9 +316,11 @@ def test_variants_are_pythons(native: ModuleType) -> None:
     assert tuple(native.variants) == VARIANTS
 
 
-def test_every_head_dim_has_a_kernel(native: ModuleType) -> None:
-    dims = native.head_dims
-    assert dims == sorted(dims) and dims[-1] == native.max_head_dim == 256
-    for head_dim in range(1, 257):
-        assert native.padded_head_dim(head_dim) == min(d for d in dims if d >= head_dim)
-    assert native.padded_head_dim(257) == -1
+def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
+    """The first pair that holds it: none that is smaller in both does."""
+    pairs = native.head_dims
+    assert pairs == sorted(pairs) and pairs[-1] == (256, 256) and native.max_head_dim == 256
+    for head_dim, head_dim_v in itertools.product(range(1, 257, 5), repeat=2):
+        holding = [i for i, (d, dv) in enumerate(pairs) if d >= head_dim and dv >= head_dim_v]
+        assert native.padded_head_dims(head_dim, head_dim_v) == holding[0]
+    assert native.padded_head_dims(257, 1) == native.padded_head_dims(1, 257) == -1

@@ -36,16 +36,15 @@ struct RowStatistics {
 };
 
 // Of one query, by a whole warp. A row past the sequence has P = 0 as well.
-template <class Config>
+template <class Element, bool kMayBeUnaligned>
 __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& params,
                                                         const Sequence& sequence, int head,
                                                         int query) {
-    using Element = typename Config::Element;
     if (query >= sequence.seqlen_q) return {INFINITY, 0.f};
     const int64_t row = sequence.q_begin + query;
     const float dot = row_dot(row_pointer<const Element>(params.dout, sequence.batch, row, head),
                               row_pointer<const Element>(params.out, sequence.batch, row, head),
-                              params.head_dim_v, !Config::kGeneral || params.aligned);
+                              params.head_dim_v, !kMayBeUnaligned || params.aligned);
     const int64_t index = statistics_offset(params, sequence, head) + query;
     const float lse = params.lse[index];
     const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
@@ -62,9 +61,9 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
     const int chunk = threadIdx.x % kChunks;
     if (threadIdx.x >= 2 * kChunks) return;
     const BackwardParams& params = cta.params;
-    const int64_t tile = q_tile_number(params, cta.batch, head_q, q_tile);
+    const int64_t first = workspace_row(params, cta.sequence, head_q, q_tile * Config::kBlockQ);
     const bool is_lse = threadIdx.x < kChunks;
-    const float* source = (is_lse ? params.lse_log2 : params.delta) + tile * Config::kBlockQ;
+    const float* source = (is_lse ? params.lse_log2 : params.delta) + first;
     float* target = is_lse ? cta.lse_log2(stage) : cta.delta(stage);
     ptx::cp_async_16(ptx::shared_address(target) + chunk * 16, source + chunk * 4, true);
 }
@@ -73,21 +72,22 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
     backward_delta_kernel(const __grid_constant__ BackwardParams params) {
-    const auto [q_tile, head, batch] = q_tile_index(blockIdx.x, params);
-    const Sequence sequence = sequence_of<Config::kGeneral>(params, batch);
-    const int64_t tile = blockIdx.x;
+    const auto [tile, head] =
+        q_tile_index<Config::kMayBePacked, Config::kBlockQ>(params, blockIdx.x);
+    const auto [sequence, q_tile] = tile;
+    const int64_t first = int64_t{blockIdx.x} * Config::kBlockQ;  // row of the workspace
 
-    auto* accum = reinterpret_cast<float4*>(params.dq_accum + tile * Config::kDQTileFloats);
-    for (int i = threadIdx.x; i < Config::kDQTileFloats / 4; i += Config::kThreads)
+    auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * Config::kHeadDim);
+    for (int i = threadIdx.x; i < Config::kBlockQ * Config::kHeadDim / 4; i += Config::kThreads)
         accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 
 #pragma unroll 4
     for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
-        const RowStatistics statistics =
-            row_statistics<Config>(params, sequence, head, q_tile * Config::kBlockQ + row);
+        const RowStatistics statistics = row_statistics<typename Config::Element, Config::kGeneral>(
+            params, sequence, head, q_tile * Config::kBlockQ + row);
         if (lane_id() == 0) {
-            params.lse_log2[tile * Config::kBlockQ + row] = statistics.lse_log2;
-            params.delta[tile * Config::kBlockQ + row] = statistics.delta;
+            params.lse_log2[first + row] = statistics.lse_log2;
+            params.delta[first + row] = statistics.delta;
         }
     }
 }

@@ -28,14 +28,18 @@
 #include "../tile/gemm.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
+#include "packed.cuh"
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, Features kFeatures, tuning::Backward kTuning>
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Backward kTuning>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
     static constexpr int kWarpsKV = kTuning.warps_kv;
     static constexpr int kWarpsD = kTuning.warps_d;
@@ -47,20 +51,22 @@ struct BackwardConfig {
     static constexpr int kStages = 2;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using KVTile = SharedTile<kBlockKV, kHeadDim>;
+    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
     using PTile = SharedTile<kBlockKV, kBlockQ>;
 
-    static constexpr int kWarpsN = KVTile::kBlocksPerPanel;
+    static constexpr int kWarpsN = KTile::kBlocksPerPanel;
     static constexpr int kWarpsM = kWarps / kWarpsN;
 
     // Offsets in shared memory.
     static constexpr int kK = 0;
-    static constexpr int kV = kK + KVTile::kBytes;
-    static constexpr int kDS = kV + KVTile::kBytes;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kDS = kV + VTile::kBytes;
     static constexpr int kP = kDS + PTile::kBytes;
     static constexpr int kQ = kP + (kWarpsD > 1 ? PTile::kBytes : 0);
     static constexpr int kDO = kQ + kStages * QTile::kBytes;
-    static constexpr int kLse = kDO + kStages * QTile::kBytes;
+    static constexpr int kLse = kDO + kStages * DOTile::kBytes;
     static constexpr int kDelta = kLse + kStages * kBlockQ * 4;
     static constexpr int kTicket = kDelta + kStages * kBlockQ * 4;
     static constexpr int kSharedBytes = kTicket + 16;
@@ -69,21 +75,22 @@ struct BackwardConfig {
     // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
     static constexpr int kDQParts = kTuning.dq_parts;
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQParts>;
-    static constexpr int kDQTileFloats = kBlockQ * kHeadDim;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
     static_assert((DQ::kM & (DQ::kM - 1)) == 0, "operands of dQ start at an XOR of their blocks");
     static_assert(kHeadDim % (16 * kWarpsN * kDQParts) == 0 && kBlockQ % (16 * kWarpsD) == 0);
+    static_assert(kWorkspaceRows % kBlockQ == 0);
 };
 
 // This lane's first four floats of a part of a Q tile's dq_accum; fragment (m, n) is dq_fragment()
 // floats on.
 template <class Config>
-__device__ __forceinline__ float* dq_accum_part(const BackwardParams& params, int batch, int head,
-                                                int q_tile, int part) {
-    const int64_t tile = q_tile_number(params, batch, head, q_tile);
+__device__ __forceinline__ float* dq_accum_part(const BackwardParams& params,
+                                                const Sequence& sequence, int head, int q_tile,
+                                                int part) {
     constexpr int kPartFloats = Config::DQ::kM * Config::DQ::kN * 128;
-    return params.dq_accum + tile * Config::kDQTileFloats +
+    return params.dq_accum +
+           workspace_row(params, sequence, head, q_tile * Config::kBlockQ) * Config::kHeadDim +
            (warp_id() * Config::kDQParts + part) * kPartFloats + lane_id() * 4;
 }
 
@@ -124,15 +131,17 @@ template <class Config>
 struct BackwardTile {
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
-    using KVTile = typename Config::KVTile;
+    using DOTile = typename Config::DOTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
     using PTile = typename Config::PTile;
     using Scores = RegisterTile<Config::kKeysPerWarp, Config::kBlockQ / Config::kWarpsD>;
-    using Gradient = RegisterTile<Config::kKeysPerWarp, Config::kHeadDim / Config::kWarpsD>;
+    using GradientK = RegisterTile<Config::kKeysPerWarp, Config::kHeadDim / Config::kWarpsD>;
+    using GradientV = RegisterTile<Config::kKeysPerWarp, Config::kHeadDimV / Config::kWarpsD>;
     using DQ = typename Config::DQ;
     static constexpr bool kGeneral = Config::kGeneral;
 
     const BackwardParams& params;
-    int batch;
     int head_k;
     Sequence sequence;
     BandMask mask;
@@ -140,15 +149,22 @@ struct BackwardTile {
     int warp_d;    // 0 .. kWarpsD - 1
     uint32_t smem;
 
-    __device__ __forceinline__ BackwardTile(const BackwardParams& p, int batch_, int head_k_)
+    __device__ __forceinline__ BackwardTile(const BackwardParams& p, const Sequence& sequence_,
+                                            int head_k_)
         : params(p),
-          batch(batch_),
           head_k(head_k_),
-          sequence(sequence_of<kGeneral>(p, batch_)),
+          sequence(sequence_),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
           warp_key(warp_id() % Config::kWarpsKV * Config::kKeysPerWarp),
           warp_d(warp_id() / Config::kWarpsKV),
           smem(ptx::shared_address(dynamic_shared())) {}
+
+    // The Q tiles that see the KV tile.
+    __device__ __forceinline__ Interval q_tiles_seeing(int first_key) const {
+        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
+        if (Config::kMayBePacked && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
+        return tiles_of(queries, Config::kBlockQ);
+    }
 
     __device__ __forceinline__ void load_kv(int first_key) const {
         const int64_t row = sequence.k_begin + first_key;
@@ -157,8 +173,8 @@ struct BackwardTile {
                                                    params.head_dim);
         const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
                                                    params.head_dim_v);
-        load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kK, gK, params.aligned);
-        load_tile<KVTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
+        load_tile<KTile, Config::kThreads, kGeneral>(smem + Config::kK, gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
     }
 
     __device__ __forceinline__ void load_q_do(int head_q, int q_tile, int stage) const {
@@ -169,10 +185,16 @@ struct BackwardTile {
                                                    params.head_dim);
         const auto gDO = global_tile<const Element>(params.dout, sequence.batch, row, head_q, rows,
                                                     params.head_dim_v);
-        load_tile<QTile, Config::kThreads, kGeneral>(smem + Config::kQ + stage * QTile::kBytes, gQ,
-                                                     params.aligned);
-        load_tile<QTile, Config::kThreads, kGeneral>(smem + Config::kDO + stage * QTile::kBytes,
-                                                     gDO, params.aligned);
+        load_tile<QTile, Config::kThreads, kGeneral>(shared_q(stage), gQ, params.aligned);
+        load_tile<DOTile, Config::kThreads, kGeneral>(shared_do(stage), gDO, params.aligned);
+    }
+
+    __device__ __forceinline__ uint32_t shared_q(int stage) const {
+        return smem + Config::kQ + stage * QTile::kBytes;
+    }
+
+    __device__ __forceinline__ uint32_t shared_do(int stage) const {
+        return smem + Config::kDO + stage * DOTile::kBytes;
     }
 
     __device__ __forceinline__ float* lse_log2(int stage) const {
@@ -184,21 +206,22 @@ struct BackwardTile {
                stage * Config::kBlockQ;
     }
 
-    // dV += P^T dO and dK += dS^T Q; leaves dS^T in shared memory for dQ. Before it, a barrier must
-    // have made the stage visible and dS free; it contains the barrier after which dS is complete.
-    // Padded queries are not masked: their lse is +inf, which makes their P zero.
-    __device__ __forceinline__ void accumulate_dk_dv(Gradient& rdK, Gradient& rdV, int head_q,
-                                                     int q_tile, int first_key, int stage) const {
-        const uint32_t sQ = smem + Config::kQ + stage * QTile::kBytes;
-        const uint32_t sdO = smem + Config::kDO + stage * QTile::kBytes;
+    // P^T and dS^T of the warp's keys and queries: with dropout, P^T without the dropped entries
+    // (the factor of the others waits until dV's end). dS is the gradient of Q K^T scale, or, if
+    // not kThroughSoftcap, that of the scores which softcap has squashed. Padded queries are not
+    // masked: their lse is +inf, which makes their P zero.
+    template <bool kThroughSoftcap = true>
+    __device__ __forceinline__ void compute_p_ds(Scores& rP, Scores& rdS, uint32_t sQ, uint32_t sdO,
+                                                 int head_q, int q_tile, int first_key,
+                                                 int stage) const {
         const int warp_query = warp_d * Scores::kCols;
         const int first_query = q_tile * Config::kBlockQ + warp_query;
+        const ScoreFunction<Element, Rows::kKeys> score{params, sequence, head_q};
 
-        Scores rP;
         rP.clear();
-        gemm<Element, Config::kHeadDim>(rP, AFromRows<KVTile>(smem + Config::kK, warp_key),
+        gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(smem + Config::kK, warp_key),
                                         BFromRows<QTile>(sQ, warp_query));
-        if constexpr (kGeneral) rP.scale(params.scale_log2);
+        if constexpr (kGeneral) score.apply(rP, first_key + warp_key, first_query);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           {first_key, first_key + Config::kBlockKV})) {
             mask_scores(rP, first_query,
@@ -206,45 +229,58 @@ struct BackwardTile {
         }
         exponentiate(rP, lse_log2(stage) + warp_query);
 
-        Scores rdS;  // dP^T first
-        rdS.clear();
-        gemm<Element, Config::kHeadDim>(rdS, AFromRows<KVTile>(smem + Config::kV, warp_key),
-                                        BFromRows<QTile>(sdO, warp_query));
-        if constexpr (kGeneral) {
-            if (params.rng_state != nullptr) {
-                // dS = P * (Z dP - delta), dV = (P Z)^T dO; the factor of dV waits until its end.
-                const float keep_scale = params.keep_scale;
-                uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
-                for_each_keep_transposed<Scores>(
-                    dropout_mask(params, batch, head_q), first_key + warp_key, first_query,
-                    [&](int m, int n, int i, bool keep) {
-                        rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * keep_scale : 0.f;
-                        dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
-                    });
-                softmax_gradient(rdS, rP, delta(stage) + warp_query);
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (dropped[m][n / 8] >> (n % 8 * 4 + i) & 1) rP.v[m][n][i] = 0.f;
-            } else {
-                softmax_gradient(rdS, rP, delta(stage) + warp_query);
-            }
-        } else {
+        rdS.clear();  // dP^T first
+        gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(smem + Config::kV, warp_key),
+                                         BFromRows<DOTile>(sdO, warp_query));
+        if constexpr (!kGeneral) {
             softmax_gradient(rdS, rP, delta(stage) + warp_query);
+            return;
         }
+        // With dropout Z, dS = P * (Z dP - delta), and dV = (P Z)^T dO.
+        uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
+        if (params.rng_state != nullptr) {
+            const float keep_scale = params.keep_scale;
+            for_each_keep_transposed<Scores>(
+                dropout_mask(params, sequence, head_q), first_key + warp_key, first_query,
+                [&](int m, int n, int i, bool keep) {
+                    rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * keep_scale : 0.f;
+                    dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
+                });
+        }
+        softmax_gradient(rdS, rP, delta(stage) + warp_query);
+        if (kThroughSoftcap && params.softcap != 0.f)
+            score.softcap_gradient(rdS, rP, first_key + warp_key, first_query,
+                                   [&](int col) { return lse_log2(stage)[warp_query + col]; });
+        if (params.rng_state != nullptr) {
+#pragma unroll
+            for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (dropped[m][n / 8] >> (n % 8 * 4 + i) & 1) rP.v[m][n][i] = 0.f;
+        }
+    }
 
-        store_to_shared<Element, PTile>(smem + Config::kDS, rdS, warp_key, warp_query / 16);
-        const BFromColumns<QTile, Config::kWarpsD> dO_columns(sdO, 0, warp_d);
+    // dV += P^T dO and dK += dS^T Q; leaves dS^T in shared memory for dQ. Before it, a barrier must
+    // have made the stage visible and dS free; it contains the barrier after which dS is complete.
+    __device__ __forceinline__ void accumulate_dk_dv(GradientK& rdK, GradientV& rdV, int head_q,
+                                                     int q_tile, int first_key, int stage) const {
+        const uint32_t sQ = shared_q(stage);
+        const uint32_t sdO = shared_do(stage);
+        Scores rP, rdS;
+        compute_p_ds(rP, rdS, sQ, sdO, head_q, q_tile, first_key, stage);
+
+        const int warp_query_block = warp_d * Scores::kCols / 16;
+        store_to_shared<Element, PTile>(smem + Config::kDS, rdS, warp_key, warp_query_block);
+        const BFromColumns<DOTile, Config::kWarpsD> dO_columns(sdO, 0, warp_d);
         const BFromColumns<QTile, Config::kWarpsD> q_columns(sQ, 0, warp_d);
         if constexpr (Config::kWarpsD == 1) {
             gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO_columns);
             gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q_columns);
             __syncthreads();  // dS^T is complete
         } else {
-            store_to_shared<Element, PTile>(smem + Config::kP, rP, warp_key, warp_query / 16);
+            store_to_shared<Element, PTile>(smem + Config::kP, rP, warp_key, warp_query_block);
             __syncthreads();  // P^T and dS^T are complete
             gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(smem + Config::kP, warp_key),
                                            dO_columns);
@@ -260,39 +296,41 @@ struct BackwardTile {
     __device__ __forceinline__ void compute_dq(int head_q, int q_tile, Use use) const {
         const int warp_m = warp_id() / Config::kWarpsN;
         const int warp_n = warp_id() % Config::kWarpsN;
-        using KColumns = BFromColumns<KVTile, Config::kWarpsN>;
+        using KColumns = BFromColumns<KTile, Config::kWarpsN>;
         const AFromColumns<PTile> dS(smem + Config::kDS, 0, warp_m * DQ::kM);
         const KColumns k(smem + Config::kK, 0, warp_n);
         compile_time_for<Config::kDQParts>([&](auto part) {
             DQ rdQ;
             rdQ.clear();
             gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, part*(DQ::kN / 2)>{k});
-            use(rdQ, dq_accum_part<Config>(params, batch, head_q, q_tile, part));
+            use(rdQ, dq_accum_part<Config>(params, sequence, head_q, q_tile, part));
         });
     }
 
-    // dK and dV to HBM by way of the K and V tiles. All warps have left the loop.
-    __device__ __forceinline__ void store_dk_dv(Gradient& rdK, Gradient& rdV, int first_key) const {
+    // dK and dV to HBM by way of the K and V tiles; zeros for rows that are not in use. All warps
+    // have left the loop.
+    __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
+                                                int first_key) const {
         rdK.scale(params.scale);
         if constexpr (kGeneral) rdV.scale(params.keep_scale);
-        store_to_shared<Element, KVTile, Config::kWarpsD>(smem + Config::kK, rdK, warp_key, warp_d);
-        store_to_shared<Element, KVTile, Config::kWarpsD>(smem + Config::kV, rdV, warp_key, warp_d);
+        store_to_shared<Element, KTile, Config::kWarpsD>(smem + Config::kK, rdK, warp_key, warp_d);
+        store_to_shared<Element, VTile, Config::kWarpsD>(smem + Config::kV, rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
         const int64_t row = sequence.k_begin + first_key;
-        const int rows = sequence.seqlen_k - first_key;
+        const int rows = sequence.rows_k - first_key;
         const auto gdK =
             global_tile<Element>(params.dk, sequence.batch, row, head_k, rows, params.head_dim);
         const auto gdV =
             global_tile<Element>(params.dv, sequence.batch, row, head_k, rows, params.head_dim_v);
-        store_tile<KVTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, smem + Config::kK, 0,
-                                                                         params.aligned);
-        store_tile<KVTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, smem + Config::kV, 0,
-                                                                         params.aligned);
+        store_tile<KTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, smem + Config::kK, 0,
+                                                                        params.aligned);
+        store_tile<VTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, smem + Config::kV, 0,
+                                                                        params.aligned);
     }
 
  private:
     // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0. The
-    // general kernel has scaled the scores before masking them: a scale may be zero or negative.
+    // general kernel has scaled the scores before masking them.
     __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query) const {
         const float scale = kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
@@ -336,14 +374,15 @@ __global__ void __launch_bounds__(Config::kThreads)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
-    const auto [q_tile, head, batch] = q_tile_index(blockIdx.x, params);
-    const Sequence sequence = sequence_of<Config::kGeneral>(params, batch);
+    const auto [tile, head] =
+        q_tile_index<Config::kMayBePacked, Config::kBlockQ>(params, blockIdx.x);
+    const auto [sequence, q_tile] = tile;
 
     using DQ = typename Config::DQ;
     const uint32_t sdQ = ptx::shared_address(dynamic_shared());
 #pragma unroll
     for (int part = 0; part < Config::kDQParts; ++part) {
-        const float* accum = dq_accum_part<Config>(params, batch, head, q_tile, part);
+        const float* accum = dq_accum_part<Config>(params, sequence, head, q_tile, part);
         DQ rdQ;
 #pragma unroll
         for (int m = 0; m < DQ::kM; ++m)
@@ -371,7 +410,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 template <class Config>
 cudaError_t launch_convert_dq(const BackwardParams& params, cudaStream_t stream) {
-    const int ctas = params.q_tiles * params.heads_q * params.batch;
+    const int64_t ctas = workspace_rows(params) / Config::kBlockQ;
     return launch_kernel<backward_convert_dq_kernel<Config>>(ctas, Config::kThreads,
                                                              Config::QTile::kBytes, params, stream);
 }

@@ -21,11 +21,11 @@ template <class Config>
 __device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& cta, int head_q,
                                                    int q_tile, int stage) {
     const int64_t first_row =
-        q_tile_number(cta.params, cta.batch, head_q, q_tile) * Config::kBlockQ;
+        workspace_row(cta.params, cta.sequence, head_q, q_tile * Config::kBlockQ);
 #pragma unroll 1  // registers are scarce here
     for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
-        const RowStatistics statistics = row_statistics<Config>(cta.params, cta.sequence, head_q,
-                                                                q_tile * Config::kBlockQ + row);
+        const RowStatistics statistics = row_statistics<typename Config::Element, Config::kGeneral>(
+            cta.params, cta.sequence, head_q, q_tile * Config::kBlockQ + row);
         if (lane_id() == 0) {
             cta.lse_log2(stage)[row] = statistics.lse_log2;
             cta.delta(stage)[row] = statistics.delta;
@@ -67,20 +67,22 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa1_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
-    const int seqlen_k =
-        sequence_of<Config::kGeneral>(params, blockIdx.x / params.heads_k).seqlen_k;
+    const int rows_k =
+        sequence_of<Config::kMayBePacked>(params, blockIdx.x / params.heads_k).rows_k;
 
-    for (int first_key = 0; first_key < seqlen_k; first_key += Config::kBlockKV) {
+    for (int first_key = 0; first_key < rows_k; first_key += Config::kBlockKV) {
         // Made anew for each KV tile: what the inner loop does not need is not carried through it.
         const int flat_head = ptx::not_hoisted(blockIdx.x);
         const int head_k = flat_head % params.heads_k;
-        const Tile cta(params, flat_head / params.heads_k, head_k);
+        const Tile cta(params,
+                       warp_uniform<Config::kMayBePacked>(
+                           sequence_of<Config::kMayBePacked>(params, flat_head / params.heads_k)),
+                       head_k);
         const int kv_tile = first_key / Config::kBlockKV;
         const int group = params.heads_q / params.heads_k;
-        const Interval q_tiles = tiles_of(
-            cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
-        typename Tile::Gradient rdK;
-        typename Tile::Gradient rdV;
+        const Interval q_tiles = cta.q_tiles_seeing(first_key);
+        typename Tile::GradientK rdK;
+        typename Tile::GradientV rdV;
         rdK.clear();
         rdV.clear();
         QTileWalk walk(q_tiles, head_k * group, group);
@@ -107,28 +109,35 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 }
 
-template <int kHeadDim>
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using Fa1BackwardConfig = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                         tuning::fa1_backward({kHeadDim, kHeadDimV})>;
+
+template <int kHeadDim, int kHeadDimV>
 int fa1_backward_shared_bytes() {
-    return max_of(BackwardConfig<__half, kHeadDim, Features::kPlain,
-                                 tuning::fa1_backward(kHeadDim)>::kSharedBytes,
-                  BackwardConfig<__half, kHeadDim, Features::kGeneral,
-                                 tuning::fa1_backward(kHeadDim)>::kSharedBytes);
+    const auto bytes = [](auto features) {
+        return Fa1BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
-        using Config = BackwardConfig<decltype(element), kHeadDim, features.value,
-                                      tuning::fa1_backward(kHeadDim)>;
-        static_assert(Config::kBlockQ == tuning::backward_block_q(Variant::kFa1, kHeadDim));
-        const int64_t q_tile_count = int64_t{params.q_tiles} * params.heads_q * params.batch;
-        status = cudaMemsetAsync(params.dq_accum, 0,
-                                 q_tile_count * Config::kDQTileFloats * sizeof(float), stream);
+    dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
+        using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
+        if (params.dbias != nullptr) {
+            // It needs the statistics of all rows, also of those that see no key.
+            status = launch_kernel<backward_delta_kernel<Config>>(
+                workspace_rows(params) / Config::kBlockQ, Config::kThreads, 0, params, stream);
+        } else {
+            status = cudaMemsetAsync(params.dq_accum, 0,
+                                     workspace_rows(params) * kHeadDim * sizeof(float), stream);
+        }
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
-                params.heads_k * params.batch, Config::kThreads, Config::kSharedBytes, params,
-                stream);
+                params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
+                params, stream);
         if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
     });
     return status;

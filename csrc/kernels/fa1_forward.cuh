@@ -42,15 +42,18 @@
 #include "../tile/gemm.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
+#include "packed.cuh"
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, Features kFeatures, int kBlockKV_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kBlockKV_>
 struct Fa1ForwardConfig {
     using Element = Element_;
-    static constexpr auto kTuning = tuning::fa1_forward(kHeadDim_);
+    static constexpr auto kTuning = tuning::fa1_forward({kHeadDim_, kHeadDimV_});
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kTeams = 2;
     static constexpr int kTeamWarps = 4;
     static constexpr int kTeamThreads = 32 * kTeamWarps;
@@ -60,18 +63,19 @@ struct Fa1ForwardConfig {
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using KVTile = SharedTile<kBlockKV, kHeadDim>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
 
     // Columns of the partial products exchanged at a time, a panel, and a warp's own among them.
-    static constexpr int kExchangeCols = KVTile::kPanelCols;
-    static constexpr int kChunks = KVTile::kPanels;
+    static constexpr int kExchangeCols = VTile::kPanelCols;
+    static constexpr int kChunks = VTile::kPanels;
     using Owned = RegisterTile<kBlockQ, kExchangeCols / kTeamWarps>;
     static constexpr int kOwnedBytes = Owned::kM * Owned::kN * 32 * 16;
 
     // Offsets in shared memory; those of the second part count from the team's.
     static constexpr int kK = 0;
-    static constexpr int kV = kK + KVTile::kBytes;
-    static constexpr int kTeam = kV + KVTile::kBytes;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kTeam = kV + VTile::kBytes;
     static constexpr int kQ = 0;
     static constexpr int kPartial = kQ + QTile::kBytes;
     static constexpr int kOld = kPartial + kTeamWarps * (kTeamWarps - 1) * kOwnedBytes;
@@ -86,7 +90,8 @@ template <class Config>
 struct Fa1Forward {
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
-    using KVTile = typename Config::KVTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
     using Scores = RegisterTile<Config::kBlockQ, Config::kKeysPerWarp>;
     using Weights = AInRegisters<Config::kBlockQ, Config::kKeysPerWarp>;
     using Product = RegisterTile<Config::kBlockQ, Config::kExchangeCols>;
@@ -101,7 +106,6 @@ struct Fa1Forward {
 
     const ForwardParams& params;
     int head;
-    int batch;
     Sequence sequence;
     BandMask mask;
     int team;
@@ -114,8 +118,8 @@ struct Fa1Forward {
     __device__ __forceinline__ Fa1Forward(const ForwardParams& p, int flat_head)
         : params(p),
           head(flat_head % p.heads_q),
-          batch(flat_head / p.heads_q),
-          sequence(sequence_of<kGeneral>(p, batch)),
+          sequence(warp_uniform<Config::kMayBePacked>(
+              sequence_of<Config::kMayBePacked>(p, flat_head / p.heads_q))),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
@@ -137,8 +141,8 @@ struct Fa1Forward {
                                                    params.head_dim);
         const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
                                                    params.head_dim_v);
-        load_tile<KVTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
-        load_tile<KVTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
+        load_tile<KTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {
@@ -158,6 +162,15 @@ struct Fa1Forward {
             ptx::cp_async_16(shared + f * 512, global + f * 128, true);
     }
 
+    // m and l of a row that has seen no key: a sink counts as one, with the value 0.
+    __device__ __forceinline__ float first_max() const {
+        const bool has_sink = params.sink != nullptr && sequence.index() < params.batch;
+        return has_sink ? params.sink[head] * kLog2e : -INFINITY;
+    }
+    static __device__ __forceinline__ float first_sum(float max) {
+        return max == -INFINITY ? 0.f : 1.f;
+    }
+
     // m_i and l_i; those of a Q tile that no KV tile has visited yet are not in HBM.
     __device__ __forceinline__ void load_statistics(int q_tile, bool first_visit,
                                                     RowValues& row_max, RowValues& row_sum) const {
@@ -165,8 +178,9 @@ struct Fa1Forward {
         for_each_row([&](int m, int i, int row) {
             const int query = q_tile * Config::kBlockQ + row;
             const bool known = !first_visit && query < sequence.seqlen_q;
-            row_max.v[m][i] = known ? params.row_max[statistics + query] : -INFINITY;
-            row_sum.v[m][i] = known ? params.row_sum[statistics + query] : 0.f;
+            const float max = known ? params.row_max[statistics + query] : first_max();
+            row_max.v[m][i] = max;
+            row_sum.v[m][i] = known ? params.row_sum[statistics + query] : first_sum(max);
         });
     }
 
@@ -181,8 +195,10 @@ struct Fa1Forward {
         const int first_query = q_tile * Config::kBlockQ;
         const int warp_key = warp * Config::kKeysPerWarp;
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KVTile>(sK, warp_key));
-        if constexpr (kGeneral) rS.scale(params.scale_log2);
+        gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KTile>(sK, warp_key));
+        if constexpr (kGeneral)
+            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
+                rS, first_query, kv_tile * Config::kBlockKV + warp_key);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           tile_interval(kv_tile, Config::kBlockKV))) {
             mask_scores(rS, kv_tile * Config::kBlockKV + warp_key,
@@ -224,7 +240,8 @@ struct Fa1Forward {
         });
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
-                for_each_keep<Scores>(dropout_mask(params, batch, head), q_tile * Config::kBlockQ,
+                for_each_keep<Scores>(dropout_mask(params, sequence, head),
+                                      q_tile * Config::kBlockQ,
                                       kv_tile * Config::kBlockKV + warp * Config::kKeysPerWarp,
                                       [&](int m, int n, int i, bool keep) {
                                           if (!keep) rS.v[m][n][i] = 0.f;
@@ -237,7 +254,7 @@ struct Fa1Forward {
     // A chunk of the warp's partial product with its own rows of V.
     template <int kChunk>
     __device__ __forceinline__ void multiply_v(Product& rO, const Weights& rP) const {
-        using VColumns = BFromColumns<KVTile>;
+        using VColumns = BFromColumns<VTile>;
         const VColumns v(sV, warp * Config::kKeysPerWarp, 0, warp * (Owned::kCols / 8));
         rO.clear();
         gemm<Element, Config::kKeysPerWarp>(
@@ -364,7 +381,8 @@ struct Fa1Forward {
         for (int chunk = 0; chunk < Config::kChunks; ++chunk) store_out(zero, q_tile, chunk);
         const int query = q_tile * Config::kBlockQ + lane_id();
         if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
-            params.lse[statistics_offset(params, sequence, head) + query] = -INFINITY;
+            params.lse[statistics_offset(params, sequence, head) + query] =
+                log_sum_exp(first_max(), first_sum(first_max()));
     }
 
  private:
@@ -386,10 +404,10 @@ struct Fa1Forward {
         return team_memory + Config::kOld + (warp * Config::kChunks + chunk) * Config::kOwnedBytes;
     }
     __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
-        const int q_tiles = ceil_div(params.seqlen_q, Config::kBlockQ);
         const int64_t tile =
-            (static_cast<int64_t>(batch) * params.heads_q + head) * q_tiles + q_tile;
-        return params.out_accum + tile * (Config::kBlockQ * Config::kHeadDim) +
+            workspace_tile(params, sequence, head, q_tile,
+                           tile_numbers(params, params.seqlen_q, Config::kBlockQ), Config::kBlockQ);
+        return params.out_accum + tile * (Config::kBlockQ * Config::kHeadDimV) +
                (warp * Config::kChunks + chunk) * (Config::kOwnedBytes / 4) + lane_id() * 4;
     }
 
@@ -525,27 +543,31 @@ inline int shared_memory_limit() {
     return bytes;
 }
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes() {
-    return max_of(Fa1ForwardConfig<__half, kHeadDim, Features::kPlain,
-                                   tuning::fa1_forward(kHeadDim).small_block_kv>::kSharedBytes,
-                  Fa1ForwardConfig<__half, kHeadDim, Features::kGeneral,
-                                   tuning::fa1_forward(kHeadDim).small_block_kv>::kSharedBytes);
+    const auto bytes = [](auto features) {
+        return Fa1ForwardConfig<
+            __half, kHeadDim, kHeadDimV, features.value,
+            tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
-        constexpr auto kTuning = tuning::fa1_forward(kHeadDim);
+    dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
+        constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
         using Element = decltype(element);
-        using Large = Fa1ForwardConfig<Element, kHeadDim, features.value, kTuning.block_kv>;
-        using Small = Fa1ForwardConfig<Element, kHeadDim, features.value, kTuning.small_block_kv>;
+        using Large =
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
+        using Small =
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
         const auto launch = [&](auto config) {
             using Config = decltype(config);
             status = launch_kernel<fa1_forward_kernel<Config>>(
-                params.heads_q * params.batch, Config::kThreads, Config::kSharedBytes, params,
-                stream);
+                params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
+                params, stream);
         };
         // The larger the KV tile, the fewer times O goes through HBM; what fits depends on the GPU.
         if (Large::kSharedBytes <= shared_memory_limit()) {

@@ -19,33 +19,38 @@
 namespace flash_ext {
 
 // The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
+template <class Config>
 struct Turn {
     const BackwardParams& params;
-    const WorkTile& work;
+    const BackwardTile<Config>& cta;
+    int kv_tile;
     int head;
     int q_tile;
 
     // The Q tile's counter of KV tiles that have added their dQ.
     __device__ __forceinline__ int* counter() const {
-        return params.turn + 1 + q_tile_number(params, work.batch, head, q_tile);
+        return params.turn + 1 +
+               workspace_row(params, cta.sequence, head, q_tile * Config::kBlockQ) /
+                   Config::kBlockQ;
     }
 
     // How many KV tiles see the Q tile and come before this CTA's.
-    __device__ __forceinline__ int mine(const BandMask& mask, int block_q, int block_kv) const {
-        return work.rank - mask.keys_of(tile_interval(q_tile, block_q)).begin / block_kv;
+    __device__ __forceinline__ int mine() const {
+        return kv_tile -
+               cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)).begin / Config::kBlockKV;
     }
 
-    __device__ __forceinline__ void wait(const BandMask& mask, int block_q, int block_kv) const {
+    __device__ __forceinline__ void wait() const {
         if (threadIdx.x == 0)
-            while (ptx::load_acquire(counter()) != mine(mask, block_q, block_kv)) __nanosleep(64);
+            while (ptx::load_acquire(counter()) != mine()) __nanosleep(64);
         __syncthreads();  // what the earlier CTAs added is visible to all threads
     }
 
-    __device__ __forceinline__ void end(const BandMask& mask, int block_q, int block_kv) const {
+    __device__ __forceinline__ void end() const {
         __syncthreads();  // all threads have issued their additions
         if (threadIdx.x == 0) {
             __threadfence();
-            ptx::store_release(counter(), mine(mask, block_q, block_kv) + 1);
+            ptx::store_release(counter(), mine() + 1);
         }
     }
 };
@@ -70,17 +75,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
         if (threadIdx.x == 0) *ticket = atomicAdd(params.turn, 1);
         __syncthreads();  // the ticket is drawn
-        linear = *ticket;
+        linear = ptx::warp_uniform(*ticket);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
-    const Tile cta(params, work.batch, work.head);
-    const int first_key = work.rank * Config::kBlockKV;
-    const Interval q_tiles =
-        tiles_of(cta.mask.queries_of({first_key, first_key + Config::kBlockKV}), Config::kBlockQ);
+    const auto [sequence, kv_tile] = warp_uniform<Config::kMayBePacked>(
+        kv_tile_of<Config::kMayBePacked>(params, work.batch, work.rank, Config::kBlockKV));
+    const Tile cta(params, sequence, work.head);
+    const int first_key = kv_tile * Config::kBlockKV;
+    if (Config::kMayBePacked && first_key >= sequence.rows_k) return;  // a spare number
+    const Interval q_tiles = cta.q_tiles_seeing(first_key);
     const int group = params.heads_q / params.heads_k;
 
-    typename Tile::Gradient rdK;
-    typename Tile::Gradient rdV;
+    typename Tile::GradientK rdK;
+    typename Tile::GradientV rdV;
     rdK.clear();
     rdV.clear();
     QTileWalk walk(q_tiles, work.head * group, group);
@@ -102,12 +109,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         ptx::cp_async_commit();
 
         cta.accumulate_dk_dv(rdK, rdV, walk.head, walk.q_tile, first_key, walk.stage);
-        const Turn turn{params, work, walk.head, walk.q_tile};
+        const Turn<Config> turn{params, cta, kv_tile, walk.head, walk.q_tile};
         cta.compute_dq(walk.head, walk.q_tile, [&](const auto& rdQ, float* accum) {
-            if (params.deterministic) turn.wait(cta.mask, Config::kBlockQ, Config::kBlockKV);
+            if (params.deterministic) turn.wait();
             add_dq<Config>(rdQ, accum);
         });
-        if (params.deterministic) turn.end(cta.mask, Config::kBlockQ, Config::kBlockKV);
+        if (params.deterministic) turn.end();
         walk = next;
     }
 
@@ -116,40 +123,48 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     cta.store_dk_dv(rdK, rdV, first_key);
 }
 
-template <int kHeadDim>
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using Fa2BackwardConfig = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                         tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures)>;
+
+template <int kHeadDim, int kHeadDimV>
 int fa2_backward_shared_bytes() {
-    return max_of(BackwardConfig<__half, kHeadDim, Features::kPlain,
-                                 tuning::fa2_backward(kHeadDim, Features::kPlain)>::kSharedBytes,
-                  BackwardConfig<__half, kHeadDim, Features::kGeneral,
-                                 tuning::fa2_backward(kHeadDim, Features::kGeneral)>::kSharedBytes);
+    const auto bytes = [](auto features) {
+        return Fa2BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
-        using Config = BackwardConfig<decltype(element), kHeadDim, features.value,
-                                      tuning::fa2_backward(kHeadDim, features.value)>;
-        static_assert(Config::kBlockQ == tuning::backward_block_q(Variant::kFa2, kHeadDim));
-        const int q_tile_count = params.q_tiles * params.heads_q * params.batch;
-        const bool tiles_differ =
-            params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
-        params.schedule = make_schedule(
-            ceil_div(params.seqlen_k, Config::kBlockKV), params.heads_k, params.batch, tiles_differ,
-            int64_t{8} * kHeadDim * params.seqlen_q * (params.heads_q / params.heads_k));
+    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+        params, [&](auto element, auto features) {
+            using Config =
+                Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
+            const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
+            const bool tiles_differ = params.window_right < params.seqlen_k ||
+                                      params.window_left < params.seqlen_q ||
+                                      params.cu_seqlens_q != nullptr;
+            // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run
+            // side by side, the less they wait for each other.
+            const int64_t bytes_per_head = int64_t{6 * kHeadDim + 2 * kHeadDimV} * params.seqlen_q *
+                                           (params.heads_q / params.heads_k);
+            params.schedule = make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV),
+                                            params.heads_k, tensor_batches(params),
+                                            tiles_differ || params.deterministic,
+                                            params.deterministic ? 0 : bytes_per_head);
 
-        const int ctas = params.schedule.tiles * params.heads_k * params.batch;
-
-        status = launch_kernel<backward_delta_kernel<Config>>(q_tile_count, Config::kThreads, 0,
-                                                              params, stream);
-        if (status == cudaSuccess && params.deterministic)
-            status =
-                cudaMemsetAsync(params.turn, 0, (1 + int64_t{q_tile_count}) * sizeof(int), stream);
-        if (status == cudaSuccess)
-            status = launch_kernel<fa2_backward_kernel<Config>>(
-                ctas, Config::kThreads, Config::kSharedBytes, params, stream);
-        if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
-    });
+            status = launch_kernel<backward_delta_kernel<Config>>(q_tiles, Config::kThreads, 0,
+                                                                  params, stream);
+            if (status == cudaSuccess && params.deterministic)
+                status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
+            if (status == cudaSuccess)
+                status = launch_kernel<fa2_backward_kernel<Config>>(
+                    cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params,
+                    stream);
+            if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+        });
     return status;
 }
 

@@ -29,15 +29,18 @@
 #include "../tile/gemm.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
+#include "packed.cuh"
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, Features kFeatures>
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures>
 struct Fa2ForwardConfig {
     using Element = Element_;
-    static constexpr auto kTuning = tuning::fa2_forward(kHeadDim_, kFeatures);
+    static constexpr auto kTuning = tuning::fa2_forward({kHeadDim_, kHeadDimV_}, kFeatures);
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
     static constexpr int kThreads = kTuning.warps * 32;
     static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
@@ -47,9 +50,12 @@ struct Fa2ForwardConfig {
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using KVTile = SharedTile<kBlockKV, kHeadDim>;
-    static constexpr int kStageBytes = 2 * KVTile::kBytes;
-    static constexpr int kSharedBytes = QTile::kBytes + kStages * kStageBytes;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using OTile = SharedTile<kBlockQ, kHeadDimV>;
+    static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes;
+    static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
+    static constexpr int kSharedBytes = kQBytes + kStages * kStageBytes;
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
 };
@@ -58,13 +64,16 @@ template <class Config>
 struct Fa2Forward {
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
-    using KVTile = typename Config::KVTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using OTile = typename Config::OTile;
     using Scores = RegisterTile<Config::kRowsPerWarp, Config::kBlockKV>;
-    using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDim>;
+    using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDimV>;
     static constexpr bool kGeneral = Config::kGeneral;
 
     const ForwardParams& params;
-    WorkTile work;
+    int head;
+    int head_k;
     Sequence sequence;
     BandMask mask;
     int first_query;  // of the CTA
@@ -72,34 +81,36 @@ struct Fa2Forward {
     uint32_t sQ;
     uint32_t stages;  // of K and V: each stage is a K tile followed by a V tile
 
-    __device__ __forceinline__ explicit Fa2Forward(const ForwardParams& p)
+    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const Sequence& sequence_,
+                                          int head_, int q_tile)
         : params(p),
-          work(work_tile(blockIdx.x, p.schedule)),
-          sequence(sequence_of<kGeneral>(p, work.batch)),
+          head(head_),
+          head_k(head_ / (p.heads_q / p.heads_k)),
+          sequence(sequence_),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          first_query((p.schedule.tiles - 1 - work.rank) * Config::kBlockQ),
+          first_query(q_tile * Config::kBlockQ),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
-          stages(sQ + QTile::kBytes) {}
+          stages(sQ + Config::kQBytes) {}
 
     __device__ __forceinline__ void load_q() const {
         const auto gQ =
             global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
-                                       work.head, sequence.seqlen_q - first_query, params.head_dim);
+                                       head, sequence.seqlen_q - first_query, params.head_dim);
         load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
     __device__ __forceinline__ void load_kv(int kv_tile, uint32_t sK) const {
         const int first_key = kv_tile * Config::kBlockKV;
-        const int head = work.head / (params.heads_q / params.heads_k);
+        const int head_k = this->head_k;
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
-        const auto gK =
-            global_tile<const Element>(params.k, sequence.batch, row, head, rows, params.head_dim);
-        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head, rows,
+        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
+                                                   params.head_dim);
+        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
                                                    params.head_dim_v);
-        load_tile<KVTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
-        load_tile<KVTile, Config::kThreads, kGeneral>(sK + KVTile::kBytes, gV, params.aligned);
+        load_tile<KTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(sK + KTile::kBytes, gV, params.aligned);
     }
 
     // One KV tile: S, its softmax, O.
@@ -109,11 +120,13 @@ struct Fa2Forward {
                                            float exponent_scale) const {
         Scores rS;
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KVTile>(sK));
+        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK));
 
         const Interval queries{first_query, first_query + Config::kBlockQ};
         const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
-        if constexpr (kGeneral) rS.scale(params.scale_log2);
+        if constexpr (kGeneral)
+            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
+                rS, first_query + warp_row, keys.begin);
         if (!mask.is_full(queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return mask.key_range(first_query + warp_row + row); });
@@ -121,15 +134,14 @@ struct Fa2Forward {
         softmax.update(rS, rO, exponent_scale);
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
-                for_each_keep<Scores>(dropout_mask(params, work.batch, work.head),
-                                      first_query + warp_row, keys.begin,
-                                      [&](int m, int n, int i, bool keep) {
+                for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
+                                      keys.begin, [&](int m, int n, int i, bool keep) {
                                           if (!keep) rS.v[m][n][i] = 0.f;
                                       });
             }
         }
         gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rS},
-                                        BFromColumns<KVTile>(sK + KVTile::kBytes));
+                                        BFromColumns<VTile>(sK + KTile::kBytes));
     }
 
     // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp.
@@ -137,7 +149,7 @@ struct Fa2Forward {
                                           const OnlineSoftmax<Config::kRowsPerWarp>& softmax,
                                           float exponent_scale) const {
         const int first_row = first_query + warp_row;
-        float* lse = params.lse + statistics_offset(params, sequence, work.head);
+        float* lse = params.lse + statistics_offset(params, sequence, head);
 #pragma unroll
         for (int m = 0; m < Output::kM; ++m)
 #pragma unroll
@@ -153,12 +165,12 @@ struct Fa2Forward {
                 if (lane_col() == 0 && row < sequence.seqlen_q)
                     lse[row] = softmax.lse(m, i, exponent_scale);
             }
-        store_to_shared<Element, QTile>(sQ, rO, warp_row);
+        store_to_shared<Element, OTile>(sQ, rO, warp_row);
         __syncwarp();  // O's rows are complete
         const auto gO =
-            global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row,
-                                 work.head, sequence.seqlen_q - first_row, params.head_dim_v);
-        store_tile<QTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
+            global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
+                                 sequence.seqlen_q - first_row, params.head_dim_v);
+        store_tile<OTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
     }
 };
 
@@ -167,7 +179,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
     using Kernel = Fa2Forward<Config>;
     using QTile = typename Config::QTile;
-    const Kernel cta(params);
+    const WorkTile work = work_tile(blockIdx.x, params.schedule);
+    const auto [sequence, tile] = warp_uniform<Config::kMayBePacked>(
+        q_tile_of<Config::kMayBePacked>(params, work.batch, work.rank, Config::kBlockQ));
+    // The last tile of a sequence comes first: under a causal mask it is the longest.
+    const int q_tile = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1 - tile;
+    if (Config::kMayBePacked && q_tile < 0) return;  // a spare number
+    const Kernel cta(params, sequence, work.head, q_tile);
 
     const Interval kv_tiles = tiles_of(
         cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
@@ -181,8 +199,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Output rO;
     rO.clear();
     OnlineSoftmax<Config::kRowsPerWarp> softmax;
-    // The general kernel scales the scores before it masks them; the plain one inside the exponent.
+    // The general kernel scales the scores before it masks them; the others inside the exponent.
     const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
+    if (params.sink != nullptr && cta.sequence.index() < params.batch)
+        softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
 
     const AFromRows<QTile> q_shared(cta.sQ, cta.warp_row);
     AInRegisters<Config::kRowsPerWarp, Config::kHeadDim> q_registers;
@@ -207,25 +227,29 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     cta.store(rO, softmax, exponent_scale);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 int fa2_forward_shared_bytes() {
-    return max_of(Fa2ForwardConfig<__half, kHeadDim, Features::kPlain>::kSharedBytes,
-                  Fa2ForwardConfig<__half, kHeadDim, Features::kGeneral>::kSharedBytes);
+    const auto bytes = [](auto features) {
+        return Fa2ForwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel(params, needs_general(params), [&](auto element, auto features) {
-        using Config = Fa2ForwardConfig<decltype(element), kHeadDim, features.value>;
-        const bool tiles_differ = params.window_right < params.seqlen_k;
-        params.schedule = make_schedule(
-            ceil_div(params.seqlen_q, Config::kBlockQ), params.heads_q, params.batch, tiles_differ,
-            int64_t{4} * kHeadDim * params.seqlen_k / max_of(params.heads_q / params.heads_k, 1));
-        const int ctas = params.schedule.tiles * params.heads_q * params.batch;
-        status = launch_kernel<fa2_forward_kernel<Config>>(ctas, Config::kThreads,
-                                                           Config::kSharedBytes, params, stream);
-    });
+    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+        params, [&](auto element, auto features) {
+            using Config = Fa2ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
+            const bool tiles_differ =
+                params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr;
+            params.schedule = make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ),
+                                            params.heads_q, tensor_batches(params), tiles_differ,
+                                            int64_t{2} * (kHeadDim + kHeadDimV) * params.seqlen_k *
+                                                params.heads_k / max_of(params.heads_q, 1));
+            status = launch_kernel<fa2_forward_kernel<Config>>(
+                cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
+        });
     return status;
 }
 

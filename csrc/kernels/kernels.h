@@ -8,23 +8,28 @@
 
 namespace flash_ext {
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream);
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream);
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream);
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream);
 
+// After a variant's backward, whose workspace they read.
+template <int kHeadDim, int kHeadDimV>
+cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
+cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
+
 // Shared memory that a CTA of the kernel needs.
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes();
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 int fa2_forward_shared_bytes();
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 int fa1_backward_shared_bytes();
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 int fa2_backward_shared_bytes();
 
 }  // namespace flash_ext

@@ -9,16 +9,19 @@
 #include <cstdint>
 
 #include "../dispatch.h"
+#include "../host_device.h"
 #include "../params.h"
 #include "../variants.h"
 
 namespace flash_ext {
 
-// launch(element tag, features constant) with the compile-time values of this call.
-template <class Launch>
-void dispatch_kernel(const AttentionParams& params, bool general, Launch launch) {
-    const auto features = general ? Features::kGeneral : Features::kPlain;
-    dispatch<Features::kPlain, Features::kGeneral>(features, [&](auto kFeatures) {
+// launch(element tag, features constant) with the compile-time values of this call. kForms are the
+// forms that the kernel has; kGeneral stands in for any that it has not.
+template <Features... kForms, class Launch>
+void dispatch_kernel(const AttentionParams& params, Launch launch) {
+    Features features = features_of(params);
+    if (((features != kForms) && ...)) features = Features::kGeneral;
+    dispatch<kForms...>(features, [&](auto kFeatures) {
         if (params.element_type == ElementType::kFloat16) {
             launch(__half{}, kFeatures);
         } else {
@@ -27,16 +30,18 @@ void dispatch_kernel(const AttentionParams& params, bool general, Launch launch)
     });
 }
 
-// Does this call need the general kernel?
-inline bool needs_general(const AttentionParams& params) {
-    return !params.aligned || params.cu_seqlens_q != nullptr || params.seqused_k != nullptr ||
-           params.keep_threshold < (1u << 16) || params.scale <= 0.f;
+// The largest of value(features constant) over a kernel's forms.
+template <Features... kForms, class Value>
+constexpr int largest_of_forms(Value value) {
+    int largest = 0;
+    ((largest = max_of(largest, value(std::integral_constant<Features, kForms>{}))), ...);
+    return largest;
 }
 
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
 // KB of shared memory must be asked for, once per kernel and device.
 template <auto kKernel, class Params>
-cudaError_t launch_kernel(int ctas, int threads, int shared_bytes, const Params& params,
+cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
                           cudaStream_t stream) {
     if (ctas == 0) return cudaSuccess;
     if (shared_bytes > 48 * 1024) {
@@ -54,7 +59,7 @@ cudaError_t launch_kernel(int ctas, int threads, int shared_bytes, const Params&
             return status;
         }
     }
-    kKernel<<<ctas, threads, shared_bytes, stream>>>(params);
+    kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(params);
     return cudaGetLastError();
 }
 

@@ -16,6 +16,13 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+// log2(x); lg2(0) is -inf.
+__device__ __forceinline__ float lg2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1 / x to within one unit in the last place.
 __device__ __forceinline__ float rcp(float x) {
     float y;
@@ -35,6 +42,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     return packed;
 }
 
+template <class Element>
+__device__ __forceinline__ Element from_float(float x) {
+    if constexpr (std::is_same_v<Element, __half>) {
+        return __float2half_rn(x);
+    } else {
+        return __float2bfloat16_rn(x);
+    }
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 

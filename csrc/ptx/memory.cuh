@@ -19,6 +19,18 @@ __device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, 
 #endif
 }
 
+// Two neighbouring elements (aligned to both of them) in one load.
+template <class Element>
+__device__ __forceinline__ void load_pair(Element (&pair)[2], const Element* p) {
+    if constexpr (sizeof(Element) == 4) {
+        *reinterpret_cast<uint2*>(pair) = *reinterpret_cast<const uint2*>(p);
+    } else if constexpr (sizeof(Element) == 2) {
+        *reinterpret_cast<uint32_t*>(pair) = *reinterpret_cast<const uint32_t*>(p);
+    } else {
+        *reinterpret_cast<uint16_t*>(pair) = *reinterpret_cast<const uint16_t*>(p);
+    }
+}
+
 __device__ __forceinline__ int load_acquire(const int* p) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

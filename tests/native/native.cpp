@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dropout.cuh"
@@ -65,31 +66,80 @@ Layout layout_of_width(int cols) {
     }
 }
 
-// The sequences of a batch: (batch, q_begin, k_begin, seqlen_q, seqlen_k) and the offset of the
-// statistics of its head 1.
-using SequenceFacts = std::tuple<int, int, int, int, int, int64_t>;
+using Offsets = std::optional<std::vector<int>>;
 
-template <bool kMayBePacked>
-std::vector<SequenceFacts> sequences(int batch, int heads_q, int seqlen_q, int seqlen_k,
-                                     const std::optional<std::vector<int>>& cu_seqlens_q,
-                                     const std::optional<std::vector<int>>& cu_seqlens_k,
-                                     const std::optional<std::vector<int>>& seqused_k) {
-    AttentionParams params{};
-    params.batch = batch;
-    params.heads_q = heads_q;
-    params.seqlen_q = seqlen_q;
-    params.seqlen_k = seqlen_k;
-    params.cu_seqlens_q = cu_seqlens_q ? cu_seqlens_q->data() : nullptr;
-    params.cu_seqlens_k = cu_seqlens_k ? cu_seqlens_k->data() : nullptr;
-    params.seqused_k = seqused_k ? seqused_k->data() : nullptr;
-    std::vector<SequenceFacts> facts;
-    for (int b = 0; b < batch; ++b) {
-        const Sequence s = sequence_of<kMayBePacked>(params, b);
-        facts.emplace_back(s.batch, s.q_begin, s.k_begin, s.seqlen_q, s.seqlen_k,
-                           statistics_offset(params, s, 1));
+// Lengths and offsets of a batch, and what csrc makes of them.
+struct Batch {
+    BackwardParams params{};
+    Offsets cu_seqlens_q, cu_seqlens_k, seqused_k;
+
+    Batch(int batch, int heads_q, int seqlen_q, int seqlen_k, Offsets cu_q, Offsets cu_k,
+          Offsets used)
+        : cu_seqlens_q(std::move(cu_q)), cu_seqlens_k(std::move(cu_k)), seqused_k(std::move(used)) {
+        params.batch = batch;
+        params.heads_q = heads_q;
+        params.seqlen_q = seqlen_q;
+        params.seqlen_k = seqlen_k;
+        params.cu_seqlens_q = cu_seqlens_q ? cu_seqlens_q->data() : nullptr;
+        params.cu_seqlens_k = cu_seqlens_k ? cu_seqlens_k->data() : nullptr;
+        params.seqused_k = seqused_k ? seqused_k->data() : nullptr;
+        params.q_blocks = tile_numbers(params, seqlen_q, kWorkspaceRows);
     }
-    return facts;
-}
+    Batch(const Batch&) = delete;
+
+    // (index, batch, q_begin, k_begin, seqlen_q, seqlen_k, rows_k)
+    using Facts = std::tuple<int, int, int, int, int, int, int>;
+    static Facts facts(const Sequence& s) {
+        return {s.index(), s.batch, s.q_begin, s.k_begin, s.seqlen_q, s.seqlen_k, s.rows_k};
+    }
+
+    std::vector<Facts> sequences(bool may_be_packed) const {
+        std::vector<Facts> all;
+        for (int i = 0; i < sequence_count(params); ++i)
+            all.push_back(facts(may_be_packed ? sequence_of<true>(params, i)
+                                              : sequence_of<false>(params, i)));
+        return all;
+    }
+
+    // (index, tile) of every tile number of a head.
+    std::vector<Pair> tiles(bool keys, int block) const {
+        const int rows = keys ? params.seqlen_k : params.seqlen_q;
+        std::vector<Pair> all;
+        for (int batch = 0; batch < tensor_batches(params); ++batch)
+            for (int number = 0; number < tile_numbers(params, rows, block); ++number) {
+                const SequenceTile tile = keys ? kv_tile_of<true>(params, batch, number, block)
+                                               : q_tile_of<true>(params, batch, number, block);
+                all.emplace_back(tile.sequence.index(), tile.tile);
+            }
+        return all;
+    }
+
+    // The workspace row of query 0 of each sequence, and how many rows there are.
+    std::pair<std::vector<int64_t>, int64_t> workspace(int head) const {
+        std::vector<int64_t> rows;
+        for (int i = 0; i < sequence_count(params); ++i)
+            rows.push_back(workspace_row(params, sequence_of<true>(params, i), head, 0));
+        return {rows, workspace_rows(params)};
+    }
+
+    // (index, tile, head) of the CTAs of the passes before and after the backward.
+    template <int kBlockQ>
+    std::vector<std::tuple<int, int, int>> q_tile_indices() const {
+        std::vector<std::tuple<int, int, int>> all;
+        for (int i = 0; i < workspace_rows(params) / kBlockQ; ++i) {
+            const QTileIndex index = q_tile_index<true, kBlockQ>(params, i);
+            all.emplace_back(index.tile.sequence.index(), index.tile.tile, index.head);
+        }
+        return all;
+    }
+
+    std::vector<int64_t> statistics(int head) const {
+        std::vector<int64_t> all;
+        for (int i = 0; i < sequence_count(params); ++i)
+            all.push_back(statistics_offset(params, sequence_of<true>(params, i), head));
+        return all;
+    }
+};
 
 }  // namespace
 
@@ -120,15 +170,14 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const WorkTile tile = work_tile(linear, schedule);
         return std::tuple(tile.rank, tile.head, tile.batch);
     });
-    m.def("q_tile_index", [](int linear, int q_tiles, int heads_q) {
-        BackwardParams params{};
-        params.q_tiles = q_tiles;
-        params.heads_q = heads_q;
-        const QTileIndex index = q_tile_index(linear, params);
-        return std::tuple(index.q_tile, index.head, index.batch);
-    });
-    m.def("sequences", &sequences<true>);
-    m.def("dense_sequences", &sequences<false>);
+    py::class_<Batch>(m, "Batch")
+        .def(py::init<int, int, int, int, Offsets, Offsets, Offsets>())
+        .def("sequences", &Batch::sequences)
+        .def("tiles", &Batch::tiles)
+        .def("workspace", &Batch::workspace)
+        .def("q_tile_indices", &Batch::q_tile_indices<32>)
+        .def("statistics", &Batch::statistics);
+    m.attr("workspace_block") = kWorkspaceRows;
 
     m.def("layout", [](int rows, int cols) {
         switch (rows) {
@@ -151,7 +200,9 @@ PYBIND11_MODULE(flash_ext_native, m) {
           });
 
     m.attr("variants") = std::vector<std::string>(kVariantNames, kVariantNames + kVariants);
-    m.attr("head_dims") = std::vector<int>(std::begin(kHeadDims), std::end(kHeadDims));
+    std::vector<Pair> head_dims;
+    for (const HeadDims& dims : kHeadDims) head_dims.emplace_back(dims.qk, dims.v);
+    m.attr("head_dims") = head_dims;
     m.attr("max_head_dim") = kMaxHeadDim;
-    m.def("padded_head_dim", &padded_head_dim);
+    m.def("padded_head_dims", &padded_head_dims);
 }

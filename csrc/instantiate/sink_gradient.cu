@@ -1,0 +1,1 @@
+#include "../kernels/sink_gradient.cuh"
