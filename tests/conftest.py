@@ -6,8 +6,11 @@ A test that takes the argument `device` runs once per device: "cpu", and "cuda" 
 
 from __future__ import annotations
 
+import fcntl
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import torch
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))  # the helper modules, whatever pytest's import mode
 
+import attention_testing  # noqa: E402
 import evidence  # noqa: E402
 
 import flash_ext  # noqa: E402
@@ -55,6 +59,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrized = any("device" in (x.split(",") if isinstance(x, str) else x) for x in given)
     if "device" in metafunc.fixturenames and not parametrized:
         metafunc.parametrize("device", DEVICES)
+
+
+@pytest.fixture
+def most_of_the_gpu() -> Iterator[None]:
+    """100 GiB of GPU memory for one test at a time, of all processes of xdist; else it skips."""
+    attention_testing.yardstick.cache_clear()
+    with (Path(tempfile.gettempdir()) / "flash_ext_most_of_the_gpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < 100 << 30:
+            pytest.skip("needs 100 GiB of free GPU memory")
+        yield
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_testing import LAYOUTS, VARIANTS, Problem, assert_accurate, check, yardstick
+from attention_testing import LAYOUTS, VARIANTS, Problem, assert_accurate, check
 from grids import BIAS_PATTERNS, HALF_TYPES, HEADS, MASKS, alternate, every_case, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,13 +294,11 @@ def assert_batch_accurate(index: int, tensors: tuple, results: tuple) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("most_of_the_gpu")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tensors_past_2_31_elements(variant: str) -> None:
     """Offsets beyond int32, and more (batch, head) pairs than a grid's second dimension holds."""
     batch = (1 << 31) // (128 * 16 * 128) + 8
-    if torch.cuda.mem_get_info()[0] < 80 << 30:
-        pytest.skip("needs 80 GiB of free GPU memory")
-    yardstick.cache_clear()
     shape = (batch, 128, 16, 128)
     generator = torch.Generator("cuda").manual_seed(0)
     tensors = [
@@ -312,8 +310,6 @@ def test_tensors_past_2_31_elements(variant: str) -> None:
     results = run_whole(*tensors, variant)
     for index in (0, batch - 1):
         assert_batch_accurate(index, tuple(tensors), results)
-    del results, tensors
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu
