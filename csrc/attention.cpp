@@ -325,6 +325,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 
     Workspace workspace(q);
     const cudaStream_t stream = current_stream(q);
+    if (params.deterministic && sizes.packed) {
+        int* offsets_q = workspace.allocate<int>(sizes.batch + 1);
+        int* offsets_k = workspace.allocate<int>(sizes.batch + 1);
+        check_launch(monotone_offsets(params, offsets_q, offsets_k, stream));
+        params.cu_seqlens_q = offsets_q;
+        params.cu_seqlens_k = offsets_k;
+    }
     params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
     const int64_t rows = workspace_rows(params);
     params.lse_log2 = workspace.allocate<float>(rows);

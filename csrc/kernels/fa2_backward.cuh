@@ -42,7 +42,7 @@ struct Turn {
 
     __device__ __forceinline__ void wait() const {
         if (threadIdx.x == 0)
-            while (ptx::load_acquire(counter()) != mine()) __nanosleep(64);
+            while (ptx::load_acquire(counter()) < mine()) __nanosleep(64);
         __syncthreads();  // what the earlier CTAs added is visible to all threads
     }
 
@@ -50,7 +50,7 @@ struct Turn {
         __syncthreads();  // all threads have issued their additions
         if (threadIdx.x == 0) {
             __threadfence();
-            ptx::store_release(counter(), mine() + 1);
+            ptx::red_add_release(counter(), 1);
         }
     }
 };

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
     params.dsink_parts[blockIdx.x] = sum;
 }
 
-inline __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams params) {
+__global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams params) {
     const int head = blockIdx.x * blockDim.x + threadIdx.x;
     if (head >= params.heads_q) return;
     float sum = 0.f;

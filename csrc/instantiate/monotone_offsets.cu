@@ -1,0 +1,1 @@
+#include "../kernels/monotone_offsets.cuh"
