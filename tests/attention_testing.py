@@ -40,6 +40,7 @@ __all__ = [
     "assert_accurate",
     "assert_all_bitwise_equal",
     "assert_bitwise_equal",
+    "assert_is_sink",
     "attend",
     "check",
     "dense_mask",
@@ -583,6 +584,11 @@ def assert_unused_rows_are_zero(problem: Problem, actual: dict[str, torch.Tensor
         for name in names:
             x = actual[name].unsqueeze(0) if problem.packed else actual[name]
             assert not x[unused.to(x.device)].any(), f"{name}: rows without a sequence are not 0"
+
+
+def assert_is_sink(lse: torch.Tensor, sink: torch.Tensor) -> None:
+    """The lse (…, Hq, rows) of rows that see no key: the sink, up to a change of the base."""
+    torch.testing.assert_close(lse, sink[:, None].expand_as(lse), rtol=1e-6, atol=1e-6)
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
