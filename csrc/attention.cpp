@@ -341,8 +341,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else {
-            const int block_q = tuning::fa2_backward({dim, dim_v}, features_of(params)).block_q;
-            if (params.deterministic) params.turn = workspace.allocate<int>(1 + rows / block_q);
+            if (params.deterministic)
+                params.turn = workspace.allocate<int>(1 + rows / tuning::kMinBackwardBlockQ);
             check_launch(fa2_backward<dim, dim_v>(params, stream));
         }
         if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));

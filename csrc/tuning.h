@@ -10,30 +10,34 @@ struct Forward {
     int rows_per_warp;
     int warps;
     int block_kv;
-    bool q_in_registers;
+    int q_register_cols;  // so many columns of Q stay in registers
     int ctas_per_sm;
 };
 
-// Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond.
+// Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond. As many keys
+// a tile as then fit. Q in registers takes from the fragments that are under way: it pays where the
+// 16-row warps leave shared memory too little time.
 constexpr Forward fa2_forward(HeadDims dims, Features features) {
-    if (dims.qk == 192 && dims.v == 128 && features == Features::kGeneral)
-        return {16, 8, 64, false, 1};
-    if (dims.v == 128 && features == Features::kGeneral) return {32, 4, 32, false, 2};
-    if (dims.v == 64 && features == Features::kGeneral) return {32, 4, 64, false, 2};
-    if (dims.v == 96 && features == Features::kGeneral) return {32, 4, 32, false, 2};
-    if (dims.qk == 192 && dims.v == 128) return {32, 4, 48, false, 2};
+    const bool general = features == Features::kGeneral;
     switch (dims.qk) {
         case 64:
-            return {32, 4, 80, true, 2};
+            return general ? Forward{32, 4, 64, 0, 2} : Forward{32, 4, 128, 0, 2};
         case 96:
-            return {32, 4, 64, false, 2};
+            return {32, 4, general ? 32 : 64, 0, 2};
         case 128:
-            return {32, 4, 64, false, 2};
+            return {32, 4, general ? 32 : features == Features::kPacked ? 48 : 64, 0, 2};
         case 192:
-            return {16, 8, 64, false, 1};
+            if (dims.v == 128) return general ? Forward{16, 8, 64, 0, 1} : Forward{32, 4, 48, 0, 2};
+            return {16, 8, 64, general ? 0 : 192, 1};
         default:
-            return {16, 8, 32, false, 1};
+            return {16, 8, 64, general ? 0 : 128, 1};
     }
+}
+
+// Where shared memory does not suffice for that one (163 KB, A100).
+constexpr Forward small_fa2_forward(HeadDims dims, Features features) {
+    if (dims.qk <= 192) return fa2_forward(dims, features);
+    return {16, 8, 32, features == Features::kGeneral ? 0 : 128, 1};
 }
 
 struct Fa1Forward {
@@ -64,15 +68,25 @@ struct Backward {
     int warps_d;        // warps that share those rows: see backward_tile.cuh
     int ctas_per_sm;
     int dq_parts = 1;  // dQ is computed in so many column parts, to save registers
+    int stages = 2;    // Q tiles in shared memory, with their dO
 };
 
 // As many keys a warp as dK and dV leave registers for: each fragment of Q and dO serves them all.
-constexpr Backward fa2_backward(HeadDims dims, Features features) {
+// These tiles also fit GPUs with less shared memory (163 KB, A100).
+constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
     if (features == Features::kGeneral) {  // options take registers
-        if (dims.qk == 64) return {32, 16, 8, 1, 1};
-        if (dims.qk == 96) return {32, 16, 4, 1, 2};
-        if (dims.qk == 128) return {32, 32, 4, 2, 1};
-        if (dims.qk == 192) return {32, 16, 4, 2, 1};
+        switch (dims.qk) {
+            case 64:
+                return {32, 16, 8, 1, 1};
+            case 96:
+                return {32, 16, 4, 1, 2};
+            case 128:
+                return {32, 32, 4, 2, 1};
+            case 192:
+                return {32, 16, 4, 2, 1};
+            default:
+                return {32, 16, 4, 2, 1, 2};
+        }
     }
     switch (dims.qk) {
         case 64:
@@ -80,12 +94,18 @@ constexpr Backward fa2_backward(HeadDims dims, Features features) {
         case 96:
             return {64, 16, 8, 1, 1};
         case 128:
-            return {64, 32, 4, 2, 1};
+            return {features == Features::kPacked ? 32 : 64, 32, 4, 2, 1};
         case 192:
-            return {64, 16, 4, 2, 1};
+            return {64, 32, 2, 4, 1, 1, 1};
         default:
             return {32, 16, 4, 2, 1, 2};
     }
+}
+
+// Where shared memory suffices (227 KB, Hopper).
+constexpr Backward fa2_backward(HeadDims dims, Features features) {
+    if (dims.qk == 256 && features == Features::kPlain) return {128, 32, 2, 4, 1, 1, 1};
+    return small_fa2_backward(dims, features);
 }
 
 // Computing delta in the loop takes registers too.
@@ -104,10 +124,7 @@ constexpr Backward fa1_backward(HeadDims dims) {
     }
 }
 
-// Rows of a Q tile in the backward's workspaces.
-constexpr int backward_block_q(Variant variant, HeadDims dims, Features features) {
-    return variant == Variant::kFa1 ? fa1_backward(dims).block_q
-                                    : fa2_backward(dims, features).block_q;
-}
+// The fewest rows of a Q tile in any backward.
+inline constexpr int kMinBackwardBlockQ = 32;
 
 }  // namespace flash_ext::tuning

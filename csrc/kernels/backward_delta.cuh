@@ -55,17 +55,19 @@ __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& pa
 // Fetches lse and delta of a Q tile from where backward_delta_kernel, or FA1's first visit, left
 // them.
 template <class Config>
-__device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta, int head_q,
-                                                int q_tile, int stage) {
+__device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
+                                                const QTileWalk& walk) {
     constexpr int kChunks = Config::kBlockQ / 4;
-    const int chunk = threadIdx.x % kChunks;
-    if (threadIdx.x >= 2 * kChunks) return;
+    // A matter of registers: with two stages there is none to spare over the loop.
+    const int thread = Config::kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
+    if (thread >= 2 * kChunks) return;
     const BackwardParams& params = cta.params;
-    const int64_t first = workspace_row(params, cta.sequence, head_q, q_tile * Config::kBlockQ);
-    const bool is_lse = threadIdx.x < kChunks;
-    const float* source = (is_lse ? params.lse_log2 : params.delta) + first;
-    float* target = is_lse ? cta.lse_log2(stage) : cta.delta(stage);
-    ptx::cp_async_16(ptx::shared_address(target) + chunk * 16, source + chunk * 4, true);
+    const int64_t first =
+        workspace_row(params, cta.sequence, walk.head, walk.q_tile * Config::kBlockQ);
+    const float* source = (thread < kChunks ? params.lse_log2 : params.delta) + first;
+    // delta follows lse in shared memory.
+    ptx::cp_async_16(ptx::shared_address(cta.lse_log2(walk.step)) + thread * 16,
+                     source + thread % kChunks * 4, true);
 }
 
 // The pass before FA2's main kernel: row statistics of one Q tile, and its dq_accum set to zero.

@@ -48,7 +48,7 @@ struct BackwardConfig {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = kKeysPerWarp * kWarpsKV;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
-    static constexpr int kStages = 2;
+    static constexpr int kStages = kTuning.stages;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using DOTile = SharedTile<kBlockQ, kHeadDimV>;
@@ -66,9 +66,9 @@ struct BackwardConfig {
     static constexpr int kP = kDS + PTile::kBytes;
     static constexpr int kQ = kP + (kWarpsD > 1 ? PTile::kBytes : 0);
     static constexpr int kDO = kQ + kStages * QTile::kBytes;
-    static constexpr int kLse = kDO + kStages * DOTile::kBytes;
-    static constexpr int kDelta = kLse + kStages * kBlockQ * 4;
-    static constexpr int kTicket = kDelta + kStages * kBlockQ * 4;
+    static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, then delta
+    static constexpr int kStatisticsBytes = 2 * kBlockQ * 4;
+    static constexpr int kTicket = kStatistics + kStages * kStatisticsBytes;
     static constexpr int kSharedBytes = kTicket + 16;
 
     // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
@@ -106,7 +106,7 @@ struct QTileWalk {
     int last_head;
     int head;
     int q_tile;
-    int stage = 0;  // where in shared memory: alternating
+    int step = 0;  // tells the stages in shared memory apart
 
     __device__ __forceinline__ QTileWalk(Interval q_tiles_, int first_head, int heads)
         : q_tiles(q_tiles_),
@@ -118,7 +118,7 @@ struct QTileWalk {
 
     __device__ __forceinline__ QTileWalk next() const {
         QTileWalk after = *this;
-        after.stage ^= 1;
+        after.step ^= 1;
         if (++after.q_tile == q_tiles.end) {
             after.q_tile = q_tiles.begin;
             ++after.head;
@@ -140,6 +140,7 @@ struct BackwardTile {
     using GradientV = RegisterTile<Config::kKeysPerWarp, Config::kHeadDimV / Config::kWarpsD>;
     using DQ = typename Config::DQ;
     static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr bool kInRegisters = Config::kWarpsD == 1;  // P^T and dS^T, for dV and dK
 
     const BackwardParams& params;
     int head_k;
@@ -177,80 +178,78 @@ struct BackwardTile {
         load_tile<VTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
     }
 
-    __device__ __forceinline__ void load_q_do(int head_q, int q_tile, int stage) const {
-        const int first_query = q_tile * Config::kBlockQ;
-        const int64_t row = sequence.q_begin + first_query;
-        const int rows = sequence.seqlen_q - first_query;
-        const auto gQ = global_tile<const Element>(params.q, sequence.batch, row, head_q, rows,
-                                                   params.head_dim);
-        const auto gDO = global_tile<const Element>(params.dout, sequence.batch, row, head_q, rows,
-                                                    params.head_dim_v);
-        load_tile<QTile, Config::kThreads, kGeneral>(shared_q(stage), gQ, params.aligned);
-        load_tile<DOTile, Config::kThreads, kGeneral>(shared_do(stage), gDO, params.aligned);
+    // Where Q and dO of a step lie. With a single stage it is always the same place.
+    __device__ __forceinline__ uint32_t q_tile_at(int step) const {
+        return smem + Config::kQ + step % Config::kStages * QTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t do_tile_at(int step) const {
+        return smem + Config::kDO + step % Config::kStages * DOTile::kBytes;
     }
 
-    __device__ __forceinline__ uint32_t shared_q(int stage) const {
-        return smem + Config::kQ + stage * QTile::kBytes;
+    __device__ __forceinline__ void load_q(const QTileWalk& walk) const {
+        load_rows<QTile>(q_tile_at(walk.step), params.q, params.head_dim, walk);
+    }
+    __device__ __forceinline__ void load_do(const QTileWalk& walk) const {
+        load_rows<DOTile>(do_tile_at(walk.step), params.dout, params.head_dim_v, walk);
     }
 
-    __device__ __forceinline__ uint32_t shared_do(int stage) const {
-        return smem + Config::kDO + stage * DOTile::kBytes;
+    __device__ __forceinline__ float* lse_log2(int step) const {
+        return reinterpret_cast<float*>(dynamic_shared() + Config::kStatistics +
+                                        step % Config::kStages * Config::kStatisticsBytes);
+    }
+    __device__ __forceinline__ float* delta(int step) const {
+        return lse_log2(step) + Config::kBlockQ;
     }
 
-    __device__ __forceinline__ float* lse_log2(int stage) const {
-        return reinterpret_cast<float*>(dynamic_shared() + Config::kLse) + stage * Config::kBlockQ;
-    }
-
-    __device__ __forceinline__ float* delta(int stage) const {
-        return reinterpret_cast<float*>(dynamic_shared() + Config::kDelta) +
-               stage * Config::kBlockQ;
-    }
-
-    // P^T and dS^T of the warp's keys and queries: with dropout, P^T without the dropped entries
-    // (the factor of the others waits until dV's end). dS is the gradient of Q K^T scale, or, if
-    // not kThroughSoftcap, that of the scores which softcap has squashed. Padded queries are not
-    // masked: their lse is +inf, which makes their P zero.
-    template <bool kThroughSoftcap = true>
-    __device__ __forceinline__ void compute_p_ds(Scores& rP, Scores& rdS, uint32_t sQ, uint32_t sdO,
-                                                 int head_q, int q_tile, int first_key,
-                                                 int stage) const {
-        const int warp_query = warp_d * Scores::kCols;
-        const int first_query = q_tile * Config::kBlockQ + warp_query;
-        const ScoreFunction<Element, Rows::kKeys> score{params, sequence, head_q};
-
+    // P^T of the warp's keys and queries. Padded queries are not masked: their lse is +inf, which
+    // makes their P zero.
+    __device__ __forceinline__ void compute_p(Scores& rP, const QTileWalk& walk,
+                                              int first_key) const {
         rP.clear();
         gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(smem + Config::kK, warp_key),
-                                        BFromRows<QTile>(sQ, warp_query));
-        if constexpr (kGeneral) score.apply(rP, first_key + warp_key, first_query);
-        if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
+                                        BFromRows<QTile>(q_tile_at(walk.step), warp_query()));
+        const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
+        if constexpr (kGeneral)
+            score_function(walk.head).apply(rP, first_key + warp_key, first_query);
+        if (!mask.is_full(tile_interval(walk.q_tile, Config::kBlockQ),
                           {first_key, first_key + Config::kBlockKV})) {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        exponentiate(rP, lse_log2(stage) + warp_query);
+        exponentiate(rP, lse_log2(walk.step) + warp_query());
+    }
 
+    // dS^T from P^T: the gradient of Q K^T scale, or, if not kThroughSoftcap, that of the scores
+    // which softcap has squashed. Dropout turns P into the factor of dO in dV.
+    template <bool kThroughSoftcap = true>
+    __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
+                                               int first_key) const {
+        const float* delta_of_query = delta(walk.step) + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(smem + Config::kV, warp_key),
-                                         BFromRows<DOTile>(sdO, warp_query));
+                                         BFromRows<DOTile>(do_tile_at(walk.step), warp_query()));
         if constexpr (!kGeneral) {
-            softmax_gradient(rdS, rP, delta(stage) + warp_query);
+            softmax_gradient(rdS, rP, delta_of_query);
             return;
         }
-        // With dropout Z, dS = P * (Z dP - delta), and dV = (P Z)^T dO.
+        // With dropout Z, dS = P * (Z dP - delta), and dV = (P Z)^T dO, whose factor waits until
+        // the end of dV.
+        const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
             const float keep_scale = params.keep_scale;
             for_each_keep_transposed<Scores>(
-                dropout_mask(params, sequence, head_q), first_key + warp_key, first_query,
+                dropout_mask(params, sequence, walk.head), first_key + warp_key, first_query,
                 [&](int m, int n, int i, bool keep) {
                     rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * keep_scale : 0.f;
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
                 });
         }
-        softmax_gradient(rdS, rP, delta(stage) + warp_query);
+        softmax_gradient(rdS, rP, delta_of_query);
         if (kThroughSoftcap && params.softcap != 0.f)
-            score.softcap_gradient(rdS, rP, first_key + warp_key, first_query,
-                                   [&](int col) { return lse_log2(stage)[warp_query + col]; });
+            score_function(walk.head).softcap_gradient(
+                rdS, rP, first_key + warp_key, first_query,
+                [&](int col) { return lse_log2(walk.step)[warp_query() + col]; });
         if (params.rng_state != nullptr) {
 #pragma unroll
             for (int m = 0; m < Scores::kM; ++m)
@@ -262,49 +261,46 @@ struct BackwardTile {
         }
     }
 
-    // dV += P^T dO and dK += dS^T Q; leaves dS^T in shared memory for dQ. Before it, a barrier must
-    // have made the stage visible and dS free; it contains the barrier after which dS is complete.
-    __device__ __forceinline__ void accumulate_dk_dv(GradientK& rdK, GradientV& rdV, int head_q,
-                                                     int q_tile, int first_key, int stage) const {
-        const uint32_t sQ = shared_q(stage);
-        const uint32_t sdO = shared_do(stage);
-        Scores rP, rdS;
-        compute_p_ds(rP, rdS, sQ, sdO, head_q, q_tile, first_key, stage);
+    // What other warps need of P^T and dS^T. A barrier must follow before they use it.
+    __device__ __forceinline__ void share_p_ds(const Scores& rP, const Scores& rdS) const {
+        store_to_shared<Element, PTile>(smem + Config::kDS, rdS, warp_key, warp_query() / 16);
+        if constexpr (!kInRegisters)
+            store_to_shared<Element, PTile>(smem + Config::kP, rP, warp_key, warp_query() / 16);
+    }
 
-        const int warp_query_block = warp_d * Scores::kCols / 16;
-        store_to_shared<Element, PTile>(smem + Config::kDS, rdS, warp_key, warp_query_block);
-        const BFromColumns<DOTile, Config::kWarpsD> dO_columns(sdO, 0, warp_d);
-        const BFromColumns<QTile, Config::kWarpsD> q_columns(sQ, 0, warp_d);
-        if constexpr (Config::kWarpsD == 1) {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO_columns);
-            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q_columns);
-            __syncthreads();  // dS^T is complete
+    // dV += P^T dO
+    __device__ __forceinline__ void accumulate_dv(GradientV& rdV, const Scores& rP,
+                                                  int step) const {
+        const BFromColumns<DOTile, Config::kWarpsD> dO(do_tile_at(step), 0, warp_d);
+        if constexpr (kInRegisters) {
+            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
         } else {
-            store_to_shared<Element, PTile>(smem + Config::kP, rP, warp_key, warp_query_block);
-            __syncthreads();  // P^T and dS^T are complete
-            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(smem + Config::kP, warp_key),
-                                           dO_columns);
-            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(smem + Config::kDS, warp_key),
-                                           q_columns);
+            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(smem + Config::kP, warp_key), dO);
         }
     }
 
-    // dQ of this step, without the factor scale: dS K over all keys of the tile.
-    // use(part of dQ, where it belongs in dq_accum) is called once per part. A barrier must follow
-    // before dS is overwritten.
-    template <class Use>
-    __device__ __forceinline__ void compute_dq(int head_q, int q_tile, Use use) const {
+    // dK += dS^T Q
+    __device__ __forceinline__ void accumulate_dk(GradientK& rdK, const Scores& rdS,
+                                                  int step) const {
+        const BFromColumns<QTile, Config::kWarpsD> q(q_tile_at(step), 0, warp_d);
+        if constexpr (kInRegisters) {
+            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
+        } else {
+            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(smem + Config::kDS, warp_key), q);
+        }
+    }
+
+    // A part of dQ of this step, without the factor scale: dS K over all keys of the tile. A
+    // barrier must follow before dS is overwritten.
+    template <int kPart>
+    __device__ __forceinline__ void compute_dq(DQ& rdQ) const {
         const int warp_m = warp_id() / Config::kWarpsN;
         const int warp_n = warp_id() % Config::kWarpsN;
         using KColumns = BFromColumns<KTile, Config::kWarpsN>;
         const AFromColumns<PTile> dS(smem + Config::kDS, 0, warp_m * DQ::kM);
         const KColumns k(smem + Config::kK, 0, warp_n);
-        compile_time_for<Config::kDQParts>([&](auto part) {
-            DQ rdQ;
-            rdQ.clear();
-            gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, part*(DQ::kN / 2)>{k});
-            use(rdQ, dq_accum_part<Config>(params, sequence, head_q, q_tile, part));
-        });
+        rdQ.clear();
+        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kPart*(DQ::kN / 2)>{k});
     }
 
     // dK and dV to HBM by way of the K and V tiles; zeros for rows that are not in use. All warps
@@ -329,6 +325,24 @@ struct BackwardTile {
     }
 
  private:
+    // The warp's first query within the Q tile, while it computes P^T and dS^T.
+    __device__ __forceinline__ int warp_query() const { return warp_d * Scores::kCols; }
+
+    __device__ __forceinline__ ScoreFunction<Element, Rows::kKeys> score_function(
+        int head_q) const {
+        return {params, sequence, head_q};
+    }
+
+    template <class Tile>
+    __device__ __forceinline__ void load_rows(uint32_t shared, const TensorView& view, int cols,
+                                              const QTileWalk& walk) const {
+        const int first_query = walk.q_tile * Config::kBlockQ;
+        const auto tile =
+            global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
+                                       walk.head, sequence.seqlen_q - first_query, cols);
+        load_tile<Tile, Config::kThreads, kGeneral>(shared, tile, params.aligned);
+    }
+
     // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0. The
     // general kernel has scaled the scores before masking them.
     __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query) const {

@@ -15,7 +15,7 @@ namespace flash_ext {
 template <class Element, int kHeadDim, int kHeadDimV>
 using BiasGradientConfig =
     BackwardConfig<Element, kHeadDim, kHeadDimV, Features::kGeneral,
-                   tuning::fa2_backward({kHeadDim, kHeadDimV}, Features::kGeneral)>;
+                   tuning::small_fa2_backward({kHeadDim, kHeadDimV}, Features::kGeneral)>;
 
 // How many tiles of dbias there are in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
@@ -36,13 +36,14 @@ struct BiasGradient {
     const BackwardParams& params;
 
     // Everything that one tile of scores is computed from, into shared memory.
-    static __device__ __forceinline__ void load(const Tile& cta, int head_q, int q_tile,
+    static __device__ __forceinline__ void load(const Tile& cta, const QTileWalk& walk,
                                                 int first_key) {
         cta.load_kv(first_key);
-        cta.load_q_do(head_q, q_tile, 0);
+        cta.load_q(walk);
+        cta.load_do(walk);
         ptx::cp_async_commit();
-        const int first_query = q_tile * Config::kBlockQ;
-        const int64_t first = workspace_row(cta.params, cta.sequence, head_q, first_query);
+        const int first_query = walk.q_tile * Config::kBlockQ;
+        const int64_t first = workspace_row(cta.params, cta.sequence, walk.head, first_query);
         for (int row = threadIdx.x; row < Config::kBlockQ; row += Config::kThreads) {
             const bool exists = first_query + row < cta.sequence.seqlen_q;
             cta.lse_log2(0)[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
@@ -64,12 +65,13 @@ struct BiasGradient {
             const int end = min_of(own_kv_tiles.end, seen.end);
             for (int kv_tile = max_of(own_kv_tiles.begin, seen.begin); kv_tile < end; ++kv_tile) {
                 const int first_key = kv_tile * Config::kBlockKV;
-                load(cta, head_q, q_tile, first_key);
+                const QTileWalk walk({q_tile, q_tile + 1}, head_q, 1);
+                load(cta, walk, first_key);
                 ptx::cp_async_wait<0>();
                 __syncthreads();  // the tiles and the statistics are there
                 Scores rP, rdS;
-                cta.template compute_p_ds<false>(rP, rdS, cta.shared_q(0), cta.shared_do(0), head_q,
-                                                 q_tile, first_key, 0);
+                cta.compute_p(rP, walk, first_key);
+                cta.template compute_ds<false>(rdS, rP, walk, first_key);
 #pragma unroll
                 for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
@@ -124,7 +126,7 @@ struct BiasGradient {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     bias_gradient_kernel(const __grid_constant__ BackwardParams params) {
     const int (&sizes)[4] = params.bias.sizes;
     const int kv_tiles = bias_tiles(sizes[3], Config::kBlockKV);

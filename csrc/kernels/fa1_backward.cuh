@@ -8,7 +8,7 @@
 // are those of backward_tile.cuh.
 //
 // Barriers, per Q tile: the first says that its Q, dO, lse and delta are there for all threads and
-// that all warps have left the tile before; the second (in accumulate_dk_dv) that dS is complete.
+// that all warps have left the tile before; the second that dS is complete.
 #pragma once
 
 #include "backward_delta.cuh"
@@ -18,17 +18,17 @@ namespace flash_ext {
 // Line 19: delta of a Q tile from O and dO, with lse, into shared memory and for later visits to
 // HBM.
 template <class Config>
-__device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& cta, int head_q,
-                                                   int q_tile, int stage) {
-    const int64_t first_row =
-        workspace_row(cta.params, cta.sequence, head_q, q_tile * Config::kBlockQ);
+__device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& cta,
+                                                   const QTileWalk& walk) {
+    const int first_query = walk.q_tile * Config::kBlockQ;
+    const int64_t first_row = workspace_row(cta.params, cta.sequence, walk.head, first_query);
 #pragma unroll 1  // registers are scarce here
     for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
         const RowStatistics statistics = row_statistics<typename Config::Element, Config::kGeneral>(
-            cta.params, cta.sequence, head_q, q_tile * Config::kBlockQ + row);
+            cta.params, cta.sequence, walk.head, first_query + row);
         if (lane_id() == 0) {
-            cta.lse_log2(stage)[row] = statistics.lse_log2;
-            cta.delta(stage)[row] = statistics.delta;
+            cta.lse_log2(walk.step)[row] = statistics.lse_log2;
+            cta.delta(walk.step)[row] = statistics.delta;
             cta.params.lse_log2[first_row + row] = statistics.lse_log2;
             cta.params.delta[first_row + row] = statistics.delta;
         }
@@ -40,12 +40,13 @@ __device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& c
 template <class Config>
 __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta, int kv_tile,
                                             const QTileWalk& walk) {
-    cta.load_q_do(walk.head, walk.q_tile, walk.stage);
+    cta.load_q(walk);
+    cta.load_do(walk);
     const Interval keys = cta.mask.keys_of(tile_interval(walk.q_tile, Config::kBlockQ));
     if (kv_tile == keys.begin / Config::kBlockKV) {
-        compute_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
+        compute_statistics<Config>(cta, walk);
     } else {
-        load_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
+        load_statistics<Config>(cta, walk);
     }
 }
 
@@ -98,14 +99,32 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             if (!next.done()) load_q_tile<Config>(cta, kv_tile, next);
             ptx::cp_async_commit();
 
-            cta.accumulate_dk_dv(rdK, rdV, walk.head, walk.q_tile, first_key, walk.stage);
-            cta.compute_dq(walk.head, walk.q_tile,
-                           [](const auto& rdQ, float* accum) { update_dq<Config>(rdQ, accum); });
+            typename Tile::Scores rP;
+            typename Tile::Scores rdS;
+            cta.compute_p(rP, walk, first_key);
+            cta.compute_ds(rdS, rP, walk, first_key);
+            cta.share_p_ds(rP, rdS);
+            if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
+            cta.accumulate_dv(rdV, rP, walk.step);
+            cta.accumulate_dk(rdK, rdS, walk.step);
+            if constexpr (Tile::kInRegisters) __syncthreads();  // dS^T is complete
+            compile_time_for<Config::kDQParts>([&](auto part) {
+                typename Config::DQ rdQ;
+                cta.template compute_dq<part>(rdQ);
+                update_dq<Config>(
+                    rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
+            });
             walk = next;
         }
         ptx::cp_async_wait<0>();
         __syncthreads();  // all warps have left the K and V tiles
-        cta.store_dk_dv(rdK, rdV, first_key);
+        // Its place is found anew, lest it stays in registers over the loop.
+        if constexpr (Config::kGeneral) {
+            Tile(params, cta.sequence, ptx::not_hoisted(head_k)).store_dk_dv(rdK, rdV, first_key);
+        } else {
+            Tile(params, cta.sequence, ptx::not_hoisted(flat_head) % params.heads_k)
+                .store_dk_dv(rdK, rdV, ptx::not_hoisted(first_key));
+        }
     }
 }
 

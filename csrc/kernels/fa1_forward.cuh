@@ -534,15 +534,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             cta.store_empty(q_tile);
 }
 
-// Shared memory that a CTA of this device can have.
-inline int shared_memory_limit() {
-    int device = 0;
-    int bytes = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return bytes;
-}
-
 template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes() {
     const auto bytes = [](auto features) {

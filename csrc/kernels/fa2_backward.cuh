@@ -5,9 +5,11 @@
 // and dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; a last
 // pass converts it. The steps, warps and shared memory are those of backward_tile.cuh.
 //
-// Barriers, per Q tile: the first says that its Q, dO, lse and delta have landed for all threads
-// and that all warps have left the tile before, so that its stage and dS may be overwritten; the
-// second (in accumulate_dk_dv) that dS is complete.
+// Barriers, per Q tile, beside those that the comments in the loop name: the first says that its Q,
+// lse and delta have landed for all threads and that all warps have left the tile before, so that
+// dS and the next tile's stage may be overwritten. With two stages a whole tile is fetched ahead.
+// With one, which makes room for larger tiles, each load goes behind the matmuls that do not need
+// its tile: dO of this step behind S^T = K Q^T, Q of the next behind dQ = dS K.
 //
 // Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that
 // have; a CTA waits for its turn. CTAs take their work by ticket, so all that a CTA waits for are
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         linear = ptx::warp_uniform(*ticket);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
-    const auto [sequence, kv_tile] = warp_uniform<Config::kMayBePacked>(
+    const auto [sequence, kv_tile] = warp_uniform<true>(
         kv_tile_of<Config::kMayBePacked>(params, work.batch, work.rank, Config::kBlockKV));
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Config::kBlockKV;
@@ -93,8 +95,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
-        cta.load_q_do(walk.head, walk.q_tile, walk.stage);
-        load_statistics<Config>(cta, walk.head, walk.q_tile, walk.stage);
+        cta.load_q(walk);
+        load_statistics<Config>(cta, walk);
+        if constexpr (Config::kStages == 2) cta.load_do(walk);
     }
     ptx::cp_async_commit();
 
@@ -102,17 +105,44 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         ptx::cp_async_wait<0>();
         __syncthreads();  // this Q tile has landed; all warps have left the one before
         const QTileWalk next = walk.next();
-        if (!next.done()) {
-            cta.load_q_do(next.head, next.q_tile, next.stage);
-            load_statistics<Config>(cta, next.head, next.q_tile, next.stage);
+        if constexpr (Config::kStages == 1) {
+            cta.load_do(walk);
+        } else if (!next.done()) {
+            cta.load_q(next);
+            load_statistics<Config>(cta, next);
+            cta.load_do(next);
         }
         ptx::cp_async_commit();
 
-        cta.accumulate_dk_dv(rdK, rdV, walk.head, walk.q_tile, first_key, walk.stage);
+        typename Tile::Scores rP;
+        typename Tile::Scores rdS;
+        cta.compute_p(rP, walk, first_key);
+        if constexpr (Config::kStages == 1) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // dO has landed
+        }
+        cta.compute_ds(rdS, rP, walk, first_key);
+        cta.share_p_ds(rP, rdS);
+        if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
+        cta.accumulate_dk(rdK, rdS, walk.step);
+        cta.accumulate_dv(rdV, rP, walk.step);
+
+        if constexpr (Tile::kInRegisters || Config::kStages == 1)
+            __syncthreads();  // dS^T is complete; all warps have left Q
+        if constexpr (Config::kStages == 1) {
+            if (!next.done()) {
+                cta.load_q(next);
+                load_statistics<Config>(cta, next);
+            }
+            ptx::cp_async_commit();
+        }
         const Turn<Config> turn{params, cta, kv_tile, walk.head, walk.q_tile};
-        cta.compute_dq(walk.head, walk.q_tile, [&](const auto& rdQ, float* accum) {
-            if (params.deterministic) turn.wait();
-            add_dq<Config>(rdQ, accum);
+        if (params.deterministic) turn.wait();
+        compile_time_for<Config::kDQParts>([&](auto part) {
+            typename Config::DQ rdQ;
+            cta.template compute_dq<part>(rdQ);
+            add_dq<Config>(
+                rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
         });
         if (params.deterministic) turn.end();
         walk = next;
@@ -126,13 +156,44 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
 using Fa2BackwardConfig = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
                                          tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures)>;
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using SmallFa2BackwardConfig =
+    BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                   tuning::small_fa2_backward({kHeadDim, kHeadDimV}, kFeatures)>;
 
 template <int kHeadDim, int kHeadDimV>
 int fa2_backward_shared_bytes() {
     const auto bytes = [](auto features) {
-        return Fa2BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+        return SmallFa2BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
     };
     return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+}
+
+template <class Config>
+cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
+    const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
+    const int group = params.heads_q / params.heads_k;
+    const bool tiles_differ = params.window_right < params.seqlen_k ||
+                              params.window_left < params.seqlen_q ||
+                              params.cu_seqlens_q != nullptr;
+    // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run side by
+    // side, the less they wait for each other.
+    const int64_t bytes_per_head =
+        int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group;
+    params.schedule =
+        make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
+                      tensor_batches(params), tiles_differ || params.deterministic,
+                      params.deterministic ? 0 : bytes_per_head);
+
+    cudaError_t status =
+        launch_kernel<backward_delta_kernel<Config>>(q_tiles, Config::kThreads, 0, params, stream);
+    if (status == cudaSuccess && params.deterministic)
+        status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
+    if (status == cudaSuccess)
+        status = launch_kernel<fa2_backward_kernel<Config>>(
+            cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
+    if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+    return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
@@ -140,30 +201,12 @@ cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
         params, [&](auto element, auto features) {
-            using Config =
-                Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-            const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
-            const bool tiles_differ = params.window_right < params.seqlen_k ||
-                                      params.window_left < params.seqlen_q ||
-                                      params.cu_seqlens_q != nullptr;
-            // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run
-            // side by side, the less they wait for each other.
-            const int64_t bytes_per_head = int64_t{6 * kHeadDim + 2 * kHeadDimV} * params.seqlen_q *
-                                           (params.heads_q / params.heads_k);
-            params.schedule = make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV),
-                                            params.heads_k, tensor_batches(params),
-                                            tiles_differ || params.deterministic,
-                                            params.deterministic ? 0 : bytes_per_head);
-
-            status = launch_kernel<backward_delta_kernel<Config>>(q_tiles, Config::kThreads, 0,
-                                                                  params, stream);
-            if (status == cudaSuccess && params.deterministic)
-                status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
-            if (status == cudaSuccess)
-                status = launch_kernel<fa2_backward_kernel<Config>>(
-                    cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params,
-                    stream);
-            if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+            using Element = decltype(element);
+            using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            using Small = SmallFa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            status = Large::kSharedBytes <= shared_memory_limit()
+                         ? launch_fa2_backward<Large>(params, stream)
+                         : launch_fa2_backward<Small>(params, stream);
         });
     return status;
 }

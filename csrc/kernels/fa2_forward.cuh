@@ -16,9 +16,12 @@
 // m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
 // which saves most rescalings of O and changes no result, since l and O share the same m.
 //
-// Shared memory: Q [kBlockQ][D], then kStages x (K [kBlockKV][D], V [kBlockKV][D]), swizzled.
-// Barriers: one __syncthreads per KV tile (and one after the last). It says that tile j has landed
-// for all threads, and that all warps have left tile j + 1, whose stage the next copy overwrites.
+// Shared memory: Q [kBlockQ][D], then a ring of stages, each a V tile and a K tile [kBlockKV][D],
+// swizzled, and the ring's mbarriers.
+// Pipeline: a stage holds V of one step of the loop and K of the next, so a step waits once, before
+// P V, for what it and the next Q K^T need. A stage is free when all warps have read its K: the
+// copy into it, at the end of a step, waits for that and for no more, so the warps drift apart by
+// up to half a step and one's softmax runs beside another's matmuls.
 #pragma once
 
 #include "../mask.cuh"
@@ -27,16 +30,17 @@
 #include "../softmax.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/gemm.cuh"
+#include "../tile/ring.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
 #include "packed.cuh"
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures>
-struct Fa2ForwardConfig {
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Forward kTuning>
+struct ForwardConfig {
     using Element = Element_;
-    static constexpr auto kTuning = tuning::fa2_forward({kHeadDim_, kHeadDimV_}, kFeatures);
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
@@ -45,17 +49,16 @@ struct Fa2ForwardConfig {
     static constexpr int kThreads = kTuning.warps * 32;
     static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
     static constexpr int kBlockKV = kTuning.block_kv;
-    static constexpr int kStages = 2;  // the loop loads one tile ahead
-    static constexpr bool kQInRegisters = kTuning.q_in_registers;
+    static constexpr int kQRegisterCols = kTuning.q_register_cols;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using OTile = SharedTile<kBlockQ, kHeadDimV>;
-    static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes;
+    using OTile = SharedTile<kBlockQ, kHeadDimV>;  // leaves through Q's memory
+    using StageRing = Ring<2, KTile::kBytes + VTile::kBytes, kThreads>;  // the loop loads one ahead
     static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
-    static constexpr int kSharedBytes = kQBytes + kStages * kStageBytes;
+    static constexpr int kSharedBytes = kQBytes + StageRing::kBytes;
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
 };
@@ -67,31 +70,44 @@ struct Fa2Forward {
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
     using OTile = typename Config::OTile;
+    using StageRing = typename Config::StageRing;
     using Scores = RegisterTile<Config::kRowsPerWarp, Config::kBlockKV>;
     using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDimV>;
+    using Softmax = OnlineSoftmax<Config::kRowsPerWarp>;
+    using QOperand = ACached<AFromRows<QTile>, Config::kRowsPerWarp, Config::kQRegisterCols>;
     static constexpr bool kGeneral = Config::kGeneral;
 
     const ForwardParams& params;
     int head;
-    int head_k;
     Sequence sequence;
     BandMask mask;
-    int first_query;  // of the CTA
+    int first_query;  // of the CTA; below 0 where there is nothing to do
     int warp_row;     // the warp's first row within the Q tile
     uint32_t sQ;
-    uint32_t stages;  // of K and V: each stage is a K tile followed by a V tile
+    StageRing ring;
+    TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
+    TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
 
-    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const Sequence& sequence_,
-                                          int head_, int q_tile)
+    // The last tile of a sequence comes first: under a causal mask it is the longest.
+    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, int head_,
+                                          const SequenceTile& tile)
         : params(p),
           head(head_),
-          head_k(head_ / (p.heads_q / p.heads_k)),
-          sequence(sequence_),
+          sequence(tile.sequence),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          first_query(q_tile * Config::kBlockQ),
+          first_query((ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1 - tile.tile) *
+                      Config::kBlockQ),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
-          stages(sQ + Config::kQBytes) {}
+          ring{sQ + Config::kQBytes} {}
+
+    // What CTA number `linear` works on.
+    static __device__ __forceinline__ Fa2Forward of_cta(const ForwardParams& p, int linear) {
+        const WorkTile work = work_tile(linear, p.schedule);
+        return Fa2Forward(p, work.head,
+                          warp_uniform<Config::kMayBePacked>(q_tile_of<Config::kMayBePacked>(
+                              p, work.batch, work.rank, Config::kBlockQ)));
+    }
 
     __device__ __forceinline__ void load_q() const {
         const auto gQ =
@@ -100,53 +116,77 @@ struct Fa2Forward {
         load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
-    __device__ __forceinline__ void load_kv(int kv_tile, uint32_t sK) const {
-        const int first_key = kv_tile * Config::kBlockKV;
-        const int head_k = this->head_k;
-        const int64_t row = sequence.k_begin + first_key;
-        const int rows = sequence.seqlen_k - first_key;
-        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
-                                                   params.head_dim);
-        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
-                                                   params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(sK + KTile::kBytes, gV, params.aligned);
+    // From here on, each load_k or load_v loads the tile before the last one.
+    __device__ __forceinline__ void start_kv(int kv_tile) {
+        const int64_t row = int64_t{sequence.k_begin} + kv_tile * Config::kBlockKV;
+        const int head_k = head / (params.heads_q / params.heads_k);
+        const auto tile = [&](const TensorView& view) {
+            return global_tile<const Element>(view, sequence.batch, row, head_k, 0, 0);
+        };
+        k_cursor.start(tile(params.k));
+        v_cursor.start(tile(params.v));
+    }
+    // Into a stage of the ring; kAllRows as for TileCursor::load.
+    template <bool kAllRows>
+    __device__ __forceinline__ void load_k(int kv_tile, uint32_t stage) {
+        k_cursor.template load<kAllRows>(sK(stage), params.k.row_stride,
+                                         sequence.seqlen_k - kv_tile * Config::kBlockKV,
+                                         params.head_dim, params.aligned);
+    }
+    template <bool kAllRows>
+    __device__ __forceinline__ void load_v(int kv_tile, uint32_t stage) {
+        v_cursor.template load<kAllRows>(sV(stage), params.v.row_stride,
+                                         sequence.seqlen_k - kv_tile * Config::kBlockKV,
+                                         params.head_dim_v, params.aligned);
+    }
+    __device__ __forceinline__ void publish(uint32_t stage) const {
+        ring.publish(stage, !kGeneral || params.aligned);
     }
 
-    // One KV tile: S, its softmax, O.
-    template <class QOperand>
-    __device__ __forceinline__ void attend(const QOperand& q, int kv_tile, uint32_t sK,
-                                           OnlineSoftmax<Config::kRowsPerWarp>& softmax, Output& rO,
-                                           float exponent_scale) const {
-        Scores rS;
+    // S = Q K^T, masked.
+    __device__ __forceinline__ void score(Scores& rS, const QOperand& q, int kv_tile,
+                                          uint32_t stage) const {
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK));
+        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
+        ring.release(stage);
 
+        // What follows from the length would otherwise stay in registers over the loop.
+        BandMask band = mask;
+        band.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
         const Interval queries{first_query, first_query + Config::kBlockQ};
         const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
                 rS, first_query + warp_row, keys.begin);
-        if (!mask.is_full(queries, keys)) {
+        if (!band.is_full(queries, keys)) {
             mask_scores(rS, keys.begin,
-                        [&](int row) { return mask.key_range(first_query + warp_row + row); });
+                        [&](int row) { return band.key_range(first_query + warp_row + row); });
         }
+    }
+
+    // S becomes P.
+    __device__ __forceinline__ void exponentiate(Scores& rS, Output& rO, Softmax& softmax,
+                                                 int kv_tile, float exponent_scale) const {
         softmax.update(rS, rO, exponent_scale);
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
                 for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
-                                      keys.begin, [&](int m, int n, int i, bool keep) {
+                                      kv_tile * Config::kBlockKV,
+                                      [&](int m, int n, int i, bool keep) {
                                           if (!keep) rS.v[m][n][i] = 0.f;
                                       });
             }
         }
-        gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rS},
-                                        BFromColumns<VTile>(sK + KTile::kBytes));
+    }
+
+    // O += P V.
+    __device__ __forceinline__ void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
+        gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
+                                        BFromColumns<VTile>(sV(stage)));
     }
 
     // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp.
-    __device__ __forceinline__ void store(Output& rO,
-                                          const OnlineSoftmax<Config::kRowsPerWarp>& softmax,
+    __device__ __forceinline__ void store(Output& rO, const Softmax& softmax,
                                           float exponent_scale) const {
         const int first_row = first_query + warp_row;
         float* lse = params.lse + statistics_offset(params, sequence, head);
@@ -165,6 +205,7 @@ struct Fa2Forward {
                 if (lane_col() == 0 && row < sequence.seqlen_q)
                     lse[row] = softmax.lse(m, i, exponent_scale);
             }
+        __syncwarp();  // the warp has read its rows of Q
         store_to_shared<Element, OTile>(sQ, rO, warp_row);
         __syncwarp();  // O's rows are complete
         const auto gO =
@@ -172,67 +213,100 @@ struct Fa2Forward {
                                  sequence.seqlen_q - first_row, params.head_dim_v);
         store_tile<OTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
     }
+
+ private:
+    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return ring.slot(stage); }
+    __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
+        return ring.slot(stage) + VTile::kBytes;
+    }
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
     using Kernel = Fa2Forward<Config>;
-    using QTile = typename Config::QTile;
-    const WorkTile work = work_tile(blockIdx.x, params.schedule);
-    const auto [sequence, tile] = warp_uniform<Config::kMayBePacked>(
-        q_tile_of<Config::kMayBePacked>(params, work.batch, work.rank, Config::kBlockQ));
-    // The last tile of a sequence comes first: under a causal mask it is the longest.
-    const int q_tile = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1 - tile;
-    if (Config::kMayBePacked && q_tile < 0) return;  // a spare number
-    const Kernel cta(params, sequence, work.head, q_tile);
+    Kernel cta = Kernel::of_cta(params, blockIdx.x);
+    if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
 
     const Interval kv_tiles = tiles_of(
         cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
-    const auto stage_of = [&](int kv_tile) {
-        return cta.stages + kv_tile % Config::kStages * Config::kStageBytes;
-    };
+    const int last = kv_tiles.end - 1;
+    const auto& ring = cta.ring;
+    if (threadIdx.x == 0) ring.init();
+    __syncthreads();  // the ring's barriers are there
     cta.load_q();
-    if (!kv_tiles.empty()) cta.load_kv(kv_tiles.end - 1, stage_of(kv_tiles.end - 1));
-    ptx::cp_async_commit();
+    if (!kv_tiles.empty()) {
+        cta.start_kv(last);
+        cta.template load_k<false>(last, 0);  // the last tile may end past the sequence
+        cta.publish(0);
+        cta.template load_v<false>(last, 1);
+        if (last > kv_tiles.begin) cta.template load_k<true>(last - 1, 1);
+        cta.publish(1);
+        ring.wait(0);
+    } else {
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+    }
+    // Q has landed.
 
     typename Kernel::Output rO;
     rO.clear();
-    OnlineSoftmax<Config::kRowsPerWarp> softmax;
+    typename Kernel::Softmax softmax;
     // The general kernel scales the scores before it masks them; the others inside the exponent.
     const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
     if (params.sink != nullptr && cta.sequence.index() < params.batch)
         softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
+    typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
+    q.fetch();
 
-    const AFromRows<QTile> q_shared(cta.sQ, cta.warp_row);
-    AInRegisters<Config::kRowsPerWarp, Config::kHeadDim> q_registers;
-
-    for (int kv_tile = kv_tiles.end - 1; kv_tile >= kv_tiles.begin; --kv_tile) {
-        ptx::cp_async_wait<0>();
-        __syncthreads();  // tile kv_tile has landed; all warps have left tile kv_tile + 1
-        if (kv_tile > kv_tiles.begin) cta.load_kv(kv_tile - 1, stage_of(kv_tile - 1));
-        ptx::cp_async_commit();
-
-        if constexpr (Config::kQInRegisters) {
-            if (kv_tile == kv_tiles.end - 1) q_registers.fetch(q_shared);
-            cta.attend(q_registers, kv_tile, stage_of(kv_tile), softmax, rO, exponent_scale);
-        } else {
-            cta.attend(q_shared, kv_tile, stage_of(kv_tile), softmax, rO, exponent_scale);
+    uint32_t stage = 0;  // has K of the step; the next one has V
+    for (int kv_tile = last; kv_tile >= kv_tiles.begin; --kv_tile, ++stage) {
+        typename Kernel::Scores rS;
+        cta.score(rS, q, kv_tile, stage);
+        cta.exponentiate(rS, rO, softmax, kv_tile, exponent_scale);
+        ring.wait(stage + 1);
+        cta.accumulate(rO, rS, stage + 1);
+        if (kv_tile > kv_tiles.begin) {
+            ring.acquire(stage + 2);
+            cta.template load_v<true>(kv_tile - 1, stage + 2);
+            if (kv_tile - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tile - 2, stage + 2);
+            cta.publish(stage + 2);
         }
     }
 
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // Q's copy is over even where there was no KV tile to wait for it
     softmax.finish();
-    cta.store(rO, softmax, exponent_scale);
+    // Computed anew, lest head and batch stay in registers over the loop.
+    Kernel::of_cta(params, ptx::not_hoisted(blockIdx.x)).store(rO, softmax, exponent_scale);
 }
+
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using Fa2ForwardConfig = ForwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                       tuning::fa2_forward({kHeadDim, kHeadDimV}, kFeatures)>;
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using SmallFa2ForwardConfig =
+    ForwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                  tuning::small_fa2_forward({kHeadDim, kHeadDimV}, kFeatures)>;
 
 template <int kHeadDim, int kHeadDimV>
 int fa2_forward_shared_bytes() {
     const auto bytes = [](auto features) {
-        return Fa2ForwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+        return SmallFa2ForwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
     };
     return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+}
+
+template <class Config>
+cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
+    const bool tiles_differ =
+        params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr;
+    params.schedule =
+        make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
+                      tensor_batches(params), tiles_differ,
+                      int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k *
+                          params.heads_k / max_of(params.heads_q, 1));
+    return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
+                                                     Config::kSharedBytes, params, stream);
 }
 
 template <int kHeadDim, int kHeadDimV>
@@ -240,15 +314,12 @@ cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
         params, [&](auto element, auto features) {
-            using Config = Fa2ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-            const bool tiles_differ =
-                params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr;
-            params.schedule = make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ),
-                                            params.heads_q, tensor_batches(params), tiles_differ,
-                                            int64_t{2} * (kHeadDim + kHeadDimV) * params.seqlen_k *
-                                                params.heads_k / max_of(params.heads_q, 1));
-            status = launch_kernel<fa2_forward_kernel<Config>>(
-                cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
+            using Element = decltype(element);
+            using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            status = Large::kSharedBytes <= shared_memory_limit()
+                         ? launch_fa2_forward<Large>(params, stream)
+                         : launch_fa2_forward<Small>(params, stream);
         });
     return status;
 }

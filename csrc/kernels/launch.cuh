@@ -38,6 +38,15 @@ constexpr int largest_of_forms(Value value) {
     return largest;
 }
 
+// Shared memory that a CTA of this device can have.
+inline int shared_memory_limit() {
+    int device = 0;
+    int bytes = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return bytes;
+}
+
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
 // KB of shared memory must be asked for, once per kernel and device.
 template <auto kKernel, class Params>

@@ -13,7 +13,7 @@ namespace flash_ext {
 
 // One warp each for q and k: a running maximum, 32 offsets at a time.
 __global__ void monotone_offsets_kernel(const __grid_constant__ BackwardParams params,
-                                               int* offsets_q, int* offsets_k) {
+                                        int* offsets_q, int* offsets_k) {
     const bool is_q = blockIdx.x == 0;
     const int* cu_seqlens = is_q ? params.cu_seqlens_q : params.cu_seqlens_k;
     const int total = is_q ? params.seqlen_q : params.seqlen_k;

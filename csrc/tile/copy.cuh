@@ -6,6 +6,7 @@
 
 #include "../params.h"
 #include "../ptx/cp_async.cuh"
+#include "../ptx/not_hoisted.cuh"
 #include "../ptx/shared.cuh"
 #include "fragment.cuh"
 
@@ -46,8 +47,8 @@ __device__ __forceinline__ GlobalTile<Element> global_tile(const TensorView& vie
 template <class Tile, int kThreads, int kRows = Tile::kRows>
 struct ChunkWalk {
     static constexpr int kRowsPerPass = kThreads / Tile::kChunksPerRow;
-    static constexpr int kPasses = kRows / kRowsPerPass;
-    static_assert(kRows % kRowsPerPass == 0);
+    static constexpr int kPasses = ceil_div(kRows, kRowsPerPass);
+    static constexpr bool kRagged = kRows % kRowsPerPass != 0;  // the last pass has idle threads
 
     int row;
     int chunk;
@@ -59,11 +60,13 @@ struct ChunkWalk {
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
 #pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass)
+        for (int pass = 0; pass < kPasses; ++pass) {
+            if (kRagged && pass == kPasses - 1 && row + pass * kRowsPerPass >= kRows) continue;
 #pragma unroll
             for (int panel = 0; panel < Tile::kPanels; ++panel)
                 visit(row + pass * kRowsPerPass, panel * Tile::kPanelCols + chunk * Tile::kChunk,
                       panel * Tile::kPanelBytes + Tile::offset(row + pass * kRowsPerPass, chunk));
+        }
     }
 };
 
@@ -99,6 +102,48 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<cons
         ptx::st_shared_v4(shared + Tile::offset(row, chunk), packed);
     }
 }
+
+// Loads the tiles of a tensor one after another, each the one before the last. It keeps the address
+// of this thread's first chunk: a tile then costs one addition instead of the products of its place
+// and the strides.
+template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
+struct TileCursor {
+    using Walk = ChunkWalk<Tile, kThreads>;
+
+    const Element* source;
+
+    __device__ __forceinline__ void start(const GlobalTile<const Element>& tile) {
+        source = tile.data + thread_offset(tile.row_stride);
+    }
+
+    // kAllRows: the tile ends within the sequence. Otherwise it has `rows` valid ones.
+    template <bool kAllRows>
+    __device__ __forceinline__ void load(uint32_t shared, int64_t row_stride, int rows, int cols,
+                                         bool aligned) {
+        if constexpr (kMayBeUnaligned) {
+            const GlobalTile<const Element> tile{source - thread_offset(row_stride), row_stride,
+                                                 kAllRows ? Tile::kRows : rows, cols};
+            load_tile<Tile, kThreads, true>(shared, tile, aligned);
+        } else {
+            // Places in the tile are computed anew for each: kept, they take registers that the
+            // matmuls need.
+            const Walk walk(ptx::not_hoisted(threadIdx.x) % kThreads);
+            walk.for_each([&](int row, int col, int offset) {
+                ptx::cp_async_16(
+                    shared + offset,
+                    source + (row - walk.row) * row_stride + col - walk.chunk * Tile::kChunk,
+                    (kAllRows || row < rows) && col < cols);
+            });
+        }
+        source -= Tile::kRows * row_stride;
+    }
+
+ private:
+    static __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
+        const Walk walk(threadIdx.x % kThreads);
+        return walk.row * row_stride + walk.chunk * Tile::kChunk;
+    }
+};
 
 // Registers to shared, rounded to Element. Row 0 of the registers goes to `first_row`; 16-column
 // block n of the registers goes to block first_col_block + n * kColStep of the tile.

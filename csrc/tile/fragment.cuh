@@ -153,4 +153,31 @@ struct AInRegisters {
     }
 };
 
+// A of which the first kCachedCols columns stay in registers for many matmuls; the rest is fetched
+// each time.
+template <class Source, int kRows, int kCachedCols>
+struct ACached {
+    static constexpr int kCached = kCachedCols / 16;
+
+    Source source;
+    uint32_t fragments[kRows / 16][kCached == 0 ? 1 : kCached][4];
+
+    __device__ __forceinline__ explicit ACached(const Source& a) : source(a) {}
+
+    __device__ __forceinline__ void fetch() {
+#pragma unroll
+        for (int m = 0; m < kRows / 16; ++m)
+#pragma unroll
+            for (int k = 0; k < kCached; ++k) source.load_a(fragments[m][k], m, k);
+    }
+    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int m, int k) const {
+        if (k < kCached) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = fragments[m][k][i];
+        } else {
+            source.load_a(a, m, k);
+        }
+    }
+};
+
 }  // namespace flash_ext

@@ -1,0 +1,47 @@
+// mbarrier: a barrier in shared memory whose phases complete after a set number of arrivals, so
+// that arriving and waiting are separate steps. PTX ISA, "Parallel synchronization and
+// communication instructions: mbarrier".
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+                 : "memory");
+}
+
+// This thread arrives once all cp.async that it has issued so far have written their bytes.
+__device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of the phase of this parity; phases alternate between 0 and 1, from 0 on. On a
+// fresh barrier the phase before the first, of parity 1, counts as ended.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t ended;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
+            "p; }"
+            : "=r"(ended)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#else
+        asm volatile(
+            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
+            "p; }"
+            : "=r"(ended)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#endif
+    } while (ended == 0);
+}
+
+}  // namespace flash_ext::ptx
