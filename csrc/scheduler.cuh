@@ -37,14 +37,14 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
 }
 
 // Host side: heads per section, from the bytes that one head's shared operands take. But a section
-// fills any GPU a few times over, or its last tiles would leave much of it idle.
+// fills a GPU about twice, or its last tiles would leave much of it idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
-                              int64_t bytes_per_head) {
+                              int64_t bytes_per_head, int ctas_per_sm) {
     constexpr int64_t kL2Share = 32 << 20;  // of 50 MB on an H100 or H200, 40 MB on an A100
-    constexpr int64_t kSectionTiles = 512;
+    const int64_t section_tiles = 256 * ctas_per_sm;
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
     const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),
-                                   ceil_div<int64_t>(kSectionTiles, max_of(tiles, 1)));
+                                   ceil_div<int64_t>(section_tiles, max_of(tiles, 1)));
     const int64_t section = tiles_differ ? min_of(fitting, max_of<int64_t>(total_heads, 1)) : 1;
     return {tiles, heads, batch, static_cast<int>(section)};
 }

@@ -162,13 +162,14 @@ def test_every_tile_is_scheduled_once(
 
 
 def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
-    for heads, batch, size in itertools.product((1, 16), (1, 4), (0, 1 << 10, 1 << 22, 1 << 40)):
-        longest_first = native.make_schedule(8, heads, batch, True, size).section_heads
+    sizes = (0, 1 << 10, 1 << 22, 1 << 40)
+    for heads, batch, size, ctas in itertools.product((1, 16), (1, 40), sizes, (1, 2)):
+        longest_first = native.make_schedule(8, heads, batch, True, size, ctas).section_heads
         assert 1 <= longest_first <= heads * batch
-        fills_the_gpu = (longest_first - 1) * 8 < 512
+        fills_the_gpu = (longest_first - 1) * 8 < 256 * ctas
         assert longest_first * size <= 32 << 20 or fills_the_gpu
-        assert longest_first * 8 >= 512 or longest_first == heads * batch
-        assert native.make_schedule(8, heads, batch, False, size).section_heads == 1
+        assert longest_first * 8 >= 256 * ctas or longest_first == heads * batch
+        assert native.make_schedule(8, heads, batch, False, size, ctas).section_heads == 1
 
 
 PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows that none owns

@@ -183,7 +183,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     params.schedule =
         make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
                       tensor_batches(params), tiles_differ || params.deterministic,
-                      params.deterministic ? 0 : bytes_per_head);
+                      params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm);
 
     cudaError_t status =
         launch_kernel<backward_delta_kernel<Config>>(q_tiles, Config::kThreads, 0, params, stream);

@@ -304,7 +304,8 @@ cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
         make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
                       tensor_batches(params), tiles_differ,
                       int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k *
-                          params.heads_k / max_of(params.heads_q, 1));
+                          params.heads_k / max_of(params.heads_q, 1),
+                      Config::kCtasPerSm);
     return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
                                                      Config::kSharedBytes, params, stream);
 }
