@@ -129,9 +129,12 @@ def cuda_options(cuda_home: Path) -> dict:
     # An eighth of the size; older toolkits cannot.
     compress = ["--compress-mode=size"] if release and float(release[1]) >= 13 else []
     common = ["-O3", "-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
+    targets = gencode_flags(os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a")
+    if any("sm_90a" in flag for flag in targets):
+        common.append("-DFLASH_EXT_SM90A")  # fa3's kernels are there
     nvcc_flags = [
         *common,
-        *gencode_flags(os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a"),
+        *targets,
         *compress,
         "-lineinfo",
         "--expt-relaxed-constexpr",

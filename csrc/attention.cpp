@@ -93,6 +93,16 @@ bool is_aligned(const Tensor& tensor) {
     return aligned;
 }
 
+// Can TMA address all rows? See tile/tensor_map.cuh.
+bool copy_engine_reaches(const Tensor& tensor) {
+    int64_t end = 0;  // in elements, of the memory that the tensor's rows span
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+        end += tensor.size(dim) * tensor.stride(dim);
+    const int64_t row_dim = tensor.dim() - 3;
+    const bool rows_differ = tensor.size(row_dim) == 1 || tensor.stride(row_dim) > 0;
+    return rows_differ && 2 * end < int64_t{1} << 34;
+}
+
 template <class T>
 const T* data_of(const std::optional<Tensor>& tensor) {
     return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
@@ -179,21 +189,59 @@ void dispatch_head_dims(const Sizes& sizes, Function function) {
     });
 }
 
-// Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
-void check_shared_memory(const Tensor& q, const Sizes& sizes, Variant variant, bool backward) {
+// Why a variant's kernels cannot run the call; empty where they can.
+std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Sizes& sizes, const Options& options, bool backward) {
+    const DeviceLimits& limits = device_limits(q.get_device_index());
+    if (variant == Variant::kFa3) {
+#ifndef FLASH_EXT_SM90A
+        return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
+#endif
+        if (limits.major != 9)
+            return "needs a Hopper GPU (compute capability 9.0), this one has " +
+                   std::to_string(limits.major) + "." + std::to_string(limits.minor);
+        if (options.dropout_p > 0) return "has no dropout";
+        if (options.bias) return "has no bias";
+        for (const auto& [name, x] : {std::pair{"q", &q}, std::pair{"k", &k}, std::pair{"v", &v}}) {
+            if (!is_aligned(*x))
+                return std::string("needs rows of ") + name +
+                       " that start and end on 16-byte boundaries";
+            if (!copy_engine_reaches(*x))
+                return std::string("needs rows of ") + name +
+                       " that do not overlap, within 32 GB of memory";
+        }
+    }
+    // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
     int needed = 0;
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         const int bytes[2][kVariants] = {
-            {fa1_forward_shared_bytes<dim, dim_v>(), fa2_forward_shared_bytes<dim, dim_v>()},
-            {fa1_backward_shared_bytes<dim, dim_v>(), fa2_backward_shared_bytes<dim, dim_v>()}};
+            {fa1_forward_shared_bytes<dim, dim_v>(), fa2_forward_shared_bytes<dim, dim_v>(), 0},
+            {fa1_backward_shared_bytes<dim, dim_v>(), fa2_backward_shared_bytes<dim, dim_v>(), 0}};
         needed = bytes[backward][static_cast<int>(variant)];
     });
-    const int available = device_limits(q.get_device_index()).shared_bytes;
-    if (needed > available)
-        fail("variant '", kVariantNames[static_cast<int>(variant)], "' needs ", needed,
-             " bytes of shared memory per block ", backward ? "in the backward pass " : "",
-             "at head dimensions ", sizes.head_dim, " and ", sizes.head_dim_v, ", this GPU has ",
-             available);
+    if (needed <= limits.shared_bytes) return "";
+    std::ostringstream text;
+    text << "needs " << needed << " bytes of shared memory per block "
+         << (backward ? "in the backward pass " : "") << "at head dimensions " << sizes.head_dim
+         << " and " << sizes.head_dim_v << ", this GPU has " << limits.shared_bytes;
+    return text.str();
+}
+
+// The variant that runs: the one named, or the fastest that can.
+Variant choose_variant(const Tensor& q, const Tensor& k, const Tensor& v, const Sizes& sizes,
+                       const Options& options, bool backward) {
+    std::string why;
+    const auto named = check_variant(options);
+    for (const Variant variant : {Variant::kFa3, Variant::kFa2}) {
+        if (!named) {
+            why = obstacle(variant, q, k, v, sizes, options, backward);
+            if (why.empty()) return variant;
+        }
+    }
+    const Variant variant = named.value_or(Variant::kFa2);
+    if (named) why = obstacle(variant, q, k, v, sizes, options, backward);
+    if (!why.empty()) fail("variant '", kVariantNames[static_cast<int>(variant)], "' ", why);
+    return variant;
 }
 
 // Sequence lengths are on the device, where the host cannot see them: with FLASH_EXT_DEBUG=1 they
@@ -252,9 +300,9 @@ void debug_seqlens(const Tensor& q, const Sizes& sizes, const Options& options) 
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& given) {
-    const auto [variant, sizes] = check_forward(q, k, v, given);
+    const Sizes sizes = check_forward(q, k, v, given);
+    const Variant variant = choose_variant(q, k, v, sizes, given, false);
     const Options options = readable(given);
-    check_shared_memory(q, sizes, variant, false);
     debug_seqlens(q, sizes, options);
     ForwardParams params;
     fill_params(params, q, k, v, sizes, options);
@@ -280,6 +328,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.row_max = workspace.allocate<float>(lse.numel());
             params.row_sum = workspace.allocate<float>(lse.numel());
             check_launch(fa1_forward<dim, dim_v>(params, stream));
+        } else if (variant == Variant::kFa3) {
+            check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));
         }
@@ -290,9 +340,9 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& given, bool need_dbias) {
-    const auto [variant, sizes] = check_backward(dout, dlse, q, k, v, out, lse, given);
+    const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, given);
+    const Variant variant = choose_variant(q, k, v, sizes, given, true);
     const Options options = readable(given);
-    check_shared_memory(q, sizes, variant, true);
     debug_seqlens(q, sizes, options);
     BackwardParams params;
     fill_params(params, q, k, v, sizes, options);
@@ -355,9 +405,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 }
 
 int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
-    const auto [variant, sizes] = check_forward(q, k, v, options);
-    check_shared_memory(q, sizes, variant, false);
-    return static_cast<int64_t>(variant);
+    const Sizes sizes = check_forward(q, k, v, options);
+    return static_cast<int64_t>(choose_variant(q, k, v, sizes, options, false));
 }
 
 }  // namespace flash_ext

@@ -209,20 +209,17 @@ inline void check_options(const Tensor& q, const Sizes& sizes, const Options& op
     require_option("rng_state", *options.rng_state, ScalarType::Long, {2}, "(seed and offset)", q);
 }
 
-// The variant that "auto" or a name stands for.
-inline Variant check_variant(const Options& options) {
-    Variant variant = Variant::kFa2;
-    if (options.variant != "auto") {
-        int index = 0;
-        while (index < kVariants && options.variant != kVariantNames[index]) ++index;
-        if (index == kVariants) {
-            std::string names = "'auto'";
-            for (const char* name : kVariantNames) names += std::string(" or '") + name + "'";
-            refuse("variant", names, "'" + options.variant + "'");
-        }
-        variant = static_cast<Variant>(index);
+// The variant that a name stands for; none for "auto".
+inline std::optional<Variant> check_variant(const Options& options) {
+    if (options.variant == "auto") return std::nullopt;
+    int index = 0;
+    while (index < kVariants && options.variant != kVariantNames[index]) ++index;
+    if (index == kVariants) {
+        std::string names = "'auto'";
+        for (const char* name : kVariantNames) names += std::string(" or '") + name + "'";
+        refuse("variant", names, "'" + options.variant + "'");
     }
-    return variant;
+    return static_cast<Variant>(index);
 }
 
 struct DeviceLimits {
@@ -277,9 +274,9 @@ inline void check_sizes(const Sizes& sizes) {
 }
 
 // The arguments of the forward pass. Sizes are those of the call.
-inline std::pair<Variant, Sizes> check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                               const Options& options) {
-    const Variant variant = check_variant(options);
+inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                           const Options& options) {
+    check_variant(options);
     if (options.cu_seqlens_q.has_value() != options.cu_seqlens_k.has_value())
         refuse("cu_seqlens_q and cu_seqlens_k", "given together",
                options.cu_seqlens_q ? "cu_seqlens_q alone" : "cu_seqlens_k alone");
@@ -332,14 +329,13 @@ inline std::pair<Variant, Sizes> check_forward(const Tensor& q, const Tensor& k,
     check_sizes(sizes);
     check_options(q, sizes, options);
     check_architecture(q);
-    return {variant, sizes};
+    return sizes;
 }
 
-inline std::pair<Variant, Sizes> check_backward(const Tensor& dout,
-                                                const std::optional<Tensor>& dlse, const Tensor& q,
-                                                const Tensor& k, const Tensor& v, const Tensor& out,
-                                                const Tensor& lse, const Options& options) {
-    const auto [variant, sizes] = check_forward(q, k, v, options);
+inline Sizes check_backward(const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q,
+                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                            const Options& options) {
+    const Sizes sizes = check_forward(q, k, v, options);
     const std::vector<int64_t> shape = sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v);
     const char* layout =
         sizes.packed ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)";
@@ -349,7 +345,7 @@ inline std::pair<Variant, Sizes> check_backward(const Tensor& dout,
     }
     require_statistics("lse", lse, sizes, q);
     if (dlse) require_statistics("dlse", *dlse, sizes, q);
-    return {variant, sizes};
+    return sizes;
 }
 
 }  // namespace flash_ext

@@ -60,9 +60,30 @@ struct OnlineSoftmax {
             }
     }
 
-    // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.
-    template <class Scores, class Output>
-    __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
+    // What O must be multiplied by to keep in step with row_max, where any row of the warp needs it.
+    struct Rescaling {
+        bool needed;  // the same in all lanes
+        float factor[kM][2];
+
+        template <class Output>
+        __device__ __forceinline__ void apply(Output& o) const {
+            if (!needed) return;
+#pragma unroll
+            for (int m = 0; m < kM; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int n = 0; n < Output::kN; ++n) {
+                        o.v[m][n][2 * i] *= factor[m][i];
+                        o.v[m][n][2 * i + 1] *= factor[m][i];
+                    }
+        }
+    };
+
+    // row_max and row_sum move on to what the scores s ask for.
+    template <class Scores>
+    __device__ __forceinline__ Rescaling advance(const Scores& s, float scale) {
+        Rescaling rescaling;
         float tile_max[kM][2];
         bool rescale = false;
 #pragma unroll
@@ -76,7 +97,8 @@ struct OnlineSoftmax {
                 tile_max[m][i] = quad_max(x);
                 rescale |= (tile_max[m][i] - row_max[m][i]) * scale > kLag;
             }
-        if (__any_sync(0xffffffff, rescale)) {
+        rescaling.needed = __any_sync(0xffffffff, rescale);
+        if (rescaling.needed) {
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -85,13 +107,15 @@ struct OnlineSoftmax {
                     const float factor = ptx::ex2((row_max[m][i] - finite_max(new_max)) * scale);
                     row_max[m][i] = new_max;
                     row_sum[m][i] *= factor;
-#pragma unroll
-                    for (int n = 0; n < Output::kN; ++n) {
-                        o.v[m][n][2 * i] *= factor;
-                        o.v[m][n][2 * i + 1] *= factor;
-                    }
+                    rescaling.factor[m][i] = factor;
                 }
         }
+        return rescaling;
+    }
+
+    // Replaces scores s by p = 2^(s * scale - row_max * scale), and adds them up.
+    template <class Scores>
+    __device__ __forceinline__ void exponentiate(Scores& s, float scale) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -106,6 +130,13 @@ struct OnlineSoftmax {
                         row_sum[m][i] += x;
                     }
             }
+    }
+
+    // The whole of a step where O is at hand.
+    template <class Scores, class Output>
+    __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
+        advance(s, scale).apply(o);
+        exponentiate(s, scale);
     }
 
     // After the last tile: row_sum of the whole row in every lane of its quad.

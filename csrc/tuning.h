@@ -40,6 +40,30 @@ constexpr Forward small_fa2_forward(HeadDims dims, Features features) {
     return {16, 8, 32, features == Features::kGeneral ? 0 : 128, 1};
 }
 
+struct Fa3Forward {
+    int consumers;  // warpgroups, of 64 rows each
+    int block_kv;
+    int q_stages;
+    int k_stages;
+    int v_stages;
+    bool take_turns;
+};
+
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features) {
+    switch (dims.qk) {
+        case 64:
+            return {3, 128, 2, 3, 3, true};
+        case 96:
+            return {2, 128, 2, 2, 2, true};
+        case 128:
+            return {2, 128, 2, 2, 2, true};
+        case 192:
+            return {2, dims.v == 128 ? 128 : 96, 1, 2, 2, false};
+        default:
+            return {2, 80, 1, 2, 2, false};
+    }
+}
+
 struct Fa1Forward {
     int block_q;
     int block_kv;        // where shared memory suffices (227 KB, Hopper)

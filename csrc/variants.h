@@ -5,9 +5,9 @@
 namespace flash_ext {
 
 // Algorithms, in the order of flash_ext.VARIANTS.
-enum class Variant { kFa1, kFa2 };
-inline constexpr const char* kVariantNames[] = {"fa1", "fa2"};
-inline constexpr int kVariants = 2;
+enum class Variant { kFa1, kFa2, kFa3 };
+inline constexpr const char* kVariantNames[] = {"fa1", "fa2", "fa3"};
+inline constexpr int kVariants = 3;
 
 // Head dims of Q and K, and of V and the output.
 struct HeadDims {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-VARIANTS = ("fa1", "fa2")
+VARIANTS = ("fa1", "fa2", "fa3")
 """Every variant, oldest first. `torch.ops.flash_ext.check` returns an index into this tuple."""
 
 

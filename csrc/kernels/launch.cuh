@@ -16,11 +16,12 @@
 namespace flash_ext {
 
 // launch(element tag, features constant) with the compile-time values of this call. kForms are the
-// forms that the kernel has; kGeneral stands in for any that it has not.
+// forms that the kernel has, kGeneral the last of them; the next stands in for one that it has not.
 template <Features... kForms, class Launch>
 void dispatch_kernel(const AttentionParams& params, Launch launch) {
-    Features features = features_of(params);
-    if (((features != kForms) && ...)) features = Features::kGeneral;
+    const Features needed = features_of(params);
+    Features features = Features::kGeneral;
+    (((features = kForms) >= needed) || ...);
     dispatch<kForms...>(features, [&](auto kFeatures) {
         if (params.element_type == ElementType::kFloat16) {
             launch(__half{}, kFeatures);
@@ -45,6 +46,14 @@ inline int shared_memory_limit() {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     return bytes;
+}
+
+inline int multiprocessors() {
+    int device = 0;
+    int count = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
 }
 
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48

@@ -16,6 +16,19 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
                  : "memory");
 }
 
+// This thread arrives, and the phase lasts until so many bytes have come by TMA besides.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
+                     barrier),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Makes the barriers that this thread has initialised visible to the copy engine.
+__device__ __forceinline__ void mbarrier_fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // This thread arrives once all cp.async that it has issued so far have written their bytes.
 __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

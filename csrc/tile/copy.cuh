@@ -188,4 +188,37 @@ __device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint
     });
 }
 
+// Sixteen rows from a warp's registers straight to global memory, rounded to Element, in 16-byte
+// stores: the four lanes that hold a row exchange 4 x 4 pairs of columns, after which each has eight
+// neighbours.
+template <class Element, class Accumulator>
+__device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
+                                           const Accumulator& acc) {
+    const int lane = lane_id() % 4;
+    const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
+        const bool high = lane & bit;
+        const uint32_t got = __shfl_xor_sync(0xffffffff, high ? x : y, bit);
+        (high ? x : y) = got;
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = lane_row() + 8 * i;
+#pragma unroll
+        for (int n = 0; n < Accumulator::kN; n += 4) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                pairs[j] = ptx::pack<Element>(acc.v[0][n + j][2 * i], acc.v[0][n + j][2 * i + 1]);
+            exchange(pairs[0], pairs[1], 1);
+            exchange(pairs[2], pairs[3], 1);
+            exchange(pairs[0], pairs[2], 2);
+            exchange(pairs[1], pairs[3], 2);
+            const int col = 8 * (n + lane);
+            if (row < tile.rows && col < tile.cols)
+                *reinterpret_cast<uint4*>(tile.data + row * tile.row_stride + col) = {
+                    pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
+    }
+}
+
 }  // namespace flash_ext

@@ -1,0 +1,440 @@
+// FlashAttention-3 forward (Shah et al. 2024, algorithms 1 and 2), for Hopper.
+//
+// One CTA per SM takes one Q tile after another. Its warpgroups have roles:
+//
+//   producer    one thread: finds the next Q tile, loads Q, K and V by TMA
+//   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
+//
+// A consumer's step, in the order in which it starts things:
+//
+//     S' = Q K_{j-1}^T          wgmma, asynchronous
+//     O += P V_j                wgmma, asynchronous
+//     P' = softmax(S')          when S' is there, while P V_j runs
+//     O  = O rescaled to P'     when P V_j is done
+//
+// The steps of all the CTA's Q tiles form one sequence: behind a tile's last K_j comes the first of
+// the next tile, so that tensor cores have work while a result is written.
+//
+// The consumers take turns at starting their matmuls, so that one's softmax runs beside the other's
+// matmuls (ping-pong).
+//
+// Shared memory: rings of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
+//
+//   barrier             arrives                       waits
+//   full(Q, K, V)       TMA, by bytes                 consumers, before the matmul that reads it
+//   empty(Q, K, V)      each consumer warp, when      producer, before it loads the next
+//                       the matmul is done
+//   full, empty(tiles)  producer; consumer warps      consumers; producer
+//   turn (named)        consumer i, when its matmuls  consumer i + 1
+//                       are started
+#pragma once
+
+#include "../mask.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/registers.cuh"
+#include "../scheduler.cuh"
+#include "../score.cuh"
+#include "../softmax.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/tensor_map.cuh"
+#include "../tile/tma_ring.cuh"
+#include "../tile/wgmma.cuh"
+#include "../tuning.h"
+#include "launch.cuh"
+
+namespace flash_ext {
+
+// What a CTA works on next; written by the producer.
+struct QueryTile {
+    Sequence sequence;
+    int head;
+    int first_query;  // below 0: there is no more work
+    Interval kv_tiles;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3Forward kTuning>
+struct Fa3ForwardConfig {
+    using Element = Element_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = kTuning.consumers;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kConsumers * 64;
+    static constexpr int kBlockKV = kTuning.block_kv;
+    static constexpr bool kTakeTurns = kTuning.take_turns;
+    // All that a CTA of this size can have, less a little for the producer.
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
+    using KRing = TmaRing<kTuning.k_stages, KTile::kBytes>;
+    using VRing = TmaRing<kTuning.v_stages, VTile::kBytes>;
+    using TileRing = TmaRing<4, 64>;
+    static_assert(sizeof(QueryTile) <= TileRing::kSlotBytes);
+
+    static constexpr int kQ = 0;
+    static constexpr int kK = kQ + QRing::kSlots * QRing::kSlotBytes;
+    static constexpr int kV = kK + KRing::kSlots * KRing::kSlotBytes;
+    static constexpr int kTiles = kV + VRing::kSlots * VRing::kSlotBytes;
+    static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    static constexpr int kKBarriers = kQBarriers + QRing::kBarrierBytes;
+    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
+    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
+    static constexpr int kSharedBytes = kTileBarriers + TileRing::kBarrierBytes;
+    static_assert(kSharedBytes <= 227 * 1024);
+};
+
+struct Fa3ForwardParams : ForwardParams {
+    CUtensorMap q_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+};
+
+template <class Config>
+struct Fa3Forward {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using Scores = RegisterTile<16, Config::kBlockKV>;
+    using Probabilities = RegisterOperand<Config::kBlockKV>;
+    using Output = RegisterTile<16, Config::kHeadDimV>;
+    using Softmax = OnlineSoftmax<16>;
+
+    const Fa3ForwardParams& params;
+    typename Config::QRing q_ring;
+    typename Config::KRing k_ring;
+    typename Config::VRing v_ring;
+    typename Config::TileRing tile_ring;
+
+    __device__ __forceinline__ Fa3Forward(const Fa3ForwardParams& p, uint32_t shared)
+        : params(p),
+          q_ring{shared + Config::kQ, shared + Config::kQBarriers},
+          k_ring{shared + Config::kK, shared + Config::kKBarriers},
+          v_ring{shared + Config::kV, shared + Config::kVBarriers},
+          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+
+    __device__ __forceinline__ void init() const {
+        constexpr int kReaders = Config::kConsumers * 4;
+        q_ring.init(kReaders);
+        k_ring.init(kReaders);
+        v_ring.init(kReaders);
+        tile_ring.init(kReaders);
+        ptx::mbarrier_fence_init();
+    }
+
+    // --- Producer ---
+
+    // The n-th piece of work of this CTA; rounds go back and forth, so that long tiles and short
+    // ones even out.
+    __device__ __forceinline__ int linear_of(int n) const {
+        const int grid = gridDim.x;
+        const int cta = blockIdx.x;
+        return n * grid + (params.schedule.section_heads > 1 && n % 2 ? grid - 1 - cta : cta);
+    }
+
+    __device__ __forceinline__ QueryTile query_tile(int linear) const {
+        const WorkTile work = work_tile(linear, params.schedule);
+        const SequenceTile tile =
+            q_tile_of<true>(params, work.batch, work.rank, Config::kBlockQ);
+        const Sequence& s = tile.sequence;
+        const int first_query =
+            (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
+        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
+        const Interval keys = mask.keys_of({first_query, first_query + Config::kBlockQ});
+        // A tile without keys takes one step all the same: its scores are all hidden, and K and V
+        // past the sequence are zeros.
+        const Interval kv_tiles =
+            keys.empty() ? Interval{0, 1} : tiles_of(keys, Config::kBlockKV);
+        return {s, work.head, first_query, kv_tiles};
+    }
+
+    __device__ __forceinline__ void produce() const {
+        typename Config::QRing::Cursor q;
+        typename Config::KRing::Cursor k;
+        typename Config::VRing::Cursor v;
+        typename Config::TileRing::Cursor t;
+        const auto load = [](const auto& ring, auto& cursor, const CUtensorMap& map,
+                             const TensorRows& rows, auto tile, int first_row) {
+            using Tile = decltype(tile);
+            ring.acquire(cursor);
+            ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
+            rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
+            cursor.advance();
+        };
+        const auto publish = [&](const QueryTile& tile) {
+            tile_ring.acquire(t);
+            *tile_slot(t) = tile;
+            ptx::mbarrier_arrive(tile_ring.full(t));
+            t.advance();
+        };
+        const int total = cta_count(params.schedule);
+        for (int n = 0, linear = linear_of(0); linear < total; linear = linear_of(++n)) {
+            const QueryTile tile = query_tile(linear);
+            if (tile.first_query < 0) continue;  // a spare number
+            publish(tile);
+            const Sequence& s = tile.sequence;
+            const int head_k = tile.head / (params.heads_q / params.heads_k);
+            const TensorRows q_rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            const TensorRows k_rows(params.k, s.batch, head_k, s.k_begin, s.seqlen_k);
+            const TensorRows v_rows(params.v, s.batch, head_k, s.k_begin, s.seqlen_k);
+            const int last = tile.kv_tiles.end - 1;
+            for (int kv_tile = last; kv_tile >= tile.kv_tiles.begin; --kv_tile) {
+                const int key = kv_tile * Config::kBlockKV;
+                load(k_ring, k, params.k_map, k_rows, KTile{}, key);
+                if (kv_tile == last) load(q_ring, q, params.q_map, q_rows, QTile{}, tile.first_query);
+                load(v_ring, v, params.v_map, v_rows, VTile{}, key);
+            }
+        }
+        publish({{}, 0, -1, {}});
+    }
+
+    // --- Consumers ---
+
+    __device__ __forceinline__ int consumer() const { return threadIdx.x / 128 - 1; }
+    __device__ __forceinline__ int warp_row() const { return (threadIdx.x / 32 - 4) * 16; }
+
+    __device__ __forceinline__ void take_turn() const {
+        if constexpr (Config::kTakeTurns) ptx::barrier_sync(1 + consumer(), 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (Config::kTakeTurns)
+            ptx::barrier_arrive(1 + (consumer() + 1) % Config::kConsumers, 256);
+    }
+
+    template <class Ring>
+    static __device__ __forceinline__ void release(const Ring& ring,
+                                                   const typename Ring::Cursor& cursor) {
+        if (lane_id() == 0) ring.release(cursor);
+    }
+
+    // S = Q K^T, started.
+    __device__ __forceinline__ void start_scores(Scores& rS, const typename Config::QRing::Cursor& q,
+                                                 const typename Config::KRing::Cursor& k) const {
+        start_gemm<Element, Config::kHeadDim>(
+            rS, AlongRows<QTile>(q_ring.tile(q), consumer() * 64),
+            AlongRows<KTile>(k_ring.tile(k)), false);
+    }
+
+    // O (+)= P V, started.
+    __device__ __forceinline__ void start_output(Output& rO, const Probabilities& rP,
+                                                 const typename Config::VRing::Cursor& v,
+                                                 bool accumulate) const {
+        start_gemm<Element, Config::kBlockKV>(rO, rP, AlongColumns<VTile>(v_ring.tile(v)),
+                                              accumulate);
+    }
+
+    __device__ __forceinline__ float exponent_scale() const {
+        return Config::kGeneral ? 1.f : params.scale_log2;
+    }
+
+    __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
+        Softmax softmax;
+        if (params.sink != nullptr && tile.sequence.index() < params.batch)
+            softmax.begin_with(params.sink[tile.head] * kLog2e / exponent_scale());
+        return softmax;
+    }
+
+    // Options and the mask.
+    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile,
+                                                  int kv_tile) const {
+        const Sequence& s = tile.sequence;
+        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
+        const int first_query = tile.first_query + consumer() * 64;
+        const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        if constexpr (Config::kGeneral)
+            ScoreFunction<Element, Rows::kQueries>{params, s, tile.head}.apply(
+                rS, tile.first_query + warp_row(), keys.begin);
+        if (!mask.is_full({first_query, first_query + 64}, keys))
+            mask_scores(rS, keys.begin, [&](int row) {
+                return mask.key_range(tile.first_query + warp_row() + row);
+            });
+    }
+
+    // O / l and the logsumexp to HBM.
+    __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
+                                          const QueryTile& tile) const {
+        softmax.finish();
+        const Sequence& s = tile.sequence;
+        const int first_row = tile.first_query + warp_row();
+        float* lse = params.lse + statistics_offset(params, s, tile.head);
+        const auto gO = global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
+                                             s.seqlen_q - first_row, params.head_dim_v);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float factor = softmax.inverse_sum(0, i);
+#pragma unroll
+            for (int n = 0; n < Output::kN; ++n) {
+                rO.v[0][n][2 * i] *= factor;
+                rO.v[0][n][2 * i + 1] *= factor;
+            }
+            const int row = lane_row() + 8 * i;
+            if (lane_col() == 0 && row < gO.rows)
+                lse[first_row + row] = softmax.lse(0, i, exponent_scale());
+        }
+        store_rows(gO, rO);
+    }
+
+    __device__ __forceinline__ void consume() const {
+        typename Config::QRing::Cursor q;
+        typename Config::KRing::Cursor k;
+        typename Config::VRing::Cursor v;
+        typename Config::TileRing::Cursor t;
+        const auto next_tile = [&] {
+            tile_ring.wait(t);
+            const QueryTile tile = *tile_slot(t);
+            __syncwarp();
+            release(tile_ring, t);
+            t.advance();
+            return tile;
+        };
+
+        Scores rS;
+        Probabilities rP;
+        Output rO;
+        // S of a tile's step is there: K, and with the last one Q, can be overwritten.
+        const auto release_k = [&](const QueryTile& tile, int kv_tile) {
+            release(k_ring, k);
+            k.advance();
+            if (kv_tile == tile.kv_tiles.begin) {
+                release(q_ring, q);
+                q.advance();
+            }
+        };
+
+        QueryTile tile = next_tile();
+        if (tile.first_query < 0) return;
+        if (consumer() == Config::kConsumers - 1) pass_turn();  // the first one's
+
+        int kv_tile = tile.kv_tiles.end - 1;
+        q_ring.wait(q);
+        k_ring.wait(k);
+        take_turn();
+        start_scores(rS, q, k);
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        finished(rS);
+        release_k(tile, kv_tile);
+        finish_scores(rS, tile, kv_tile);
+        Softmax softmax = begin_softmax(tile);
+        softmax.advance(rS, exponent_scale());
+        softmax.exponentiate(rS, exponent_scale());
+        rP.template round<Element>(rS);
+
+        bool first = true;  // step of its tile
+        while (true) {
+            const bool last = kv_tile == tile.kv_tiles.begin;
+            QueryTile next = tile;
+            int next_kv_tile = kv_tile - 1;
+            if (last) {
+                next = next_tile();
+                if (next.first_query < 0) break;
+                next_kv_tile = next.kv_tiles.end - 1;
+                q_ring.wait(q);
+            }
+            k_ring.wait(k);
+            take_turn();
+            start_scores(rS, q, k);
+            v_ring.wait(v);
+            start_output(rO, rP, v, !first);
+            pass_turn();
+
+            ptx::wgmma_wait<1>();
+            finished(rS);
+            release_k(next, next_kv_tile);
+            finish_scores(rS, next, next_kv_tile);
+            Softmax done = softmax;
+            if (last) softmax = begin_softmax(next);
+            const auto rescaling = softmax.advance(rS, exponent_scale());
+            softmax.exponentiate(rS, exponent_scale());
+
+            ptx::wgmma_wait<0>();
+            finished(rO);
+            release(v_ring, v);
+            v.advance();
+            if (last) {
+                store(rO, done, tile);
+            } else {
+                rescaling.apply(rO);
+            }
+            rP.template round<Element>(rS);
+            first = last;
+            tile = next;
+            kv_tile = next_kv_tile;
+        }
+        take_turn();
+        v_ring.wait(v);
+        start_output(rO, rP, v, !first);
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        finished(rO);
+        store(rO, softmax, tile);
+    }
+
+ private:
+    __device__ __forceinline__ QueryTile* tile_slot(
+        const typename Config::TileRing::Cursor& t) const {
+        return reinterpret_cast<QueryTile*>(dynamic_shared() + Config::kTiles +
+                                            t.slot * Config::TileRing::kSlotBytes);
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    fa3_forward_kernel(const __grid_constant__ Fa3ForwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+    const Fa3Forward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
+    if (threadIdx.x == 0) kernel.init();
+    __syncthreads();  // the barriers are there
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        if (threadIdx.x == 0) kernel.produce();
+    } else {
+        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        kernel.consume();
+    }
+#endif
+}
+
+template <class Config>
+cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
+    Fa3ForwardParams params{call};
+    params.schedule = make_schedule(
+        tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
+        tensor_batches(params),
+        params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr,
+        int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k * params.heads_k /
+            max_of(params.heads_q, 1),
+        1);
+    for (cudaError_t status :
+         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
+                                                    params.head_dim_v)})
+        if (status != cudaSuccess) return status;
+    const int ctas = min_of(cta_count(params.schedule), multiprocessors());
+    return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
+                                                     params, stream);
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(
+        params, [&](auto element, auto features) {
+            using Config =
+                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value)>;
+            status = launch_fa3_forward<Config>(params, stream);
+        });
+    return status;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,26 @@
+// TMA: copies of tiles between global and shared memory by the copy engine, described by a tensor
+// map. PTX ISA, "Data movement and conversion instructions: asynchronous copy".
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+// A box of the tensor at coordinates (x, y, z, w), innermost first, to shared memory; the barrier
+// counts its bytes.
+__device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap& map,
+                                            uint32_t barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+}  // namespace flash_ext::ptx

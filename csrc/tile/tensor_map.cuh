@@ -1,0 +1,91 @@
+// Tensor maps: what TMA needs to know of a tensor, encoded on the host at every call.
+//
+// A tile must end where its sequence ends, even if another sequence follows in memory: the rows
+// beyond arrive as zeros. TMA zero-fills only past a map's bounds, and a map is one for all
+// sequences. So the map's row dimension has a fixed bound kRowBound, and a sequence of n rows is
+// addressed such that its end meets the bound: row i is at coordinate kRowBound - n + i. Two more
+// dimensions lead the address there, counting modulo 2^64:
+//
+//     dimension   stride in bytes    coordinate
+//     column      2                  first column
+//     row         r, the row stride  kRowBound - n + i
+//     place       16                 (address of the row past the sequence's last) / 16
+//     shift       2^34 - r           2^30 = kRowBound: adds 2^64 - kRowBound r
+//
+// The same map thus serves dense and packed batches, of any strides that are multiples of 16 bytes.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../params.h"
+#include "../ptx/tma.cuh"
+#include "swizzle.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kRowBound = 1 << 30;
+
+// The row stride; that of a single row may be 0, but TMA wants a positive one.
+FLASH_HOST_DEVICE int64_t row_bytes(const TensorView& view) {
+    return max_of<int64_t>(view.row_stride * 2, 16);
+}
+
+template <class Tile>
+cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementType type,
+                              int head_dim) {
+    using Encode = decltype(&cuTensorMapEncodeTiled);
+    static const Encode encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                             cudaEnableDefault, &found) != cudaSuccess ||
+            found != cudaDriverEntryPointSuccess)
+            function = nullptr;
+        return reinterpret_cast<Encode>(function);
+    }();
+    if (encode == nullptr) return cudaErrorNotSupported;
+    constexpr uint64_t kNoBound = 0x7fffffff;
+    const uint64_t row = row_bytes(view);
+    // An empty tensor has no memory, but TMA wants some address.
+    void* data = view.data != nullptr ? view.data : reinterpret_cast<void*>(16);
+    const cuuint64_t sizes[4] = {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound};
+    const cuuint64_t strides[3] = {row, 16, (uint64_t{1} << 34) - row};
+    const cuuint32_t box[4] = {Tile::kPanelCols, Tile::kRows, 1, 1};
+    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    const CUresult result =
+        encode(&map,
+               type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+               4, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               Tile::kPanelCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The rows of one head of one sequence: a place from which tiles are loaded.
+struct TensorRows {
+    int place;
+    int first;  // the coordinate of row 0
+
+    __device__ __forceinline__ TensorRows(const TensorView& view, int batch, int head, int begin,
+                                          int rows)
+        : place(static_cast<int>((2 * (batch * view.batch_stride + head * view.head_stride) +
+                                  (int64_t{begin} + rows) * row_bytes(view)) /
+                                 16)),
+          first(kRowBound - rows) {}
+
+    // A whole tile, panel by panel; `barrier` counts Tile::kBytes.
+    template <class Tile>
+    __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t shared, uint32_t barrier,
+                                         int row) const {
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel)
+            ptx::tma_load_4d(shared + panel * Tile::kPanelBytes, map, barrier,
+                             panel * Tile::kPanelCols, first + row, place, kRowBound);
+    }
+};
+
+}  // namespace flash_ext

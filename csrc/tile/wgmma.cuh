@@ -1,0 +1,93 @@
+// C += A B of a warpgroup by wgmma: operands in shared memory as descriptors, the accumulator in the
+// registers of its four warps, each of which holds 16 of the 64 rows (as RegisterTile<16, N>).
+#pragma once
+
+#include <cstdint>
+
+#include "../ptx/wgmma.cuh"
+#include "fragment.cuh"
+
+namespace flash_ext {
+
+// A matrix descriptor, the 64-bit name of a swizzled SharedTile for wgmma (PTX ISA, "Matrix
+// descriptor format"), in units of 16 bytes:
+//   bits  0-13  address
+//   bits 16-29  stride from panel to panel, where the matrix runs along N (or M) across panels
+//   bits 32-45  stride from one group of eight rows to the next
+//   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes
+template <class Tile>
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+    constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : 2;
+    constexpr uint64_t kConstant = kSwizzle << 62 | uint64_t{8 * Tile::kPitch / 16} << 32 |
+                                   uint64_t{Tile::kPanelBytes / 16} << 16;
+    return kConstant | (address & 0x3ffff) >> 4;
+}
+
+// An operand stored [m or n][k]: 16 columns of k are two of a row's chunks.
+template <class Tile>
+struct AlongRows {
+    static constexpr bool kTranspose = false;
+    uint64_t descriptor;
+
+    __device__ __forceinline__ explicit AlongRows(uint32_t tile, int first_row = 0)
+        : descriptor(matrix_descriptor<Tile>(tile + first_row * Tile::kPitch)) {}
+
+    __device__ __forceinline__ uint64_t at(int k) const {
+        const int panel = k / Tile::kBlocksPerPanel;
+        return descriptor +
+               (panel * Tile::kPanelBytes + k % Tile::kBlocksPerPanel * 32) / 16;
+    }
+};
+
+// An operand stored [k][m or n]: 16 rows.
+template <class Tile>
+struct AlongColumns {
+    static constexpr bool kTranspose = true;
+    uint64_t descriptor;
+
+    __device__ __forceinline__ explicit AlongColumns(uint32_t tile)
+        : descriptor(matrix_descriptor<Tile>(tile)) {}
+
+    __device__ __forceinline__ uint64_t at(int k) const {
+        return descriptor + k * 16 * Tile::kPitch / 16;
+    }
+};
+
+// A in registers, rounded to the input type.
+template <int kCols>
+struct RegisterOperand {
+    uint32_t v[kCols / 16][4];
+
+    template <class Element>
+    __device__ __forceinline__ void round(const RegisterTile<16, kCols>& source) {
+#pragma unroll
+        for (int k = 0; k < kCols / 16; ++k)
+            AFromRegisters<Element, RegisterTile<16, kCols>>{source}.load_a(v[k], 0, k);
+    }
+    __device__ __forceinline__ const uint32_t (&at(int k) const)[4] { return v[k]; }
+};
+
+// Starts C = A B, or C += A B, and closes its group. Until a wait says that it is done, C, and A
+// where it is in registers, must not be touched.
+template <class Element, int kK, class Accumulator, class A, class B>
+__device__ __forceinline__ void start_gemm(Accumulator& c, const A& a, const B& b,
+                                           bool accumulate) {
+    auto& d = reinterpret_cast<float(&)[Accumulator::kN * 4]>(c.v);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kK / 16; ++k)
+        ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose>::mma(d, a.at(k), b.at(k),
+                                                                    accumulate || k > 0);
+    ptx::wgmma_commit();
+}
+
+// Tells the compiler that C was written up to here, after a wait.
+template <class Accumulator>
+__device__ __forceinline__ void finished(Accumulator& c) {
+#pragma unroll
+    for (int n = 0; n < Accumulator::kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c.v[0][n][i])::"memory");
+}
+
+}  // namespace flash_ext
