@@ -329,6 +329,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.row_sum = workspace.allocate<float>(lse.numel());
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
+            params.tile_counter =
+                reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));

@@ -96,6 +96,8 @@ struct ForwardParams : AttentionParams {
     TensorView out;  // (B, Sq, Hq, Dv)
     float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
+    unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
+
     // FA1 only: its running output and statistics live in HBM.
     float* out_accum = nullptr;  // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_max = nullptr;    // (B, Hq, Sq)

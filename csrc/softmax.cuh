@@ -80,9 +80,10 @@ struct OnlineSoftmax {
         }
     };
 
-    // row_max and row_sum move on to what the scores s ask for.
+    // row_max and row_sum move on to what the scores s ask for; row_max may stay up to `lag` powers of
+    // two behind.
     template <class Scores>
-    __device__ __forceinline__ Rescaling advance(const Scores& s, float scale) {
+    __device__ __forceinline__ Rescaling advance(const Scores& s, float scale, float lag = kLag) {
         Rescaling rescaling;
         float tile_max[kM][2];
         bool rescale = false;
@@ -95,7 +96,7 @@ struct OnlineSoftmax {
                 for (int n = 1; n < Scores::kN; ++n)
                     x = fmaxf(x, fmaxf(s.v[m][n][2 * i], s.v[m][n][2 * i + 1]));
                 tile_max[m][i] = quad_max(x);
-                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > kLag;
+                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > lag;
             }
         rescaling.needed = __any_sync(0xffffffff, rescale);
         if (rescaling.needed) {

@@ -47,6 +47,8 @@ struct Fa3Forward {
     int k_stages;
     int v_stages;
     bool take_turns;
+    int overlap = 2;
+    int draw_ahead = 2;
 };
 
 constexpr Fa3Forward fa3_forward(HeadDims dims, Features) {

@@ -32,9 +32,12 @@
 #include "../mask.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/registers.cuh"
+#include "../ptx/uniform.cuh"
 #include "../scheduler.cuh"
 #include "../score.cuh"
 #include "../softmax.cuh"
+#include "../optimistic_softmax.cuh"
+#include "../tile_counter.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/tensor_map.cuh"
 #include "../tile/tma_ring.cuh"
@@ -64,9 +67,11 @@ struct Fa3ForwardConfig {
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
+    static constexpr int kDrawAhead = kTuning.draw_ahead;
+    static constexpr int kOverlap = kTuning.overlap;
     // All that a CTA of this size can have, less a little for the producer.
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
@@ -90,6 +95,7 @@ struct Fa3ForwardConfig {
 };
 
 struct Fa3ForwardParams : ForwardParams {
+    TileCounter counter;
     CUtensorMap q_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
@@ -104,7 +110,7 @@ struct Fa3Forward {
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Probabilities = RegisterOperand<Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
-    using Softmax = OnlineSoftmax<16>;
+    using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
 
     const Fa3ForwardParams& params;
     typename Config::QRing q_ring;
@@ -124,19 +130,11 @@ struct Fa3Forward {
         q_ring.init(kReaders);
         k_ring.init(kReaders);
         v_ring.init(kReaders);
-        tile_ring.init(kReaders);
+        tile_ring.init(kReaders + 2);  // and the producers of Q and V
         ptx::mbarrier_fence_init();
     }
 
     // --- Producer ---
-
-    // The n-th piece of work of this CTA; rounds go back and forth, so that long tiles and short
-    // ones even out.
-    __device__ __forceinline__ int linear_of(int n) const {
-        const int grid = gridDim.x;
-        const int cta = blockIdx.x;
-        return n * grid + (params.schedule.section_heads > 1 && n % 2 ? grid - 1 - cta : cta);
-    }
 
     __device__ __forceinline__ QueryTile query_tile(int linear) const {
         const WorkTile work = work_tile(linear, params.schedule);
@@ -154,44 +152,94 @@ struct Fa3Forward {
         return {s, work.head, first_query, kv_tiles};
     }
 
-    __device__ __forceinline__ void produce() const {
-        typename Config::QRing::Cursor q;
-        typename Config::KRing::Cursor k;
-        typename Config::VRing::Cursor v;
+    // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps before
+    // it is needed: a CTA that draws early takes work from others that will be free sooner.
+    __device__ __forceinline__ void produce_k() const {
         typename Config::TileRing::Cursor t;
-        const auto load = [](const auto& ring, auto& cursor, const CUtensorMap& map,
-                             const TensorRows& rows, auto tile, int first_row) {
-            using Tile = decltype(tile);
-            ring.acquire(cursor);
-            ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
-            rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
-            cursor.advance();
-        };
-        const auto publish = [&](const QueryTile& tile) {
+        typename Config::KRing::Cursor k;
+        const int total = cta_count(params.schedule);
+        const auto draw = [&] { return params.counter.draw(total); };
+        const auto publish = [&](int linear) {
+            QueryTile tile{{}, 0, -1, {}};
+            for (; linear < total && tile.first_query < 0; linear = draw()) {
+                tile = query_tile(linear);
+                if (tile.first_query >= 0) break;  // not a spare number
+            }
             tile_ring.acquire(t);
             *tile_slot(t) = tile;
             ptx::mbarrier_arrive(tile_ring.full(t));
             t.advance();
+            return tile;
         };
-        const int total = cta_count(params.schedule);
-        for (int n = 0, linear = linear_of(0); linear < total; linear = linear_of(++n)) {
-            const QueryTile tile = query_tile(linear);
-            if (tile.first_query < 0) continue;  // a spare number
-            publish(tile);
+        params.counter.start();
+        QueryTile tile = publish(blockIdx.x);
+        while (tile.first_query >= 0) {
             const Sequence& s = tile.sequence;
-            const int head_k = tile.head / (params.heads_q / params.heads_k);
-            const TensorRows q_rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
-            const TensorRows k_rows(params.k, s.batch, head_k, s.k_begin, s.seqlen_k);
-            const TensorRows v_rows(params.v, s.batch, head_k, s.k_begin, s.seqlen_k);
-            const int last = tile.kv_tiles.end - 1;
-            for (int kv_tile = last; kv_tile >= tile.kv_tiles.begin; --kv_tile) {
-                const int key = kv_tile * Config::kBlockKV;
-                load(k_ring, k, params.k_map, k_rows, KTile{}, key);
-                if (kv_tile == last) load(q_ring, q, params.q_map, q_rows, QTile{}, tile.first_query);
-                load(v_ring, v, params.v_map, v_rows, VTile{}, key);
+            const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            const Interval kv = tile.kv_tiles;
+            int next = 0;
+            for (int i = kv.end - 1; i >= kv.begin; --i) {
+                if (i == min_of(kv.end - 1, kv.begin + Config::kDrawAhead)) next = draw();
+                load<KTile>(k_ring, k, params.k_map, rows, i * Config::kBlockKV);
             }
+            tile = publish(next);
         }
-        publish({{}, 0, -1, {}});
+    }
+
+    // The Q tiles in their order, for a producer.
+    __device__ __forceinline__ QueryTile next_tile(typename Config::TileRing::Cursor& t) const {
+        tile_ring.wait(t);
+        const QueryTile tile = *tile_slot(t);
+        tile_ring.release(t);
+        t.advance();
+        return tile;
+    }
+
+    __device__ __forceinline__ void produce_q() const {
+        typename Config::TileRing::Cursor t;
+        typename Config::QRing::Cursor q;
+        for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
+            const Sequence& s = tile.sequence;
+            const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            load<QTile>(q_ring, q, params.q_map, rows, tile.first_query);
+        }
+    }
+
+    __device__ __forceinline__ void produce_v() const {
+        typename Config::TileRing::Cursor t;
+        typename Config::VRing::Cursor v;
+        for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
+            const Sequence& s = tile.sequence;
+            const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i)
+                load<VTile>(v_ring, v, params.v_map, rows, i * Config::kBlockKV);
+        }
+    }
+
+    __device__ __forceinline__ int head_k(const QueryTile& tile) const {
+        return tile.head / (params.heads_q / params.heads_k);
+    }
+
+    template <class Tile, class Ring>
+    __device__ __forceinline__ void load(const Ring& ring, typename Ring::Cursor& cursor,
+                                         const CUtensorMap& map, const TensorRows& rows,
+                                         int first_row) const {
+        ring.acquire(cursor);
+        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
+        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
+        cursor.advance();
+    }
+
+    __device__ __forceinline__ void produce() const {
+        if (lane_id() != 0) return;
+        switch (warp_id()) {
+            case 0:
+                return produce_k();
+            case 1:
+                return produce_q();
+            case 2:
+                return produce_v();
+        }
     }
 
     // --- Consumers ---
@@ -236,24 +284,33 @@ struct Fa3Forward {
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
         if (params.sink != nullptr && tile.sequence.index() < params.batch)
-            softmax.begin_with(params.sink[tile.head] * kLog2e / exponent_scale());
+            softmax.begin_with(params.sink[tile.head] * kLog2e * ptx::rcp(exponent_scale()));
         return softmax;
     }
 
-    // Options and the mask.
-    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile,
-                                                  int kv_tile) const {
-        const Sequence& s = tile.sequence;
-        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
+    __device__ __forceinline__ BandMask mask_of(const QueryTile& tile) const {
+        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
+                params.window_right};
+    }
+
+    // Does this consumer need the mask?
+    __device__ __forceinline__ bool is_full(const QueryTile& tile, int kv_tile) const {
         const int first_query = tile.first_query + consumer() * 64;
-        const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        return mask_of(tile).is_full({first_query, first_query + 64},
+                                     tile_interval(kv_tile, Config::kBlockKV));
+    }
+
+    // Options and the mask.
+    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
+                                                  bool full) const {
+        const int first_query = tile.first_query + warp_row();
+        const int first_key = kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, s, tile.head}.apply(
-                rS, tile.first_query + warp_row(), keys.begin);
-        if (!mask.is_full({first_query, first_query + 64}, keys))
-            mask_scores(rS, keys.begin, [&](int row) {
-                return mask.key_range(tile.first_query + warp_row() + row);
-            });
+            ScoreFunction<Element, Rows::kQueries>{params, tile.sequence, tile.head}.apply(
+                rS, first_query, first_key);
+        if (full) return;
+        const BandMask mask = mask_of(tile);
+        mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
     }
 
     // O / l and the logsumexp to HBM.
@@ -285,33 +342,24 @@ struct Fa3Forward {
         typename Config::KRing::Cursor k;
         typename Config::VRing::Cursor v;
         typename Config::TileRing::Cursor t;
-        const auto next_tile = [&] {
-            tile_ring.wait(t);
-            const QueryTile tile = *tile_slot(t);
-            __syncwarp();
-            release(tile_ring, t);
-            t.advance();
-            return tile;
-        };
-
         Scores rS;
-        Probabilities rP;
         Output rO;
-        // S of a tile's step is there: K, and with the last one Q, can be overwritten.
-        const auto release_k = [&](const QueryTile& tile, int kv_tile) {
+        Probabilities rP[2];  // P V still reads the one while the other is written
+        // S is there: K, and with a tile's first keys Q, can be overwritten.
+        const auto release_operands = [&](bool release_q) {
             release(k_ring, k);
             k.advance();
-            if (kv_tile == tile.kv_tiles.begin) {
+            if (release_q) {
                 release(q_ring, q);
                 q.advance();
             }
         };
 
-        QueryTile tile = next_tile();
-        if (tile.first_query < 0) return;
+        tile_ring.wait(t);
+        if (ptx::warp_uniform(tile_slot(t)->first_query) < 0) return;
         if (consumer() == Config::kConsumers - 1) pass_turn();  // the first one's
-
-        int kv_tile = tile.kv_tiles.end - 1;
+        int kv_tile = ptx::warp_uniform(tile_slot(t)->kv_tiles.end) - 1;
+        int first_kv_tile = ptx::warp_uniform(tile_slot(t)->kv_tiles.begin);
         q_ring.wait(q);
         k_ring.wait(k);
         take_turn();
@@ -319,61 +367,70 @@ struct Fa3Forward {
         pass_turn();
         ptx::wgmma_wait<0>();
         finished(rS);
-        release_k(tile, kv_tile);
-        finish_scores(rS, tile, kv_tile);
-        Softmax softmax = begin_softmax(tile);
-        softmax.advance(rS, exponent_scale());
-        softmax.exponentiate(rS, exponent_scale());
-        rP.template round<Element>(rS);
+        release_operands(kv_tile == first_kv_tile);
+        finish_scores(rS, *tile_slot(t), kv_tile, is_full(*tile_slot(t), kv_tile));
+        Softmax softmax = begin_softmax(*tile_slot(t));
+        softmax.step(rS, rP[0], exponent_scale(), true);
 
-        bool first = true;  // step of its tile
-        while (true) {
-            const bool last = kv_tile == tile.kv_tiles.begin;
-            QueryTile next = tile;
-            int next_kv_tile = kv_tile - 1;
+        bool accumulate = false;  // O holds earlier steps of this tile
+        // One step, as above; false where there are no scores left to compute.
+        const auto step = [&](const Probabilities& rP, Probabilities& next_rP) {
+            const bool last = kv_tile == first_kv_tile;
+            auto next = t;
             if (last) {
-                next = next_tile();
-                if (next.first_query < 0) break;
-                next_kv_tile = next.kv_tiles.end - 1;
+                next.advance();
+                tile_ring.wait(next);
+                if (ptx::warp_uniform(tile_slot(next)->first_query) < 0) return false;
+                kv_tile = ptx::warp_uniform(tile_slot(next)->kv_tiles.end);
+                first_kv_tile = ptx::warp_uniform(tile_slot(next)->kv_tiles.begin);
                 q_ring.wait(q);
             }
+            --kv_tile;
             k_ring.wait(k);
             take_turn();
             start_scores(rS, q, k);
             v_ring.wait(v);
-            start_output(rO, rP, v, !first);
+            start_output(rO, rP, v, accumulate);
             pass_turn();
 
+            const bool full = is_full(*tile_slot(next), kv_tile);
             ptx::wgmma_wait<1>();
             finished(rS);
-            release_k(next, next_kv_tile);
-            finish_scores(rS, next, next_kv_tile);
+            release_operands(kv_tile == first_kv_tile);
+            finish_scores(rS, *tile_slot(next), kv_tile, full);
             Softmax done = softmax;
-            if (last) softmax = begin_softmax(next);
-            const auto rescaling = softmax.advance(rS, exponent_scale());
-            softmax.exponentiate(rS, exponent_scale());
+            if (last) softmax = begin_softmax(*tile_slot(next));
+            const auto rescaling = softmax.step(rS, next_rP, exponent_scale(), last);
 
             ptx::wgmma_wait<0>();
             finished(rO);
             release(v_ring, v);
             v.advance();
             if (last) {
-                store(rO, done, tile);
+                store(rO, done, *tile_slot(t));
+                __syncwarp();
+                release(tile_ring, t);
             } else {
                 rescaling.apply(rO);
             }
-            rP.template round<Element>(rS);
-            first = last;
-            tile = next;
-            kv_tile = next_kv_tile;
+            t = next;
+            accumulate = !last;
+            return true;
+        };
+        // What is left behind the last scores.
+        const auto finish = [&](const Probabilities& rP) {
+            take_turn();
+            v_ring.wait(v);
+            start_output(rO, rP, v, accumulate);
+            pass_turn();
+            ptx::wgmma_wait<0>();
+            finished(rO);
+            store(rO, softmax, *tile_slot(t));
+        };
+        while (true) {
+            if (!step(rP[0], rP[1])) return finish(rP[0]);
+            if (!step(rP[1], rP[0])) return finish(rP[1]);
         }
-        take_turn();
-        v_ring.wait(v);
-        start_output(rO, rP, v, !first);
-        pass_turn();
-        ptx::wgmma_wait<0>();
-        finished(rO);
-        store(rO, softmax, tile);
     }
 
  private:
@@ -393,7 +450,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();  // the barriers are there
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        if (threadIdx.x == 0) kernel.produce();
+        kernel.produce();
     } else {
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
         kernel.consume();
@@ -401,9 +458,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
+// Of a launch in this process.
+inline uint64_t unique_name() {
+    static std::atomic<uint64_t> launches{0};
+    return ++launches * 0x9e3779b97f4a7c15;  // odd: different for different launches
+}
+
 template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     Fa3ForwardParams params{call};
+    params.counter = {call.tile_counter, unique_name() << TileCounter::kCountBits};
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
         tensor_batches(params),

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../ptx/uniform.cuh"
 #include "../ptx/wgmma.cuh"
 #include "fragment.cuh"
 
@@ -20,7 +21,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : 2;
     constexpr uint64_t kConstant = kSwizzle << 62 | uint64_t{8 * Tile::kPitch / 16} << 32 |
                                    uint64_t{Tile::kPanelBytes / 16} << 16;
-    return kConstant | (address & 0x3ffff) >> 4;
+    return kConstant | static_cast<uint32_t>(ptx::warp_uniform((address & 0x3ffff) >> 4));
 }
 
 // An operand stored [m or n][k]: 16 columns of k are two of a row's chunks.

@@ -1,0 +1,64 @@
+// Online softmax that looks for a new maximum only where it is needed.
+//
+// Any number near the row's maximum will do as m, since P, l and O share it (OnlineSoftmax::kLag).
+// So a step first takes the m that it has: P = 2^(S scale - m scale), and l's share of the step is
+// the proof. As long as that stays below kLimit no element was far above m, and the maximum of the
+// tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with the
+// maximum; S is kept for that.
+#pragma once
+
+#include "softmax.cuh"
+#include "tile/wgmma.cuh"
+
+namespace flash_ext {
+
+template <class Element, int kCols>
+struct OptimisticSoftmax : OnlineSoftmax<16> {
+    // No P passes it then, and fp16 holds it.
+    static constexpr float kLimit = 4096.f;
+
+    // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet.
+    __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
+                                              RegisterOperand<kCols>& p, float scale, bool fresh) {
+        Rescaling rescaling;
+        rescaling.needed = false;
+        float sum[2];
+        for (bool proven = false;; proven = true) {
+            if (fresh || proven) rescaling = advance(s, scale, 0.f);
+            exponentiate(s, p, sum, scale);
+            if (fresh || proven) break;
+            const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
+                                  row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
+            if (!__any_sync(0xffffffff, doubtful)) break;
+        }
+        row_sum[0][0] += sum[0];
+        row_sum[0][1] += sum[1];
+        return rescaling;
+    }
+
+ private:
+    __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
+                                                 RegisterOperand<kCols>& p, float (&sum)[2],
+                                                 float scale) const {
+        float max_scaled[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            max_scaled[i] = finite_max(row_max[0][i]) * scale;
+            sum[i] = 0.f;
+        }
+#pragma unroll
+        for (int k = 0; k < kCols / 16; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, column half j / 2
+                const float(&pair)[4] = s.v[0][2 * k + j / 2];
+                const int i = j % 2;
+                const float low = ptx::ex2(pair[2 * i] * scale - max_scaled[i]);
+                const float high = ptx::ex2(pair[2 * i + 1] * scale - max_scaled[i]);
+                sum[i] += low;
+                sum[i] += high;
+                p.v[k][j] = ptx::pack<Element>(low, high);
+            }
+    }
+};
+
+}  // namespace flash_ext

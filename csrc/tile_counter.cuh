@@ -1,0 +1,38 @@
+// Hands out tiles to the CTAs of a persistent grid, whoever is free first.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+// A counter in global memory that needs no initialisation, and so no launch of its own before the
+// kernel: its upper bits name the launch that it counts for. A CTA that finds another name there
+// starts the count; other memory holds the same name by chance once in 2^40 launches. After the last
+// draw the count is 0 again, for the replays of a CUDA graph, which have the same name.
+struct TileCounter {
+    static constexpr int kCountBits = 24;
+    static constexpr int kMaxTiles = 1 << kCountBits;
+
+    unsigned long long* word;
+    unsigned long long name;  // the lower kCountBits are 0
+
+    // By one thread of each CTA, before its first draw.
+    __device__ __forceinline__ void start() const {
+        unsigned long long found = *static_cast<volatile unsigned long long*>(word);
+        while (found >> kCountBits != name >> kCountBits) {
+            const unsigned long long before = atomicCAS(word, found, name);
+            if (before == found) return;
+            found = before;
+        }
+    }
+
+    // The next tile; tiles < gridDim.x are each CTA's first, without a draw. Every CTA draws until
+    // it gets one >= total, which makes `total` draws.
+    __device__ __forceinline__ int draw(int total) const {
+        const auto count = static_cast<int>(atomicAdd(word, 1ull) & (kMaxTiles - 1));
+        if (count == total - 1) atomicExch(word, name);
+        return count + static_cast<int>(gridDim.x);
+    }
+};
+
+}  // namespace flash_ext
