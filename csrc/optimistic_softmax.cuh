@@ -24,12 +24,12 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         rescaling.needed = false;
         float sum[2];
         for (bool proven = false;; proven = true) {
-            if (fresh || proven) rescaling = advance(s, scale, 0.f);
+            if (fresh || proven) [[unlikely]] rescaling = advance(s, scale, 0.f);
             exponentiate(s, p, sum, scale);
             if (fresh || proven) break;
             const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
                                   row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
-            if (!__any_sync(0xffffffff, doubtful)) break;
+            if (!__any_sync(0xffffffff, doubtful)) [[likely]] break;
         }
         row_sum[0][0] += sum[0];
         row_sum[0][1] += sum[1];
@@ -41,10 +41,11 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
                                                  RegisterOperand<kCols>& p, float (&sum)[2],
                                                  float scale) const {
         float max_scaled[2];
+        float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             max_scaled[i] = finite_max(row_max[0][i]) * scale;
-            sum[i] = 0.f;
+            sums[i][0] = sums[i][1] = 0.f;
         }
 #pragma unroll
         for (int k = 0; k < kCols / 16; ++k)
@@ -54,10 +55,12 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
                 const int i = j % 2;
                 const float low = ptx::ex2(pair[2 * i] * scale - max_scaled[i]);
                 const float high = ptx::ex2(pair[2 * i + 1] * scale - max_scaled[i]);
-                sum[i] += low;
-                sum[i] += high;
+                sums[i][0] += low;
+                sums[i][1] += high;
                 p.v[k][j] = ptx::pack<Element>(low, high);
             }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sum[i] = sums[i][0] + sums[i][1];
     }
 };
 

@@ -67,7 +67,7 @@ struct OnlineSoftmax {
 
         template <class Output>
         __device__ __forceinline__ void apply(Output& o) const {
-            if (!needed) return;
+            if (!needed) [[likely]] return;
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll

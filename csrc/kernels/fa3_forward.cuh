@@ -113,6 +113,9 @@ struct Fa3Forward {
     using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
 
     const Fa3ForwardParams& params;
+    int consumer;     // number of this thread's warpgroup
+    int warp_row;     // first row of its warp within the Q tile
+    bool leads_warp;  // is it its warp's first?
     typename Config::QRing q_ring;
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
@@ -120,6 +123,9 @@ struct Fa3Forward {
 
     __device__ __forceinline__ Fa3Forward(const Fa3ForwardParams& p, uint32_t shared)
         : params(p),
+          consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
+          warp_row((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
+          leads_warp(lane_id() == 0),
           q_ring{shared + Config::kQ, shared + Config::kQBarriers},
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
           v_ring{shared + Config::kV, shared + Config::kVBarriers},
@@ -244,28 +250,26 @@ struct Fa3Forward {
 
     // --- Consumers ---
 
-    __device__ __forceinline__ int consumer() const { return threadIdx.x / 128 - 1; }
-    __device__ __forceinline__ int warp_row() const { return (threadIdx.x / 32 - 4) * 16; }
-
     __device__ __forceinline__ void take_turn() const {
-        if constexpr (Config::kTakeTurns) ptx::barrier_sync(1 + consumer(), 256);
+        if constexpr (Config::kTakeTurns) ptx::barrier_sync(1 + consumer, 256);
     }
     __device__ __forceinline__ void pass_turn() const {
         if constexpr (Config::kTakeTurns)
-            ptx::barrier_arrive(1 + (consumer() + 1) % Config::kConsumers, 256);
+            ptx::barrier_arrive(1 + (consumer + 1) % Config::kConsumers, 256);
     }
 
+    // By a warp that is done with a ring's tile.
     template <class Ring>
-    static __device__ __forceinline__ void release(const Ring& ring,
-                                                   const typename Ring::Cursor& cursor) {
-        if (lane_id() == 0) ring.release(cursor);
+    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
+        if (leads_warp) ring.release(cursor);
+        cursor.advance();
     }
 
     // S = Q K^T, started.
     __device__ __forceinline__ void start_scores(Scores& rS, const typename Config::QRing::Cursor& q,
                                                  const typename Config::KRing::Cursor& k) const {
         start_gemm<Element, Config::kHeadDim>(
-            rS, AlongRows<QTile>(q_ring.tile(q), consumer() * 64),
+            rS, AlongRows<QTile>(q_ring.tile(q), consumer * 64),
             AlongRows<KTile>(k_ring.tile(k)), false);
     }
 
@@ -293,24 +297,27 @@ struct Fa3Forward {
                 params.window_right};
     }
 
-    // Does this consumer need the mask?
-    __device__ __forceinline__ bool is_full(const QueryTile& tile, int kv_tile) const {
-        const int first_query = tile.first_query + consumer() * 64;
-        return mask_of(tile).is_full({first_query, first_query + 64},
-                                     tile_interval(kv_tile, Config::kBlockKV));
+    // The KV tiles that this consumer's rows see all of.
+    __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
+        const BandMask mask = mask_of(tile);
+        const int first_query = tile.first_query + consumer * 64;
+        const int last_query = min_of(first_query + 64, mask.seqlen_q) - 1;
+        return {ceil_div(mask.key_range(last_query).begin, Config::kBlockKV),
+                mask.key_range(first_query).end / Config::kBlockKV};
     }
 
     // Options and the mask.
     __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
-                                                  bool full) const {
-        const int first_query = tile.first_query + warp_row();
+                                                  const Interval& full) const {
+        const int first_query = tile.first_query + warp_row;
         const int first_key = kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral)
             ScoreFunction<Element, Rows::kQueries>{params, tile.sequence, tile.head}.apply(
                 rS, first_query, first_key);
-        if (full) return;
-        const BandMask mask = mask_of(tile);
-        mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
+        if (kv_tile < full.begin || kv_tile >= full.end) [[unlikely]] {
+            const BandMask mask = mask_of(tile);
+            mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
+        }
     }
 
     // O / l and the logsumexp to HBM.
@@ -318,7 +325,7 @@ struct Fa3Forward {
                                           const QueryTile& tile) const {
         softmax.finish();
         const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + warp_row();
+        const int first_row = tile.first_query + warp_row;
         float* lse = params.lse + statistics_offset(params, s, tile.head);
         const auto gO = global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
                                              s.seqlen_q - first_row, params.head_dim_v);
@@ -341,91 +348,90 @@ struct Fa3Forward {
         typename Config::QRing::Cursor q;
         typename Config::KRing::Cursor k;
         typename Config::VRing::Cursor v;
-        typename Config::TileRing::Cursor t;
+        typename Config::TileRing::Cursor tile, tile_done;  // of the scores, of the output
         Scores rS;
         Output rO;
-        Probabilities rP[2];  // P V still reads the one while the other is written
-        // S is there: K, and with a tile's first keys Q, can be overwritten.
-        const auto release_operands = [&](bool release_q) {
-            release(k_ring, k);
-            k.advance();
-            if (release_q) {
-                release(q_ring, q);
-                q.advance();
-            }
+        Probabilities rP[2];  // P V reads the one while the other is written
+        Softmax softmax;
+
+        // Where in the tile the scores are, which go down from the last.
+        int kv_tile, first_kv_tile;
+        Interval full;
+        const auto begin_tile = [&] {
+            tile_ring.wait(tile);
+            const QueryTile& work = *tile_slot(tile);
+            kv_tile = ptx::warp_uniform(work.kv_tiles.end) - 1;
+            first_kv_tile = ptx::warp_uniform(work.kv_tiles.begin);
+            if (ptx::warp_uniform(work.first_query) < 0) return false;
+            full = full_tiles(work);
+            q_ring.wait(q);
+            return true;
         };
 
-        tile_ring.wait(t);
-        if (ptx::warp_uniform(tile_slot(t)->first_query) < 0) return;
-        if (consumer() == Config::kConsumers - 1) pass_turn();  // the first one's
-        int kv_tile = ptx::warp_uniform(tile_slot(t)->kv_tiles.end) - 1;
-        int first_kv_tile = ptx::warp_uniform(tile_slot(t)->kv_tiles.begin);
-        q_ring.wait(q);
+        // P of the scores that are there, from the maximum on where they are the first of a tile.
+        const auto probabilities = [&](Probabilities& rP, bool fresh) {
+            finished(rS);
+            release(k_ring, k);
+            if (kv_tile == first_kv_tile) release(q_ring, q);
+            finish_scores(rS, *tile_slot(tile), kv_tile, full);
+            if (fresh) [[unlikely]] softmax = begin_softmax(*tile_slot(tile));
+            return softmax.step(rS, rP, exponent_scale(), fresh);
+        };
+
+        if (!begin_tile()) return;
+        if (consumer == Config::kConsumers - 1) pass_turn();  // the first one's
         k_ring.wait(k);
         take_turn();
         start_scores(rS, q, k);
         pass_turn();
         ptx::wgmma_wait<0>();
-        finished(rS);
-        release_operands(kv_tile == first_kv_tile);
-        finish_scores(rS, *tile_slot(t), kv_tile, is_full(*tile_slot(t), kv_tile));
-        Softmax softmax = begin_softmax(*tile_slot(t));
-        softmax.step(rS, rP[0], exponent_scale(), true);
+        auto rescaling = probabilities(rP[0], true);
 
-        bool accumulate = false;  // O holds earlier steps of this tile
-        // One step, as above; false where there are no scores left to compute.
-        const auto step = [&](const Probabilities& rP, Probabilities& next_rP) {
-            const bool last = kv_tile == first_kv_tile;
-            auto next = t;
-            if (last) {
-                next.advance();
-                tile_ring.wait(next);
-                if (ptx::warp_uniform(tile_slot(next)->first_query) < 0) return false;
-                kv_tile = ptx::warp_uniform(tile_slot(next)->kv_tiles.end);
-                first_kv_tile = ptx::warp_uniform(tile_slot(next)->kv_tiles.begin);
-                q_ring.wait(q);
+        bool began = true;  // P is of a tile's first step
+        bool kept = false;  // O is of another tile, and still to be stored
+        Softmax done;       // that tile's
+        const auto settle = [&] {
+            if (!began) [[likely]] {
+                rescaling.apply(rO);
+            } else if (kept) {
+                store(rO, done, *tile_slot(tile_done));
+                __syncwarp();
+                release(tile_ring, tile_done);
             }
-            --kv_tile;
+        };
+        // One step, as above; false where there are no scores left.
+        const auto step = [&](const Probabilities& rP, Probabilities& next_rP) {
+            const bool last = kv_tile-- == first_kv_tile;
+            if (last) [[unlikely]] {
+                tile.advance();
+                if (!begin_tile()) return false;
+            }
             k_ring.wait(k);
             take_turn();
             start_scores(rS, q, k);
+            settle();
             v_ring.wait(v);
-            start_output(rO, rP, v, accumulate);
+            start_output(rO, rP, v, !began);
             pass_turn();
 
-            const bool full = is_full(*tile_slot(next), kv_tile);
             ptx::wgmma_wait<1>();
-            finished(rS);
-            release_operands(kv_tile == first_kv_tile);
-            finish_scores(rS, *tile_slot(next), kv_tile, full);
-            Softmax done = softmax;
-            if (last) softmax = begin_softmax(*tile_slot(next));
-            const auto rescaling = softmax.step(rS, next_rP, exponent_scale(), last);
-
+            if (last) [[unlikely]] done = softmax;
+            began = kept = last;
+            rescaling = probabilities(next_rP, last);
             ptx::wgmma_wait<0>();
             finished(rO);
             release(v_ring, v);
-            v.advance();
-            if (last) {
-                store(rO, done, *tile_slot(t));
-                __syncwarp();
-                release(tile_ring, t);
-            } else {
-                rescaling.apply(rO);
-            }
-            t = next;
-            accumulate = !last;
             return true;
         };
-        // What is left behind the last scores.
         const auto finish = [&](const Probabilities& rP) {
-            take_turn();
+            settle();
             v_ring.wait(v);
-            start_output(rO, rP, v, accumulate);
+            take_turn();
+            start_output(rO, rP, v, !began);
             pass_turn();
             ptx::wgmma_wait<0>();
             finished(rO);
-            store(rO, softmax, *tile_slot(t));
+            store(rO, softmax, *tile_slot(tile_done));
         };
         while (true) {
             if (!step(rP[0], rP[1])) return finish(rP[0]);
