@@ -204,9 +204,8 @@ cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
             using Element = decltype(element);
             using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
             using Small = SmallFa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
-            status = Large::kSharedBytes <= shared_memory_limit()
-                         ? launch_fa2_backward<Large>(params, stream)
-                         : launch_fa2_backward<Small>(params, stream);
+            status = launch_fitting<Large, Small>(
+                [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
         });
     return status;
 }

@@ -318,9 +318,8 @@ cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
             using Element = decltype(element);
             using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
             using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
-            status = Large::kSharedBytes <= shared_memory_limit()
-                         ? launch_fa2_forward<Large>(params, stream)
-                         : launch_fa2_forward<Small>(params, stream);
+            status = launch_fitting<Large, Small>(
+                [&](auto config) { return launch_fa2_forward<decltype(config)>(params, stream); });
         });
     return status;
 }
