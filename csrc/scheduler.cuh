@@ -141,30 +141,27 @@ FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total,
     return low;
 }
 
+// The rows of a tile.
+enum class Rows { kQueries, kKeys };
+
 // A tile number taken apart. Tiles past the sequence's end exist where numbers are spare.
 struct SequenceTile {
     Sequence sequence;
     int tile;
 };
 
-template <bool kMayBePacked>
-FLASH_HOST_DEVICE SequenceTile q_tile_of(const AttentionParams& params, int batch, int number,
-                                         int block) {
-    if (!kMayBePacked || params.cu_seqlens_q == nullptr)
+template <bool kMayBePacked, Rows kRows>
+FLASH_HOST_DEVICE SequenceTile tile_of(const AttentionParams& params, int batch, int number,
+                                       int block) {
+    constexpr bool kQueries = kRows == Rows::kQueries;
+    const int* cu_seqlens = kQueries ? params.cu_seqlens_q : params.cu_seqlens_k;
+    if (!kMayBePacked || cu_seqlens == nullptr)
         return {sequence_of<kMayBePacked>(params, batch), number};
+    const int total = kQueries ? params.seqlen_q : params.seqlen_k;
     const Sequence sequence = sequence_of<kMayBePacked>(
-        params, find_sequence(params.cu_seqlens_q, params.batch, params.seqlen_q, block, number));
-    return {sequence, number - first_tile(sequence.q_begin, sequence.order, block)};
-}
-
-template <bool kMayBePacked>
-FLASH_HOST_DEVICE SequenceTile kv_tile_of(const AttentionParams& params, int batch, int number,
-                                          int block) {
-    if (!kMayBePacked || params.cu_seqlens_k == nullptr)
-        return {sequence_of<kMayBePacked>(params, batch), number};
-    const Sequence sequence = sequence_of<kMayBePacked>(
-        params, find_sequence(params.cu_seqlens_k, params.batch, params.seqlen_k, block, number));
-    return {sequence, number - first_tile(sequence.k_begin, sequence.order, block)};
+        params, find_sequence(cu_seqlens, params.batch, total, block, number));
+    const int begin = kQueries ? sequence.q_begin : sequence.k_begin;
+    return {sequence, number - first_tile(begin, sequence.order, block)};
 }
 
 // Where Q tile `tile` of a sequence lies in a workspace of (batch, head, tiles per head).
@@ -198,8 +195,8 @@ FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int line
     constexpr int kTiles = kWorkspaceRows / kBlockQ;  // of a block
     const int block = linear / kTiles;
     const int flat_head = block / params.q_blocks;
-    SequenceTile tile = q_tile_of<kMayBePacked>(params, flat_head / params.heads_q,
-                                                block % params.q_blocks, kWorkspaceRows);
+    SequenceTile tile = tile_of<kMayBePacked, Rows::kQueries>(
+        params, flat_head / params.heads_q, block % params.q_blocks, kWorkspaceRows);
     tile.tile = tile.tile * kTiles + linear % kTiles;
     return {tile, flat_head % params.heads_q};
 }

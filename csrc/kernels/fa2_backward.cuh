@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         linear = ptx::warp_uniform(*ticket);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
-    const auto [sequence, kv_tile] = warp_uniform<true>(
-        kv_tile_of<Config::kMayBePacked>(params, work.batch, work.rank, Config::kBlockKV));
+    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBePacked, Rows::kKeys>(
+        params, work.batch, work.rank, Config::kBlockKV));
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Config::kBlockKV;
     if (Config::kMayBePacked && first_key >= sequence.rows_k) return;  // a spare number

@@ -104,9 +104,10 @@ struct Fa2Forward {
     // What CTA number `linear` works on.
     static __device__ __forceinline__ Fa2Forward of_cta(const ForwardParams& p, int linear) {
         const WorkTile work = work_tile(linear, p.schedule);
-        return Fa2Forward(p, work.head,
-                          warp_uniform<Config::kMayBePacked>(q_tile_of<Config::kMayBePacked>(
-                              p, work.batch, work.rank, Config::kBlockQ)));
+        return Fa2Forward(
+            p, work.head,
+            warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
+                p, work.batch, work.rank, Config::kBlockQ)));
     }
 
     __device__ __forceinline__ void load_q() const {

@@ -107,8 +107,9 @@ struct Batch {
         std::vector<Pair> all;
         for (int batch = 0; batch < tensor_batches(params); ++batch)
             for (int number = 0; number < tile_numbers(params, rows, block); ++number) {
-                const SequenceTile tile = keys ? kv_tile_of<true>(params, batch, number, block)
-                                               : q_tile_of<true>(params, batch, number, block);
+                const SequenceTile tile =
+                    keys ? tile_of<true, Rows::kKeys>(params, batch, number, block)
+                         : tile_of<true, Rows::kQueries>(params, batch, number, block);
                 all.emplace_back(tile.sequence.index(), tile.tile);
             }
         return all;
