@@ -25,7 +25,7 @@ constexpr Forward fa2_forward(HeadDims dims, Features features) {
         case 96:
             return {32, 4, general ? 32 : 64, 0, 2};
         case 128:
-            return {32, 4, general ? 32 : features == Features::kPacked ? 48 : 64, 0, 2};
+            return {32, 4, general ? 32 : 64, 0, 2};
         case 192:
             if (dims.v == 128) return general ? Forward{16, 8, 64, 0, 1} : Forward{32, 4, 48, 0, 2};
             return {16, 8, 64, general ? 0 : 192, 1};

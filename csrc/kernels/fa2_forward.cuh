@@ -17,7 +17,7 @@
 // which saves most rescalings of O and changes no result, since l and O share the same m.
 //
 // Shared memory: Q [kBlockQ][D], then a ring of stages, each a V tile and a K tile [kBlockKV][D],
-// swizzled, and the ring's mbarriers.
+// swizzled, the ring's mbarriers, and the CTA's place.
 // Pipeline: a stage holds V of one step of the loop and K of the next, so a step waits once, before
 // P V, for what it and the next Q K^T need. A stage is free when all warps have read its K: the
 // copy into it, at the end of a step, waits for that and for no more, so the warps drift apart by
@@ -34,6 +34,7 @@
 #include "../tuning.h"
 #include "launch.cuh"
 #include "packed.cuh"
+#include "place.cuh"
 
 namespace flash_ext {
 
@@ -58,7 +59,8 @@ struct ForwardConfig {
     using OTile = SharedTile<kBlockQ, kHeadDimV>;  // leaves through Q's memory
     using StageRing = Ring<2, KTile::kBytes + VTile::kBytes, kThreads>;  // the loop loads one ahead
     static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
-    static constexpr int kSharedBytes = kQBytes + StageRing::kBytes;
+    static constexpr int kPlace = kQBytes + StageRing::kBytes;
+    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
 };
@@ -88,26 +90,30 @@ struct Fa2Forward {
     TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
     TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
 
-    // The last tile of a sequence comes first: under a causal mask it is the longest.
-    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, int head_,
-                                          const SequenceTile& tile)
+    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const Place& place)
         : params(p),
-          head(head_),
-          sequence(tile.sequence),
+          head(place.head),
+          sequence(place.sequence),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          first_query((ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1 - tile.tile) *
-                      Config::kBlockQ),
+          first_query(place.first_row),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
           ring{sQ + Config::kQBytes} {}
 
-    // What CTA number `linear` works on.
-    static __device__ __forceinline__ Fa2Forward of_cta(const ForwardParams& p, int linear) {
-        const WorkTile work = work_tile(linear, p.schedule);
-        return Fa2Forward(
-            p, work.head,
+    // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
+    // the longest.
+    static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
+        const WorkTile work = work_tile(linear, params.schedule);
+        const auto [sequence, tile] =
             warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
-                p, work.batch, work.rank, Config::kBlockQ)));
+                params, work.batch, work.rank, Config::kBlockQ));
+        const int last = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1;
+        return {sequence, work.head, (last - tile) * Config::kBlockQ};
+    }
+
+    // The same CTA, from the place that it has kept.
+    static __device__ __forceinline__ Fa2Forward kept(const ForwardParams& params) {
+        return Fa2Forward(params, kept_place(Config::kPlace));
     }
 
     __device__ __forceinline__ void load_q() const {
@@ -151,17 +157,16 @@ struct Fa2Forward {
         gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
         ring.release(stage);
 
-        // What follows from the length would otherwise stay in registers over the loop.
-        BandMask band = mask;
-        band.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
-        const Interval queries{first_query, first_query + Config::kBlockQ};
+        const Fa2Forward cta = kept(params);
+        const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
         const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        const int first_row = cta.first_query + warp_row;
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
-                rS, first_query + warp_row, keys.begin);
-        if (!band.is_full(queries, keys)) {
+            ScoreFunction<Element, Rows::kQueries>{params, cta.sequence, cta.head}.apply(
+                rS, first_row, keys.begin);
+        if (!cta.mask.is_full(queries, keys)) {
             mask_scores(rS, keys.begin,
-                        [&](int row) { return band.key_range(first_query + warp_row + row); });
+                        [&](int row) { return cta.mask.key_range(first_row + row); });
         }
     }
 
@@ -226,15 +231,19 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
     using Kernel = Fa2Forward<Config>;
-    Kernel cta = Kernel::of_cta(params, blockIdx.x);
+    const Place place = Kernel::place_of(params, blockIdx.x);
+    Kernel cta(params, place);
     if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
 
     const Interval kv_tiles = tiles_of(
         cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
     const int last = kv_tiles.end - 1;
     const auto& ring = cta.ring;
-    if (threadIdx.x == 0) ring.init();
-    __syncthreads();  // the ring's barriers are there
+    if (threadIdx.x == 0) {
+        ring.init();
+        kept_place(Config::kPlace) = place;
+    }
+    __syncthreads();  // the ring's barriers and the place are there
     cta.load_q();
     if (!kv_tiles.empty()) {
         cta.start_kv(last);
@@ -277,8 +286,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     softmax.finish();
-    // Computed anew, lest head and batch stay in registers over the loop.
-    Kernel::of_cta(params, ptx::not_hoisted(blockIdx.x)).store(rO, softmax, exponent_scale);
+    Kernel::kept(params).store(rO, softmax, exponent_scale);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
