@@ -59,6 +59,9 @@ struct ForwardConfig {
     using OTile = SharedTile<kBlockQ, kHeadDimV>;  // leaves through Q's memory
     using StageRing = Ring<2, KTile::kBytes + VTile::kBytes, kThreads>;  // the loop loads one ahead
     static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
+    // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
+    // where an SM has one CTA; but registers that hold the place would spill here.
+    static constexpr bool kPlaceInLoop = kFeatures == Features::kPacked && kHeadDim == 128;
     static constexpr int kPlace = kQBytes + StageRing::kBytes;
     static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
@@ -157,7 +160,7 @@ struct Fa2Forward {
         gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
         ring.release(stage);
 
-        const Fa2Forward cta = kept(params);
+        const Fa2Forward cta = in_loop();
         const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
         const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
         const int first_row = cta.first_query + warp_row;
@@ -221,6 +224,14 @@ struct Fa2Forward {
     }
 
  private:
+    // Of this CTA, what follows from its place would otherwise stay in registers over the loop.
+    __device__ __forceinline__ Fa2Forward in_loop() const {
+        if constexpr (Config::kPlaceInLoop) return kept(params);
+        Fa2Forward cta = *this;
+        cta.mask.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
+        return cta;
+    }
+
     __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return ring.slot(stage); }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
         return ring.slot(stage) + VTile::kBytes;
