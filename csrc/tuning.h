@@ -94,7 +94,7 @@ constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
         case 96:
             return {64, 16, 8, 1, 1};
         case 128:
-            return {features == Features::kPacked ? 32 : 64, 32, 4, 2, 1};
+            return {64, 32, 4, 2, 1};
         case 192:
             return {64, 32, 2, 4, 1, 1, 1};
         default:

@@ -72,6 +72,9 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
+    // What the stores at the end need of the place lies in shared memory, where registers are
+    // short.
+    constexpr bool kKeepsPlace = Config::kHeadDim > 64;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
@@ -92,6 +95,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Tile::GradientV rdV;
     rdK.clear();
     rdV.clear();
+    Place& kept = kept_place(Config::kPlace);
+    if (kKeepsPlace && threadIdx.x == 0) kept = {sequence, work.head, first_key};
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
@@ -149,8 +154,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     ptx::cp_async_wait<0>();
-    __syncthreads();  // all warps have left the K and V tiles
-    cta.store_dk_dv(rdK, rdV, first_key);
+    __syncthreads();  // all warps have left the K and V tiles; the place is there
+    if constexpr (kKeepsPlace) {
+        Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
+    } else {
+        cta.store_dk_dv(rdK, rdV, first_key);
+    }
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
