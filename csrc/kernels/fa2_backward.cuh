@@ -72,6 +72,9 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
+    // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
+    // from overlapping that with the matmul before; but not where it would spill there.
+    constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
     // What the stores at the end need of the place lies in shared memory, where registers are
     // short.
     constexpr bool kKeepsPlace = Config::kHeadDim > 64;
@@ -142,10 +145,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             ptx::cp_async_commit();
         }
         const Turn<Config> turn{params, cta, kv_tile, walk.head, walk.q_tile};
-        if (params.deterministic) turn.wait();
+        if (kTurnFirst && params.deterministic) turn.wait();
         compile_time_for<Config::kDQParts>([&](auto part) {
             typename Config::DQ rdQ;
             cta.template compute_dq<part>(rdQ);
+            if (!kTurnFirst && params.deterministic) turn.wait();
             add_dq<Config>(
                 rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
         });
