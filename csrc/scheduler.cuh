@@ -37,11 +37,11 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
 }
 
 // Host side: heads per section, from the bytes that one head's shared operands take. But a section
-// fills a GPU about twice, or its last tiles would leave much of it idle.
+// fills a GPU about `fillings` times, or its last tiles would leave much of it idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
-                              int64_t bytes_per_head, int ctas_per_sm) {
+                              int64_t bytes_per_head, int ctas_per_sm, int fillings = 2) {
     constexpr int64_t kL2Share = 32 << 20;  // of 50 MB on an H100 or H200, 40 MB on an A100
-    const int64_t section_tiles = 256 * ctas_per_sm;
+    const int64_t section_tiles = 128 * fillings * ctas_per_sm;
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
     const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),
                                    ceil_div<int64_t>(section_tiles, max_of(tiles, 1)));
@@ -102,6 +102,12 @@ FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int index)
 // How many sequences there are, the one of unowned rows included.
 FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
     return params.batch + (params.cu_seqlens_q != nullptr ? 1 : 0);
+}
+
+// Packed sequences under a mask want larger sections than others: most of a section's work may be
+// a long sequence's, whose longest tiles are a large part of the whole run.
+FLASH_HOST_DEVICE constexpr int section_fillings(const AttentionParams& params, bool masked) {
+    return masked && params.cu_seqlens_q != nullptr ? 4 : 2;
 }
 
 // --- Numbers of tiles ---

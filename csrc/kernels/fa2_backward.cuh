@@ -186,9 +186,9 @@ template <class Config>
 cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
     const int group = params.heads_q / params.heads_k;
-    const bool tiles_differ = params.window_right < params.seqlen_k ||
-                              params.window_left < params.seqlen_q ||
-                              params.cu_seqlens_q != nullptr;
+    const bool masked =
+        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
     // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run side by
     // side, the less they wait for each other.
     const int64_t bytes_per_head =
@@ -196,7 +196,8 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     params.schedule =
         make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
                       tensor_batches(params), tiles_differ || params.deterministic,
-                      params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm);
+                      params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
+                      section_fillings(params, masked));
 
     cudaError_t status =
         launch_kernel<backward_delta_kernel<Config>>(q_tiles, Config::kThreads, 0, params, stream);

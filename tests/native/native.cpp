@@ -166,7 +166,10 @@ PYBIND11_MODULE(flash_ext_native, m) {
             return Schedule{tiles, heads, batch, section_heads};
         }))
         .def_readonly("section_heads", &Schedule::section_heads);
-    m.def("make_schedule", &make_schedule);
+    m.def("make_schedule",
+          [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
+              return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm);
+          });
     m.def("work_tile", [](int linear, const Schedule& schedule) {
         const WorkTile tile = work_tile(linear, schedule);
         return std::tuple(tile.rank, tile.head, tile.batch);
