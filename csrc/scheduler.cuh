@@ -37,11 +37,11 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
 }
 
 // Host side: heads per section, from the bytes that one head's shared operands take. But a section
-// fills a GPU about twice, or its last tiles would leave much of it idle.
+// fills a GPU about `fillings` times, or its last tiles would leave much of it idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
-                              int64_t bytes_per_head, int ctas_per_sm) {
+                              int64_t bytes_per_head, int ctas_per_sm, int fillings = 2) {
     constexpr int64_t kL2Share = 32 << 20;  // of 50 MB on an H100 or H200, 40 MB on an A100
-    const int64_t section_tiles = 256 * ctas_per_sm;
+    const int64_t section_tiles = 128 * fillings * ctas_per_sm;
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
     const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),
                                    ceil_div<int64_t>(section_tiles, max_of(tiles, 1)));
@@ -104,6 +104,12 @@ FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
     return params.batch + (params.cu_seqlens_q != nullptr ? 1 : 0);
 }
 
+// Packed sequences under a mask want larger sections than others: most of a section's work may be
+// a long sequence's, whose longest tiles are a large part of the whole run.
+FLASH_HOST_DEVICE constexpr int section_fillings(const AttentionParams& params, bool masked) {
+    return masked && params.cu_seqlens_q != nullptr ? 4 : 2;
+}
+
 // --- Numbers of tiles ---
 // Tiles of `block` rows are numbered per head: in a dense batch for each batch anew, in packed
 // tensors through all sequences, so that the host needs no lengths: sequence `order`, whose rows
@@ -141,30 +147,27 @@ FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total,
     return low;
 }
 
+// The rows of a tile.
+enum class Rows { kQueries, kKeys };
+
 // A tile number taken apart. Tiles past the sequence's end exist where numbers are spare.
 struct SequenceTile {
     Sequence sequence;
     int tile;
 };
 
-template <bool kMayBePacked>
-FLASH_HOST_DEVICE SequenceTile q_tile_of(const AttentionParams& params, int batch, int number,
-                                         int block) {
-    if (!kMayBePacked || params.cu_seqlens_q == nullptr)
+template <bool kMayBePacked, Rows kRows>
+FLASH_HOST_DEVICE SequenceTile tile_of(const AttentionParams& params, int batch, int number,
+                                       int block) {
+    constexpr bool kQueries = kRows == Rows::kQueries;
+    const int* cu_seqlens = kQueries ? params.cu_seqlens_q : params.cu_seqlens_k;
+    if (!kMayBePacked || cu_seqlens == nullptr)
         return {sequence_of<kMayBePacked>(params, batch), number};
+    const int total = kQueries ? params.seqlen_q : params.seqlen_k;
     const Sequence sequence = sequence_of<kMayBePacked>(
-        params, find_sequence(params.cu_seqlens_q, params.batch, params.seqlen_q, block, number));
-    return {sequence, number - first_tile(sequence.q_begin, sequence.order, block)};
-}
-
-template <bool kMayBePacked>
-FLASH_HOST_DEVICE SequenceTile kv_tile_of(const AttentionParams& params, int batch, int number,
-                                          int block) {
-    if (!kMayBePacked || params.cu_seqlens_k == nullptr)
-        return {sequence_of<kMayBePacked>(params, batch), number};
-    const Sequence sequence = sequence_of<kMayBePacked>(
-        params, find_sequence(params.cu_seqlens_k, params.batch, params.seqlen_k, block, number));
-    return {sequence, number - first_tile(sequence.k_begin, sequence.order, block)};
+        params, find_sequence(cu_seqlens, params.batch, total, block, number));
+    const int begin = kQueries ? sequence.q_begin : sequence.k_begin;
+    return {sequence, number - first_tile(begin, sequence.order, block)};
 }
 
 // Where Q tile `tile` of a sequence lies in a workspace of (batch, head, tiles per head).
@@ -198,8 +201,8 @@ FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int line
     constexpr int kTiles = kWorkspaceRows / kBlockQ;  // of a block
     const int block = linear / kTiles;
     const int flat_head = block / params.q_blocks;
-    SequenceTile tile = q_tile_of<kMayBePacked>(params, flat_head / params.heads_q,
-                                                block % params.q_blocks, kWorkspaceRows);
+    SequenceTile tile = tile_of<kMayBePacked, Rows::kQueries>(
+        params, flat_head / params.heads_q, block % params.q_blocks, kWorkspaceRows);
     tile.tile = tile.tile * kTiles + linear % kTiles;
     return {tile, flat_head % params.heads_q};
 }

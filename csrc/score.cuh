@@ -14,9 +14,6 @@
 
 namespace flash_ext {
 
-// The rows of a tile of scores.
-enum class Rows { kQueries, kKeys };
-
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.

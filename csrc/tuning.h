@@ -25,7 +25,7 @@ constexpr Forward fa2_forward(HeadDims dims, Features features) {
         case 96:
             return {32, 4, general ? 32 : 64, 0, 2};
         case 128:
-            return {32, 4, general ? 32 : features == Features::kPacked ? 48 : 64, 0, 2};
+            return {32, 4, general ? 32 : 64, 0, 2};
         case 192:
             if (dims.v == 128) return general ? Forward{16, 8, 64, 0, 1} : Forward{32, 4, 48, 0, 2};
             return {16, 8, 64, general ? 0 : 192, 1};
@@ -120,7 +120,7 @@ constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
         case 96:
             return {64, 16, 8, 1, 1};
         case 128:
-            return {features == Features::kPacked ? 32 : 64, 32, 4, 2, 1};
+            return {64, 32, 4, 2, 1};
         case 192:
             return {64, 32, 2, 4, 1, 1, 1};
         default:

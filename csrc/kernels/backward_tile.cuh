@@ -29,6 +29,7 @@
 #include "../tuning.h"
 #include "launch.cuh"
 #include "packed.cuh"
+#include "place.cuh"
 
 namespace flash_ext {
 
@@ -69,7 +70,8 @@ struct BackwardConfig {
     static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, then delta
     static constexpr int kStatisticsBytes = 2 * kBlockQ * 4;
     static constexpr int kTicket = kStatistics + kStages * kStatisticsBytes;
-    static constexpr int kSharedBytes = kTicket + 16;
+    static constexpr int kPlace = kTicket + 16;
+    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
     // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
     // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].

@@ -72,6 +72,12 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
+    // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
+    // from overlapping that with the matmul before; but not where it would spill there.
+    constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
+    // What the stores at the end need of the place lies in shared memory, where registers are
+    // short.
+    constexpr bool kKeepsPlace = Config::kHeadDim > 64;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
@@ -80,8 +86,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         linear = ptx::warp_uniform(*ticket);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
-    const auto [sequence, kv_tile] = warp_uniform<true>(
-        kv_tile_of<Config::kMayBePacked>(params, work.batch, work.rank, Config::kBlockKV));
+    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBePacked, Rows::kKeys>(
+        params, work.batch, work.rank, Config::kBlockKV));
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Config::kBlockKV;
     if (Config::kMayBePacked && first_key >= sequence.rows_k) return;  // a spare number
@@ -92,6 +98,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Tile::GradientV rdV;
     rdK.clear();
     rdV.clear();
+    Place& kept = kept_place(Config::kPlace);
+    if (kKeepsPlace && threadIdx.x == 0) kept = {sequence, work.head, first_key};
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
@@ -137,10 +145,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             ptx::cp_async_commit();
         }
         const Turn<Config> turn{params, cta, kv_tile, walk.head, walk.q_tile};
-        if (params.deterministic) turn.wait();
+        if (kTurnFirst && params.deterministic) turn.wait();
         compile_time_for<Config::kDQParts>([&](auto part) {
             typename Config::DQ rdQ;
             cta.template compute_dq<part>(rdQ);
+            if (!kTurnFirst && params.deterministic) turn.wait();
             add_dq<Config>(
                 rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
         });
@@ -149,8 +158,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     ptx::cp_async_wait<0>();
-    __syncthreads();  // all warps have left the K and V tiles
-    cta.store_dk_dv(rdK, rdV, first_key);
+    __syncthreads();  // all warps have left the K and V tiles; the place is there
+    if constexpr (kKeepsPlace) {
+        Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
+    } else {
+        cta.store_dk_dv(rdK, rdV, first_key);
+    }
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
@@ -173,9 +186,9 @@ template <class Config>
 cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
     const int group = params.heads_q / params.heads_k;
-    const bool tiles_differ = params.window_right < params.seqlen_k ||
-                              params.window_left < params.seqlen_q ||
-                              params.cu_seqlens_q != nullptr;
+    const bool masked =
+        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
     // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run side by
     // side, the less they wait for each other.
     const int64_t bytes_per_head =
@@ -183,7 +196,8 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     params.schedule =
         make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
                       tensor_batches(params), tiles_differ || params.deterministic,
-                      params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm);
+                      params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
+                      section_fillings(params, masked));
 
     cudaError_t status =
         launch_kernel<backward_delta_kernel<Config>>(q_tiles, Config::kThreads, 0, params, stream);
@@ -204,9 +218,8 @@ cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
             using Element = decltype(element);
             using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
             using Small = SmallFa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
-            status = Large::kSharedBytes <= shared_memory_limit()
-                         ? launch_fa2_backward<Large>(params, stream)
-                         : launch_fa2_backward<Small>(params, stream);
+            status = launch_fitting<Large, Small>(
+                [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
         });
     return status;
 }

@@ -17,7 +17,7 @@
 // which saves most rescalings of O and changes no result, since l and O share the same m.
 //
 // Shared memory: Q [kBlockQ][D], then a ring of stages, each a V tile and a K tile [kBlockKV][D],
-// swizzled, and the ring's mbarriers.
+// swizzled, the ring's mbarriers, and the CTA's place.
 // Pipeline: a stage holds V of one step of the loop and K of the next, so a step waits once, before
 // P V, for what it and the next Q K^T need. A stage is free when all warps have read its K: the
 // copy into it, at the end of a step, waits for that and for no more, so the warps drift apart by
@@ -34,6 +34,7 @@
 #include "../tuning.h"
 #include "launch.cuh"
 #include "packed.cuh"
+#include "place.cuh"
 
 namespace flash_ext {
 
@@ -58,7 +59,11 @@ struct ForwardConfig {
     using OTile = SharedTile<kBlockQ, kHeadDimV>;  // leaves through Q's memory
     using StageRing = Ring<2, KTile::kBytes + VTile::kBytes, kThreads>;  // the loop loads one ahead
     static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
-    static constexpr int kSharedBytes = kQBytes + StageRing::kBytes;
+    // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
+    // where an SM has one CTA; but registers that hold the place would spill here.
+    static constexpr bool kPlaceInLoop = kFeatures == Features::kPacked && kHeadDim == 128;
+    static constexpr int kPlace = kQBytes + StageRing::kBytes;
+    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
 };
@@ -88,25 +93,30 @@ struct Fa2Forward {
     TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
     TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
 
-    // The last tile of a sequence comes first: under a causal mask it is the longest.
-    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, int head_,
-                                          const SequenceTile& tile)
+    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const Place& place)
         : params(p),
-          head(head_),
-          sequence(tile.sequence),
+          head(place.head),
+          sequence(place.sequence),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          first_query((ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1 - tile.tile) *
-                      Config::kBlockQ),
+          first_query(place.first_row),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
           ring{sQ + Config::kQBytes} {}
 
-    // What CTA number `linear` works on.
-    static __device__ __forceinline__ Fa2Forward of_cta(const ForwardParams& p, int linear) {
-        const WorkTile work = work_tile(linear, p.schedule);
-        return Fa2Forward(p, work.head,
-                          warp_uniform<Config::kMayBePacked>(q_tile_of<Config::kMayBePacked>(
-                              p, work.batch, work.rank, Config::kBlockQ)));
+    // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
+    // the longest.
+    static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
+        const WorkTile work = work_tile(linear, params.schedule);
+        const auto [sequence, tile] =
+            warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
+                params, work.batch, work.rank, Config::kBlockQ));
+        const int last = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1;
+        return {sequence, work.head, (last - tile) * Config::kBlockQ};
+    }
+
+    // The same CTA, from the place that it has kept.
+    static __device__ __forceinline__ Fa2Forward kept(const ForwardParams& params) {
+        return Fa2Forward(params, kept_place(Config::kPlace));
     }
 
     __device__ __forceinline__ void load_q() const {
@@ -150,17 +160,16 @@ struct Fa2Forward {
         gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
         ring.release(stage);
 
-        // What follows from the length would otherwise stay in registers over the loop.
-        BandMask band = mask;
-        band.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
-        const Interval queries{first_query, first_query + Config::kBlockQ};
+        const Fa2Forward cta = in_loop();
+        const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
         const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        const int first_row = cta.first_query + warp_row;
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
-                rS, first_query + warp_row, keys.begin);
-        if (!band.is_full(queries, keys)) {
+            ScoreFunction<Element, Rows::kQueries>{params, cta.sequence, cta.head}.apply(
+                rS, first_row, keys.begin);
+        if (!cta.mask.is_full(queries, keys)) {
             mask_scores(rS, keys.begin,
-                        [&](int row) { return band.key_range(first_query + warp_row + row); });
+                        [&](int row) { return cta.mask.key_range(first_row + row); });
         }
     }
 
@@ -215,6 +224,14 @@ struct Fa2Forward {
     }
 
  private:
+    // Of this CTA, what follows from its place would otherwise stay in registers over the loop.
+    __device__ __forceinline__ Fa2Forward in_loop() const {
+        if constexpr (Config::kPlaceInLoop) return kept(params);
+        Fa2Forward cta = *this;
+        cta.mask.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
+        return cta;
+    }
+
     __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return ring.slot(stage); }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
         return ring.slot(stage) + VTile::kBytes;
@@ -225,15 +242,19 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
     using Kernel = Fa2Forward<Config>;
-    Kernel cta = Kernel::of_cta(params, blockIdx.x);
+    const Place place = Kernel::place_of(params, blockIdx.x);
+    Kernel cta(params, place);
     if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
 
     const Interval kv_tiles = tiles_of(
         cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
     const int last = kv_tiles.end - 1;
     const auto& ring = cta.ring;
-    if (threadIdx.x == 0) ring.init();
-    __syncthreads();  // the ring's barriers are there
+    if (threadIdx.x == 0) {
+        ring.init();
+        kept_place(Config::kPlace) = place;
+    }
+    __syncthreads();  // the ring's barriers and the place are there
     cta.load_q();
     if (!kv_tiles.empty()) {
         cta.start_kv(last);
@@ -276,8 +297,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     softmax.finish();
-    // Computed anew, lest head and batch stay in registers over the loop.
-    Kernel::of_cta(params, ptx::not_hoisted(blockIdx.x)).store(rO, softmax, exponent_scale);
+    Kernel::kept(params).store(rO, softmax, exponent_scale);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
@@ -298,14 +318,14 @@ int fa2_forward_shared_bytes() {
 
 template <class Config>
 cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
-    const bool tiles_differ =
-        params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr;
+    const bool masked = params.window_right < params.seqlen_k;
+    const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
     params.schedule =
         make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
                       tensor_batches(params), tiles_differ,
                       int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k *
                           params.heads_k / max_of(params.heads_q, 1),
-                      Config::kCtasPerSm);
+                      Config::kCtasPerSm, section_fillings(params, masked));
     return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
                                                      Config::kSharedBytes, params, stream);
 }
@@ -318,9 +338,8 @@ cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
             using Element = decltype(element);
             using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
             using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
-            status = Large::kSharedBytes <= shared_memory_limit()
-                         ? launch_fa2_forward<Large>(params, stream)
-                         : launch_fa2_forward<Small>(params, stream);
+            status = launch_fitting<Large, Small>(
+                [&](auto config) { return launch_fa2_forward<decltype(config)>(params, stream); });
         });
     return status;
 }

@@ -145,7 +145,7 @@ struct Fa3Forward {
     __device__ __forceinline__ QueryTile query_tile(int linear) const {
         const WorkTile work = work_tile(linear, params.schedule);
         const SequenceTile tile =
-            q_tile_of<true>(params, work.batch, work.rank, Config::kBlockQ);
+            tile_of<true, Rows::kQueries>(params, work.batch, work.rank, Config::kBlockQ);
         const Sequence& s = tile.sequence;
         const int first_query =
             (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;

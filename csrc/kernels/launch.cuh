@@ -56,6 +56,12 @@ inline int multiprocessors() {
     return count;
 }
 
+// launch(config) with the larger of two configs of a kernel that fits this device.
+template <class Large, class Small, class Launch>
+cudaError_t launch_fitting(Launch launch) {
+    return Large::kSharedBytes <= shared_memory_limit() ? launch(Large{}) : launch(Small{});
+}
+
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
 // KB of shared memory must be asked for, once per kernel and device.
 template <auto kKernel, class Params>

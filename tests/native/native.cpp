@@ -107,8 +107,9 @@ struct Batch {
         std::vector<Pair> all;
         for (int batch = 0; batch < tensor_batches(params); ++batch)
             for (int number = 0; number < tile_numbers(params, rows, block); ++number) {
-                const SequenceTile tile = keys ? kv_tile_of<true>(params, batch, number, block)
-                                               : q_tile_of<true>(params, batch, number, block);
+                const SequenceTile tile =
+                    keys ? tile_of<true, Rows::kKeys>(params, batch, number, block)
+                         : tile_of<true, Rows::kQueries>(params, batch, number, block);
                 all.emplace_back(tile.sequence.index(), tile.tile);
             }
         return all;
@@ -165,7 +166,10 @@ PYBIND11_MODULE(flash_ext_native, m) {
             return Schedule{tiles, heads, batch, section_heads};
         }))
         .def_readonly("section_heads", &Schedule::section_heads);
-    m.def("make_schedule", &make_schedule);
+    m.def("make_schedule",
+          [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
+              return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm);
+          });
     m.def("work_tile", [](int linear, const Schedule& schedule) {
         const WorkTile tile = work_tile(linear, schedule);
         return std::tuple(tile.rank, tile.head, tile.batch);
