@@ -108,6 +108,7 @@ struct Fa1Forward {
     int head;
     Sequence sequence;
     BandMask mask;
+    float first_max;  // m of a row that has seen no key
     int team;
     int warp;  // within the team: which part of the keys, and which columns of O, are its own
     char* team_memory;
@@ -121,6 +122,9 @@ struct Fa1Forward {
           sequence(warp_uniform<Config::kMayBePacked>(
               sequence_of<Config::kMayBePacked>(p, flat_head / p.heads_q))),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          first_max(params.sink != nullptr && sequence.index() < params.batch
+                        ? params.sink[head] * kLog2e
+                        : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
           team_memory(dynamic_shared() + Config::kTeam + team * Config::kTeamBytes),
@@ -162,25 +166,19 @@ struct Fa1Forward {
             ptx::cp_async_16(shared + f * 512, global + f * 128, true);
     }
 
-    // m and l of a row that has seen no key: a sink counts as one, with the value 0.
-    __device__ __forceinline__ float first_max() const {
-        const bool has_sink = params.sink != nullptr && sequence.index() < params.batch;
-        return has_sink ? params.sink[head] * kLog2e : -INFINITY;
-    }
-    static __device__ __forceinline__ float first_sum(float max) {
-        return max == -INFINITY ? 0.f : 1.f;
-    }
+    // l of a row that has seen no key: a sink counts as one, with the value 0.
+    __device__ __forceinline__ float first_sum() const { return first_max == -INFINITY ? 0.f : 1.f; }
 
-    // m_i and l_i; those of a Q tile that no KV tile has visited yet are not in HBM.
+    // m_i and l_i; those of a Q tile that no KV tile has visited yet are not in HBM. Nothing here
+    // waits for what is loaded, so that the loads are under way during P V.
     __device__ __forceinline__ void load_statistics(int q_tile, bool first_visit,
                                                     RowValues& row_max, RowValues& row_sum) const {
         const int64_t statistics = statistics_offset(params, sequence, head);
         for_each_row([&](int m, int i, int row) {
             const int query = q_tile * Config::kBlockQ + row;
             const bool known = !first_visit && query < sequence.seqlen_q;
-            const float max = known ? params.row_max[statistics + query] : first_max();
-            row_max.v[m][i] = max;
-            row_sum.v[m][i] = known ? params.row_sum[statistics + query] : first_sum(max);
+            row_max.v[m][i] = known ? params.row_max[statistics + query] : first_max;
+            row_sum.v[m][i] = known ? params.row_sum[statistics + query] : first_sum();
         });
     }
 
@@ -382,7 +380,7 @@ struct Fa1Forward {
         const int query = q_tile * Config::kBlockQ + lane_id();
         if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
             params.lse[statistics_offset(params, sequence, head) + query] =
-                log_sum_exp(first_max(), first_sum(first_max()));
+                log_sum_exp(first_max, first_sum());
     }
 
  private:
