@@ -97,9 +97,8 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
     // FA1 only: its running output and statistics live in HBM.
-    float* out_accum = nullptr;  // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
-    float* row_max = nullptr;    // (B, Hq, Sq)
-    float* row_sum = nullptr;    // (B, Hq, Sq)
+    float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
+    float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
 
 struct BackwardParams : AttentionParams {
