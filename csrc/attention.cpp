@@ -322,11 +322,10 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         if (variant == Variant::kFa1) {
             constexpr int kBlockQ = tuning::fa1_forward({dim, dim_v}).block_q;
-            const int64_t heads = sizes.heads_q * sizes.tensor_batches();
-            params.out_accum = workspace.allocate<float>(
-                heads * tile_numbers(params, params.seqlen_q, kBlockQ) * kBlockQ * dim_v);
-            params.row_max = workspace.allocate<float>(lse.numel());
-            params.row_sum = workspace.allocate<float>(lse.numel());
+            const int64_t rows = sizes.heads_q * sizes.tensor_batches() *
+                                 tile_numbers(params, params.seqlen_q, kBlockQ) * kBlockQ;
+            params.out_accum = workspace.allocate<float>(rows * dim_v);
+            params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
             params.tile_counter =

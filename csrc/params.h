@@ -99,9 +99,8 @@ struct ForwardParams : AttentionParams {
     unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
 
     // FA1 only: its running output and statistics live in HBM.
-    float* out_accum = nullptr;  // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
-    float* row_max = nullptr;    // (B, Hq, Sq)
-    float* row_sum = nullptr;    // (B, Hq, Sq)
+    float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
+    float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
 
 struct BackwardParams : AttentionParams {

@@ -15,6 +15,18 @@
 
 namespace flash_ext {
 
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                          tuning::fa1_backward({kHeadDim, kHeadDimV})> {
+    using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                tuning::fa1_backward({kHeadDim, kHeadDimV})>;
+    // The old dQ_i is fetched into shared memory. Where it is computed in parts (d 256) there is no
+    // room for it, nor is it faster.
+    static constexpr bool kFetchesDQ = Base::kDQParts == 1;
+    static constexpr int kOldDQ = Base::kSharedBytes;
+    static constexpr int kSharedBytes = kOldDQ + (kFetchesDQ ? Base::kBlockQ * kHeadDim * 4 : 0);
+};
+
 // Line 19: delta of a Q tile from O and dO, with lse, into shared memory and for later visits to
 // HBM.
 template <class Config>
@@ -50,16 +62,40 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta, int
     }
 }
 
-// Line 21: dQ_i to HBM after adding to what is there.
+// Where this lane keeps a fragment of the old dQ_i in shared memory.
 template <class Config>
-__device__ __forceinline__ void update_dq(const typename Config::DQ& rdQ, float* accum) {
+__device__ __forceinline__ float4* old_dq(int m, int n) {
+    return reinterpret_cast<float4*>(dynamic_shared() + Config::kOldDQ) +
+           (m * Config::DQ::kN + n) * Config::kThreads + threadIdx.x;
+}
+
+// Fetches this lane's fragments of the old dQ_i, which no other lane uses, during the matmuls.
+// On their way to registers they would hold these up, as in fa1_forward.cuh.
+template <class Config>
+__device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
+    const float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile, 0);
+#pragma unroll
+    for (int m = 0; m < Config::DQ::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Config::DQ::kN; ++n)
+            ptx::cp_async_16(ptx::shared_address(old_dq<Config>(m, n)),
+                             accum + dq_fragment<Config>(m, n), true);
+    ptx::cp_async_commit();
+}
+
+// Line 21: a part of dQ_i to HBM after adding what was there.
+template <class Config>
+__device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const QTileWalk& walk,
+                                          const typename Config::DQ& rdQ, int part) {
+    float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile, part);
+    if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
 #pragma unroll
     for (int m = 0; m < Config::DQ::kM; ++m)
 #pragma unroll
         for (int n = 0; n < Config::DQ::kN; ++n) {
             auto* target = reinterpret_cast<float4*>(accum + dq_fragment<Config>(m, n));
             const float (&x)[4] = rdQ.v[m][n];
-            const float4 old = *target;
+            const float4 old = Config::kFetchesDQ ? *old_dq<Config>(m, n) : *target;
             *target = make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]);
         }
 }
@@ -102,6 +138,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             typename Tile::Scores rP;
             typename Tile::Scores rdS;
             cta.compute_p(rP, walk, first_key);
+            if constexpr (Config::kFetchesDQ) load_dq<Config>(cta, walk);
             cta.compute_ds(rdS, rP, walk, first_key);
             cta.share_p_ds(rP, rdS);
             if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
@@ -111,8 +148,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             compile_time_for<Config::kDQParts>([&](auto part) {
                 typename Config::DQ rdQ;
                 cta.template compute_dq<part>(rdQ);
-                update_dq<Config>(
-                    rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
+                update_dq<Config>(cta, walk, rdQ, part);
             });
             walk = next;
         }
@@ -127,10 +163,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
     }
 }
-
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
-using Fa1BackwardConfig = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
-                                         tuning::fa1_backward({kHeadDim, kHeadDimV})>;
 
 template <int kHeadDim, int kHeadDimV>
 int fa1_backward_shared_bytes() {

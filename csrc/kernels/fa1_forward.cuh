@@ -26,11 +26,16 @@
 // (w ^ t), so its own is the first, and what it hands on and gets is the same in every warp.
 //
 // Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
-// [to warp][t - 1][its columns], the O_i fetched ahead, maxima and sums [warp][kBlockQ].
+// [to warp][t - 1][its columns], the O_i fetched ahead, maxima and sums [warp][kBlockQ], the m_i
+// and l_i fetched ahead.
 //
 // Barriers (of a team, but for the KV tiles' own) stand commented in the code. cp.async groups are
-// committed in the order Q, O chunk 0, O chunk 1, ... of each step, so that counting them tells
-// what has landed.
+// committed in the order Q with m and l, O chunk 0, O chunk 1, ... of each step, so that counting
+// them tells what has landed.
+//
+// All that a step needs from HBM goes through cp.async, also what only one lane uses. A load into a
+// register would hold up the matmuls: a warp can tell few loads apart, so that waiting for an
+// operand from shared memory may mean waiting for HBM.
 #pragma once
 
 #include "../mask.cuh"
@@ -83,7 +88,9 @@ struct Fa1ForwardConfig {
     static constexpr int kSum = kMax + kTeamWarps * kBlockQ * 4;
     static constexpr int kTeamBytes =  // a multiple of 1024, which swizzled tiles start on
         ceil_div(kSum + kTeamWarps * kBlockQ * 4, 1024) * 1024;
-    static constexpr int kSharedBytes = kTeam + kTeams * kTeamBytes;
+    static constexpr int kStatistics = kTeam + kTeams * kTeamBytes;  // per team m_i, then l_i
+    static constexpr int kStatisticsBytes = 2 * kBlockQ * 4;
+    static constexpr int kSharedBytes = kStatistics + kTeams * kStatisticsBytes;
 };
 
 template <class Config>
@@ -108,9 +115,11 @@ struct Fa1Forward {
     int head;
     Sequence sequence;
     BandMask mask;
+    float first_max;  // m of a row that has seen no key
     int team;
     int warp;  // within the team: which part of the keys, and which columns of O, are its own
     char* team_memory;
+    int64_t first_tile;  // the number of Q tile 0 in the workspaces
     uint32_t sK;
     uint32_t sV;
     uint32_t sQ;
@@ -121,9 +130,14 @@ struct Fa1Forward {
           sequence(warp_uniform<Config::kMayBePacked>(
               sequence_of<Config::kMayBePacked>(p, flat_head / p.heads_q))),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          first_max(params.sink != nullptr && sequence.index() < params.batch
+                        ? params.sink[head] * kLog2e
+                        : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
           team_memory(dynamic_shared() + Config::kTeam + team * Config::kTeamBytes),
+          first_tile(workspace_tile(p, sequence, head, 0,
+                                    tile_numbers(p, p.seqlen_q, Config::kBlockQ), Config::kBlockQ)),
           sK(ptx::shared_address(dynamic_shared()) + Config::kK),
           sV(ptx::shared_address(dynamic_shared()) + Config::kV),
           sQ(ptx::shared_address(team_memory) + Config::kQ) {}
@@ -162,25 +176,25 @@ struct Fa1Forward {
             ptx::cp_async_16(shared + f * 512, global + f * 128, true);
     }
 
-    // m and l of a row that has seen no key: a sink counts as one, with the value 0.
-    __device__ __forceinline__ float first_max() const {
-        const bool has_sink = params.sink != nullptr && sequence.index() < params.batch;
-        return has_sink ? params.sink[head] * kLog2e : -INFINITY;
-    }
-    static __device__ __forceinline__ float first_sum(float max) {
-        return max == -INFINITY ? 0.f : 1.f;
+    // l of a row that has seen no key: a sink counts as one, with the value 0.
+    __device__ __forceinline__ float first_sum() const {
+        return first_max == -INFINITY ? 0.f : 1.f;
     }
 
-    // m_i and l_i; those of a Q tile that no KV tile has visited yet are not in HBM.
-    __device__ __forceinline__ void load_statistics(int q_tile, bool first_visit,
-                                                    RowValues& row_max, RowValues& row_sum) const {
-        const int64_t statistics = statistics_offset(params, sequence, head);
+    // Fetches m_i and l_i for the team.
+    __device__ __forceinline__ void load_statistics(int q_tile) const {
+        const int chunk = threadIdx.x % Config::kTeamThreads;
+        if (chunk < Config::kStatisticsBytes / 16)
+            ptx::cp_async_16(ptx::shared_address(old_statistics()) + chunk * 16,
+                             statistics_global(q_tile) + chunk * 4, true);
+    }
+
+    // m_i and l_i; those of a Q tile that no KV tile has visited yet were not fetched.
+    __device__ __forceinline__ void read_statistics(bool first_visit, RowValues& row_max,
+                                                    RowValues& row_sum) const {
         for_each_row([&](int m, int i, int row) {
-            const int query = q_tile * Config::kBlockQ + row;
-            const bool known = !first_visit && query < sequence.seqlen_q;
-            const float max = known ? params.row_max[statistics + query] : first_max();
-            row_max.v[m][i] = max;
-            row_sum.v[m][i] = known ? params.row_sum[statistics + query] : first_sum(max);
+            row_max.v[m][i] = first_visit ? first_max : old_statistics()[row];
+            row_sum.v[m][i] = first_visit ? first_sum() : old_statistics()[Config::kBlockQ + row];
         });
     }
 
@@ -358,19 +372,20 @@ struct Fa1Forward {
                                                      const RowValues& row_max,
                                                      const RowValues& row_sum) const {
         if (warp != 0 || lane_col() != 0) return;
-        const int64_t statistics = statistics_offset(params, sequence, head);
-        for_each_row([&](int m, int i, int row) {
-            const int query = q_tile * Config::kBlockQ + row;
-            const float max = row_max.v[m][i];
-            const float sum = row_sum.v[m][i];
-            if (query >= sequence.seqlen_q) return;
-            if (last_visit) {
-                params.lse[statistics + query] = log_sum_exp(max, sum);
-            } else {
-                params.row_max[statistics + query] = max;
-                params.row_sum[statistics + query] = sum;
-            }
-        });
+        if (last_visit) {
+            float* lse = params.lse + statistics_offset(params, sequence, head);
+            for_each_row([&](int m, int i, int row) {
+                const int query = q_tile * Config::kBlockQ + row;
+                if (query < sequence.seqlen_q)
+                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i]);
+            });
+        } else {
+            float* statistics = statistics_global(q_tile);
+            for_each_row([&](int m, int i, int row) {
+                statistics[row] = row_max.v[m][i];
+                statistics[Config::kBlockQ + row] = row_sum.v[m][i];
+            });
+        }
     }
 
     // A Q tile that sees no key.
@@ -382,7 +397,7 @@ struct Fa1Forward {
         const int query = q_tile * Config::kBlockQ + lane_id();
         if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
             params.lse[statistics_offset(params, sequence, head) + query] =
-                log_sum_exp(first_max(), first_sum(first_max()));
+                log_sum_exp(first_max, first_sum());
     }
 
  private:
@@ -404,11 +419,17 @@ struct Fa1Forward {
         return team_memory + Config::kOld + (warp * Config::kChunks + chunk) * Config::kOwnedBytes;
     }
     __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
-        const int64_t tile =
-            workspace_tile(params, sequence, head, q_tile,
-                           tile_numbers(params, params.seqlen_q, Config::kBlockQ), Config::kBlockQ);
-        return params.out_accum + tile * (Config::kBlockQ * Config::kHeadDimV) +
+        return params.out_accum + (first_tile + q_tile) * (Config::kBlockQ * Config::kHeadDimV) +
                (warp * Config::kChunks + chunk) * (Config::kOwnedBytes / 4) + lane_id() * 4;
+    }
+
+    // m_i, then l_i: fetched ahead, and in HBM.
+    __device__ __forceinline__ float* old_statistics() const {
+        return reinterpret_cast<float*>(dynamic_shared() + Config::kStatistics +
+                                        team * Config::kStatisticsBytes);
+    }
+    __device__ __forceinline__ float* statistics_global(int q_tile) const {
+        return params.row_statistics + (first_tile + q_tile) * (2 * Config::kBlockQ);
     }
 
     static __device__ __forceinline__ float4* fragment(char* owned, int m, int n) {
@@ -477,33 +498,34 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         __syncthreads();  // the KV tile has landed
 
         int q_tile = q_tiles.begin + cta.team;
+        const bool has_old = q_tile < q_tiles.end && seen_by(q_tile).begin != kv_tile;
         if (q_tile < q_tiles.end) cta.load_q(q_tile);
+        if (has_old) cta.load_statistics(q_tile);
         ptx::cp_async_commit();
         for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-            if (q_tile < q_tiles.end && seen_by(q_tile).begin != kv_tile)
-                cta.load_old(q_tile, chunk);
+            if (has_old) cta.load_old(q_tile, chunk);
             ptx::cp_async_commit();
         }
 
         for (; q_tile < q_tiles.end; q_tile += Config::kTeams) {
             const int next = q_tile + Config::kTeams;
             ptx::cp_async_wait<Config::kChunks>();  // all but O's chunks
-            cta.team_barrier();  // Q has landed; the exchange buffers, maxima and sums are free
-
-            typename Kernel::Scores rS;
-            cta.compute_scores(rS, q_tile, kv_tile);
-            cta.team_barrier();  // the maxima of all keys are there; Q has been read
-            if (next < q_tiles.end) cta.load_q(next);
-            ptx::cp_async_commit();
-            typename Kernel::Weights rP;
-            RowValues tile_max, row_max, row_sum, old_factor, new_factor;
-            cta.exponentiate(rS, rP, tile_max, q_tile, kv_tile);
+            cta.team_barrier();  // Q, m, l have landed; the exchange buffers, maxima, sums are free
 
             const Interval seen = seen_by(q_tile);
             const bool first_visit = kv_tile == seen.begin;
             const bool last_visit = kv_tile == seen.end - 1;
             const bool next_has_old = next < q_tiles.end && seen_by(next).begin != kv_tile;
-            cta.load_statistics(q_tile, first_visit, row_max, row_sum);
+            typename Kernel::Scores rS;
+            RowValues tile_max, row_max, row_sum, old_factor, new_factor;
+            cta.read_statistics(first_visit, row_max, row_sum);
+            cta.compute_scores(rS, q_tile, kv_tile);
+            cta.team_barrier();  // the maxima of all keys are there; Q, m and l have been read
+            if (next < q_tiles.end) cta.load_q(next);
+            if (next_has_old) cta.load_statistics(next);
+            ptx::cp_async_commit();
+            typename Kernel::Weights rP;
+            cta.exponentiate(rS, rP, tile_max, q_tile, kv_tile);
             compile_time_for<Config::kChunks>([&](auto chunk) {
                 typename Kernel::Product rO;
                 typename Config::Owned own;
