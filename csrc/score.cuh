@@ -17,9 +17,9 @@ namespace flash_ext {
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
-// General kernels only. Elements are addressed by position within the sequence: a tile's row 0 and
+// General kernels only; kHasBias = false is for those without a bias. Elements are addressed by position within the sequence: a tile's row 0 and
 // column 0 are at first_row and first_col.
-template <class Element, Rows kRows>
+template <class Element, Rows kRows, bool kHasBias = true>
 struct ScoreFunction {
     const AttentionParams& params;
     const Sequence& sequence;
@@ -101,7 +101,7 @@ struct ScoreFunction {
                 x -= slope * fabsf(static_cast<float>(distance));
             });
         }
-        if (params.bias.data == nullptr) return;
+        if (!kHasBias || params.bias.data == nullptr) return;
         switch (params.bias.type) {
             case BiasType::kElement:
                 add_bias<Element>(s, first_row, first_col, sign * kLog2e);

@@ -54,15 +54,15 @@ struct Fa3Forward {
 constexpr Fa3Forward fa3_forward(HeadDims dims, Features) {
     switch (dims.qk) {
         case 64:
-            return {3, 128, 2, 3, 3, true};
+            return {3, 96, 2, 4, 4, true};
         case 96:
             return {2, 128, 2, 2, 2, true};
         case 128:
-            return {2, 128, 2, 2, 2, true};
+            return {2, 128, 2, 3, 2, true};
         case 192:
             return {2, dims.v == 128 ? 128 : 96, 1, 2, 2, false};
         default:
-            return {2, 80, 1, 2, 2, false};
+            return {2, 64, 1, 3, 2, true};
     }
 }
 

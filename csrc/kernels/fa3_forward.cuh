@@ -312,7 +312,7 @@ struct Fa3Forward {
         const int first_query = tile.first_query + warp_row;
         const int first_key = kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, tile.sequence, tile.head}.apply(
+            ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, first_query, first_key);
         if (kv_tile < full.begin || kv_tile >= full.end) [[unlikely]] {
             const BandMask mask = mask_of(tile);
