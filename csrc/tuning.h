@@ -51,9 +51,10 @@ struct Fa3Forward {
     int draw_ahead = 2;
 };
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, Features) {
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features features) {
     switch (dims.qk) {
         case 64:
+            if (features == Features::kGeneral) return {2, 128, 2, 4, 4, true};
             return {3, 96, 2, 4, 4, true};
         case 96:
             return {2, 128, 2, 2, 2, true};
