@@ -164,7 +164,12 @@ struct Fa3Forward {
         typename Config::TileRing::Cursor t;
         typename Config::KRing::Cursor k;
         const int total = cta_count(params.schedule);
-        const auto draw = [&] { return params.counter.draw(total); };
+        bool started = false;
+        const auto draw = [&] {
+            if (!started) params.counter.start();
+            started = true;
+            return params.counter.draw(total);
+        };
         const auto publish = [&](int linear) {
             QueryTile tile{{}, 0, -1, {}};
             for (; linear < total && tile.first_query < 0; linear = draw()) {
@@ -177,7 +182,6 @@ struct Fa3Forward {
             t.advance();
             return tile;
         };
-        params.counter.start();
         QueryTile tile = publish(blockIdx.x);
         while (tile.first_query >= 0) {
             const Sequence& s = tile.sequence;
@@ -260,6 +264,10 @@ struct Fa3Forward {
 
     // By a warp that is done with a ring's tile.
     template <class Ring>
+    __device__ __forceinline__ void release(const Ring& ring, const typename Ring::Cursor& c) const {
+        if (leads_warp) ring.release(c);
+    }
+    template <class Ring>
     __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
         if (leads_warp) ring.release(cursor);
         cursor.advance();
@@ -306,7 +314,8 @@ struct Fa3Forward {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // Options and the mask.
+    // Options and, where kFull does not say that there is none, the mask.
+    template <bool kFull>
     __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
                                                   const Interval& full) const {
         const int first_query = tile.first_query + warp_row;
@@ -314,7 +323,7 @@ struct Fa3Forward {
         if constexpr (Config::kGeneral)
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, first_query, first_key);
-        if (kv_tile < full.begin || kv_tile >= full.end) [[unlikely]] {
+        if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
             const BandMask mask = mask_of(tile);
             mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
         }
@@ -354,6 +363,10 @@ struct Fa3Forward {
         Probabilities rP[2];  // P V reads the one while the other is written
         Softmax softmax;
 
+        // With one slot, Q is let go as soon as its last scores are there, else when the next tile
+        // begins: then the last step may be a steady one.
+        constexpr bool kReleaseEarly = Config::QRing::kSlots == 1;
+
         // Where in the tile the scores are, which go down from the last.
         int kv_tile, first_kv_tile;
         Interval full;
@@ -368,14 +381,17 @@ struct Fa3Forward {
             return true;
         };
 
-        // P of the scores that are there, from the maximum on where they are the first of a tile.
-        const auto probabilities = [&](Probabilities& rP, bool fresh) {
+        // P of the scores that are there. kFirst: of their tile, whose softmax begins here.
+        bool k_ready, v_ready;  // asked early, for the next step: the answer takes a while
+        const auto probabilities = [&](Probabilities& rP, bool first, auto steady) {
             finished(rS);
             release(k_ring, k);
-            if (kv_tile == first_kv_tile) release(q_ring, q);
-            finish_scores(rS, *tile_slot(tile), kv_tile, full);
-            if (fresh) [[unlikely]] softmax = begin_softmax(*tile_slot(tile));
-            return softmax.step(rS, rP, exponent_scale(), fresh);
+            k_ready = k_ring.ready(k);
+            v_ready = v_ring.ready(v);
+            if (kReleaseEarly && !steady && kv_tile == first_kv_tile) release(q_ring, q);
+            finish_scores<steady>(rS, *tile_slot(tile), kv_tile, full);
+            if (!steady && first) softmax = begin_softmax(*tile_slot(tile));
+            return softmax.step(rS, rP, exponent_scale(), !steady && first);
         };
 
         if (!begin_tile()) return;
@@ -385,13 +401,13 @@ struct Fa3Forward {
         start_scores(rS, q, k);
         pass_turn();
         ptx::wgmma_wait<0>();
-        auto rescaling = probabilities(rP[0], true);
+        auto rescaling = probabilities(rP[0], true, std::false_type{});
 
         bool began = true;  // P is of a tile's first step
-        bool kept = false;  // O is of another tile, and still to be stored
+        bool kept = false;  // O is of the tile before, and still to be stored
         Softmax done;       // that tile's
         const auto settle = [&] {
-            if (!began) [[likely]] {
+            if (!began) {
                 rescaling.apply(rO);
             } else if (kept) {
                 store(rO, done, *tile_slot(tile_done));
@@ -399,28 +415,37 @@ struct Fa3Forward {
                 release(tile_ring, tile_done);
             }
         };
-        // One step, as above; false where there are no scores left.
-        const auto step = [&](const Probabilities& rP, Probabilities& next_rP) {
-            const bool last = kv_tile-- == first_kv_tile;
-            if (last) [[unlikely]] {
+        // One step, as above; false where there are no scores left. A steady one stays within a
+        // tile, its scores need no mask, and its P is not of the tile's first step.
+        const auto step = [&](const Probabilities& rP, Probabilities& next_rP, auto steady) {
+            const bool last = !steady && kv_tile == first_kv_tile;
+            --kv_tile;
+            if (last) {
+                if (!kReleaseEarly) release(q_ring, q);
                 tile.advance();
                 if (!begin_tile()) return false;
             }
-            k_ring.wait(k);
+            k_ring.wait(k, k_ready);
             take_turn();
             start_scores(rS, q, k);
-            settle();
-            v_ring.wait(v);
-            start_output(rO, rP, v, !began);
+            if constexpr (steady) {
+                rescaling.apply(rO);
+            } else {
+                settle();
+            }
+            v_ring.wait(v, v_ready);
+            start_output(rO, rP, v, steady || !began);
             pass_turn();
+            const auto v_read = v;
+            v.advance();
 
             ptx::wgmma_wait<1>();
-            if (last) [[unlikely]] done = softmax;
+            if (last) done = softmax;
             began = kept = last;
-            rescaling = probabilities(next_rP, last);
+            rescaling = probabilities(next_rP, last, steady);
             ptx::wgmma_wait<0>();
             finished(rO);
-            release(v_ring, v);
+            release(v_ring, v_read);
             return true;
         };
         const auto finish = [&](const Probabilities& rP) {
@@ -434,8 +459,13 @@ struct Fa3Forward {
             store(rO, softmax, *tile_slot(tile_done));
         };
         while (true) {
-            if (!step(rP[0], rP[1])) return finish(rP[0]);
-            if (!step(rP[1], rP[0])) return finish(rP[1]);
+            if (!step(rP[0], rP[1], std::false_type{})) return finish(rP[0]);
+            if (!step(rP[1], rP[0], std::false_type{})) return finish(rP[1]);
+            const int steady_until = max_of(first_kv_tile + kReleaseEarly, full.begin);
+            while (!began && kv_tile - 2 >= steady_until && kv_tile - 1 < full.end) {
+                step(rP[0], rP[1], std::true_type{});
+                step(rP[1], rP[0], std::true_type{});
+            }
         }
     }
 
@@ -452,7 +482,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     fa3_forward_kernel(const __grid_constant__ Fa3ForwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3Forward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
-    if (threadIdx.x == 0) kernel.init();
+    if (threadIdx.x == 0) {
+        ptx::prefetch_tensor_map(params.q_map);
+        ptx::prefetch_tensor_map(params.k_map);
+        ptx::prefetch_tensor_map(params.v_map);
+        kernel.init();
+    }
     __syncthreads();  // the barriers are there
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();

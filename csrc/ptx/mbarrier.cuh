@@ -34,6 +34,17 @@ __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier)
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Has the phase of this parity ended?
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+    uint32_t ended;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(ended)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return ended != 0;
+}
+
 // Waits for the end of the phase of this parity; phases alternate between 0 and 1, from 0 on. On a
 // fresh barrier the phase before the first, of parity 1, counts as ended.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
