@@ -114,7 +114,6 @@ struct Fa3Forward {
 
     const Fa3ForwardParams& params;
     int consumer;     // number of this thread's warpgroup
-    int warp_row;     // first row of its warp within the Q tile
     bool leads_warp;  // is it its warp's first?
     typename Config::QRing q_ring;
     typename Config::KRing k_ring;
@@ -124,7 +123,6 @@ struct Fa3Forward {
     __device__ __forceinline__ Fa3Forward(const Fa3ForwardParams& p, uint32_t shared)
         : params(p),
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
-          warp_row((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
           leads_warp(lane_id() == 0),
           q_ring{shared + Config::kQ, shared + Config::kQBarriers},
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
@@ -211,6 +209,8 @@ struct Fa3Forward {
         for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            if constexpr (Config::QRing::kSlots == 1)  // which the tile before still has
+                rows.prefetch<QTile>(params.q_map, tile.first_query);
             load<QTile>(q_ring, q, params.q_map, rows, tile.first_query);
         }
     }
@@ -254,6 +254,11 @@ struct Fa3Forward {
 
     // --- Consumers ---
 
+    // The first row of this thread's warp within the Q tile, not kept in a register over the loop.
+    __device__ __forceinline__ int warp_row() const {
+        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
+    }
+
     __device__ __forceinline__ void take_turn() const {
         if constexpr (Config::kTakeTurns) ptx::barrier_sync(1 + consumer, 256);
     }
@@ -271,6 +276,17 @@ struct Fa3Forward {
     __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
         if (leads_warp) ring.release(cursor);
         cursor.advance();
+    }
+
+    // Lets go of KV tiles that it has no use for.
+    template <class Ring>
+    __device__ __forceinline__ void skip(const Ring& ring, typename Ring::Cursor& cursor, int tiles,
+                                         bool& ready) const {
+        for (; tiles > 0; --tiles) {
+            ring.wait(cursor);  // or its writer would count this reader twice
+            release(ring, cursor);
+            ready = false;
+        }
     }
 
     // S = Q K^T, started.
@@ -314,11 +330,18 @@ struct Fa3Forward {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
+    // The last KV tile that this consumer's rows see anything of.
+    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
+        const int first_query = tile.first_query + consumer * 64;
+        return (mask_of(tile).keys_of({first_query, first_query + 64}).end - 1) /
+               Config::kBlockKV;
+    }
+
     // Options and, where kFull does not say that there is none, the mask.
     template <bool kFull>
     __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
                                                   const Interval& full) const {
-        const int first_query = tile.first_query + warp_row;
+        const int first_query = tile.first_query + warp_row();
         const int first_key = kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral)
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
@@ -334,7 +357,7 @@ struct Fa3Forward {
                                           const QueryTile& tile) const {
         softmax.finish();
         const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + warp_row;
+        const int first_row = tile.first_query + warp_row();
         float* lse = params.lse + statistics_offset(params, s, tile.head);
         const auto gO = global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
                                              s.seqlen_q - first_row, params.head_dim_v);
@@ -370,6 +393,8 @@ struct Fa3Forward {
         // Where in the tile the scores are, which go down from the last.
         int kv_tile, first_kv_tile;
         Interval full;
+        bool k_ready = false, v_ready = false;  // asked early: the answer takes a while
+        int hidden = 0;  // of the KV tiles that come next, those that only other consumers see
         const auto begin_tile = [&] {
             tile_ring.wait(tile);
             const QueryTile& work = *tile_slot(tile);
@@ -377,12 +402,15 @@ struct Fa3Forward {
             first_kv_tile = ptx::warp_uniform(work.kv_tiles.begin);
             if (ptx::warp_uniform(work.first_query) < 0) return false;
             full = full_tiles(work);
+            if constexpr (!Config::kTakeTurns) {  // turns want equal numbers of steps
+                hidden = kv_tile - max_of(last_tile(work), first_kv_tile);
+                kv_tile -= hidden;
+                skip(k_ring, k, hidden, k_ready);
+            }
             q_ring.wait(q);
             return true;
         };
-
-        // P of the scores that are there. kFirst: of their tile, whose softmax begins here.
-        bool k_ready, v_ready;  // asked early, for the next step: the answer takes a while
+        // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
         const auto probabilities = [&](Probabilities& rP, bool first, auto steady) {
             finished(rS);
             release(k_ring, k);
@@ -402,6 +430,7 @@ struct Fa3Forward {
         pass_turn();
         ptx::wgmma_wait<0>();
         auto rescaling = probabilities(rP[0], true, std::false_type{});
+        skip(v_ring, v, hidden, v_ready);
 
         bool began = true;  // P is of a tile's first step
         bool kept = false;  // O is of the tile before, and still to be stored
@@ -446,27 +475,34 @@ struct Fa3Forward {
             ptx::wgmma_wait<0>();
             finished(rO);
             release(v_ring, v_read);
+            if (last) skip(v_ring, v, hidden, v_ready);
             return true;
         };
-        const auto finish = [&](const Probabilities& rP) {
-            settle();
-            v_ring.wait(v);
-            take_turn();
-            start_output(rO, rP, v, !began);
-            pass_turn();
-            ptx::wgmma_wait<0>();
-            finished(rO);
-            store(rO, softmax, *tile_slot(tile_done));
-        };
+        bool odd = false;  // which P is left at the end
         while (true) {
-            if (!step(rP[0], rP[1], std::false_type{})) return finish(rP[0]);
-            if (!step(rP[1], rP[0], std::false_type{})) return finish(rP[1]);
+            if (!step(rP[0], rP[1], std::false_type{})) break;
+            if (!step(rP[1], rP[0], std::false_type{})) {
+                odd = true;
+                break;
+            }
             const int steady_until = max_of(first_kv_tile + kReleaseEarly, full.begin);
             while (!began && kv_tile - 2 >= steady_until && kv_tile - 1 < full.end) {
                 step(rP[0], rP[1], std::true_type{});
                 step(rP[1], rP[0], std::true_type{});
             }
         }
+        settle();
+        v_ring.wait(v);
+        take_turn();
+        if (odd) {
+            start_output(rO, rP[1], v, !began);
+        } else {
+            start_output(rO, rP[0], v, !began);
+        }
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        finished(rO);
+        store(rO, softmax, *tile_slot(tile_done));
     }
 
  private:

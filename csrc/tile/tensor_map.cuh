@@ -77,6 +77,14 @@ struct TensorRows {
                                  16)),
           first(kRowBound - rows) {}
 
+    // To L2, ahead of a load.
+    template <class Tile>
+    __device__ __forceinline__ void prefetch(const CUtensorMap& map, int row) const {
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel)
+            ptx::tma_prefetch_4d(map, panel * Tile::kPanelCols, first + row, place, kRowBound);
+    }
+
     // A whole tile, panel by panel; `barrier` counts Tile::kBytes.
     template <class Tile>
     __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t shared, uint32_t barrier,
