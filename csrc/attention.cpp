@@ -96,8 +96,7 @@ bool is_aligned(const Tensor& tensor) {
 // Can TMA address all rows? See tile/tensor_map.cuh.
 bool copy_engine_reaches(const Tensor& tensor) {
     int64_t end = 0;  // in elements, of the memory that the tensor's rows span
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
-        end += tensor.size(dim) * tensor.stride(dim);
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) end += tensor.size(dim) * tensor.stride(dim);
     const int64_t row_dim = tensor.dim() - 3;
     const bool rows_differ = tensor.size(row_dim) == 1 || tensor.stride(row_dim) > 0;
     return rows_differ && 2 * end < int64_t{1} << 34;
@@ -328,8 +327,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
-            params.tile_counter =
-                reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
+            params.tile_counter = reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));

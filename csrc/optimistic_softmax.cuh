@@ -3,8 +3,8 @@
 // Any number near the row's maximum will do as m, since P, l and O share it (OnlineSoftmax::kLag).
 // So a step first takes the m that it has: P = 2^(S scale - m scale), and l's share of the step is
 // the proof. As long as that stays below kLimit no element was far above m, and the maximum of the
-// tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with the
-// maximum; S is kept for that.
+// tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with
+// the maximum; S is kept for that.
 #pragma once
 
 #include "softmax.cuh"
@@ -24,12 +24,14 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         rescaling.needed = false;
         float sum[2];
         for (bool proven = false;; proven = true) {
-            if (fresh || proven) [[unlikely]] rescaling = advance(s, scale, 0.f);
+            if (fresh || proven) [[unlikely]]
+                rescaling = advance(s, scale, 0.f);
             exponentiate(s, p, sum, scale);
             if (fresh || proven) break;
             const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
                                   row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
-            if (!__any_sync(0xffffffff, doubtful)) [[likely]] break;
+            if (!__any_sync(0xffffffff, doubtful)) [[likely]]
+                break;
         }
         row_sum[0][0] += sum[0];
         row_sum[0][1] += sum[1];
@@ -51,7 +53,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         for (int k = 0; k < kCols / 16; ++k)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, column half j / 2
-                const float(&pair)[4] = s.v[0][2 * k + j / 2];
+                const float (&pair)[4] = s.v[0][2 * k + j / 2];
                 const int i = j % 2;
                 const float low = ptx::ex2(pair[2 * i] * scale - max_scaled[i]);
                 const float high = ptx::ex2(pair[2 * i + 1] * scale - max_scaled[i]);

@@ -17,8 +17,8 @@ namespace flash_ext {
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
-// General kernels only; kHasBias = false is for those without a bias. Elements are addressed by position within the sequence: a tile's row 0 and
-// column 0 are at first_row and first_col.
+// General kernels only; kHasBias = false is for those without a bias. Elements are addressed by
+// position within the sequence: a tile's row 0 and column 0 are at first_row and first_col.
 template <class Element, Rows kRows, bool kHasBias = true>
 struct ScoreFunction {
     const AttentionParams& params;
@@ -208,8 +208,9 @@ struct ScoreFunction {
 };
 
 // Hides all but the columns in range_of_row(row), an interval of positions; the tile's columns
-// begin at first_col. Rows count from the warp's first.
-template <class Scores, class RangeOfRow>
+// begin at first_col. Rows count from the warp's first. kBegins = false: no range begins within the
+// tile.
+template <bool kBegins = true, class Scores, class RangeOfRow>
 __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow range_of_row) {
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
@@ -223,7 +224,8 @@ __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
-                    if (8 * n + e < begin || 8 * n + e >= end) s.v[m][n][2 * i + e] = -INFINITY;
+                    if ((kBegins && 8 * n + e < begin) || 8 * n + e >= end)
+                        s.v[m][n][2 * i + e] = -INFINITY;
         }
 }
 

@@ -60,14 +60,16 @@ struct OnlineSoftmax {
             }
     }
 
-    // What O must be multiplied by to keep in step with row_max, where any row of the warp needs it.
+    // What O must be multiplied by to keep in step with row_max, where any row of the warp needs
+    // it.
     struct Rescaling {
         bool needed;  // the same in all lanes
         float factor[kM][2];
 
         template <class Output>
         __device__ __forceinline__ void apply(Output& o) const {
-            if (!needed) [[likely]] return;
+            if (!needed) [[likely]]
+                return;
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -80,8 +82,8 @@ struct OnlineSoftmax {
         }
     };
 
-    // row_max and row_sum move on to what the scores s ask for; row_max may stay up to `lag` powers of
-    // two behind.
+    // row_max and row_sum move on to what the scores s ask for; row_max may stay up to `lag` powers
+    // of two behind.
     template <class Scores>
     __device__ __forceinline__ Rescaling advance(const Scores& s, float scale, float lag = kLag) {
         Rescaling rescaling;

@@ -7,8 +7,8 @@ namespace flash_ext {
 
 // A counter in global memory that needs no initialisation, and so no launch of its own before the
 // kernel: its upper bits name the launch that it counts for. A CTA that finds another name there
-// starts the count; other memory holds the same name by chance once in 2^40 launches. After the last
-// draw the count is 0 again, for the replays of a CUDA graph, which have the same name.
+// starts the count; other memory holds the same name by chance once in 2^40 launches. After the
+// last draw the count is 0 again, for the replays of a CUDA graph, which have the same name.
 struct TileCounter {
     static constexpr int kCountBits = 24;
     static constexpr int kMaxTiles = 1 << kCountBits;

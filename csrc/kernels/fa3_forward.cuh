@@ -30,18 +30,18 @@
 #pragma once
 
 #include "../mask.cuh"
+#include "../optimistic_softmax.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/registers.cuh"
 #include "../ptx/uniform.cuh"
 #include "../scheduler.cuh"
 #include "../score.cuh"
 #include "../softmax.cuh"
-#include "../optimistic_softmax.cuh"
-#include "../tile_counter.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/tensor_map.cuh"
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
+#include "../tile_counter.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
 
@@ -67,8 +67,7 @@ struct Fa3ForwardConfig {
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
-    static constexpr int kDrawAhead = kTuning.draw_ahead;
-    static constexpr int kOverlap = kTuning.overlap;
+    static constexpr int kDrawAhead = 2;
     // All that a CTA of this size can have, less a little for the producer.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -151,13 +150,12 @@ struct Fa3Forward {
         const Interval keys = mask.keys_of({first_query, first_query + Config::kBlockQ});
         // A tile without keys takes one step all the same: its scores are all hidden, and K and V
         // past the sequence are zeros.
-        const Interval kv_tiles =
-            keys.empty() ? Interval{0, 1} : tiles_of(keys, Config::kBlockKV);
+        const Interval kv_tiles = keys.empty() ? Interval{0, 1} : tiles_of(keys, Config::kBlockKV);
         return {s, work.head, first_query, kv_tiles};
     }
 
-    // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps before
-    // it is needed: a CTA that draws early takes work from others that will be free sooner.
+    // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps
+    // before it is needed: a CTA that draws early takes work from others that will be free sooner.
     __device__ __forceinline__ void produce_k() const {
         typename Config::TileRing::Cursor t;
         typename Config::KRing::Cursor k;
@@ -269,7 +267,8 @@ struct Fa3Forward {
 
     // By a warp that is done with a ring's tile.
     template <class Ring>
-    __device__ __forceinline__ void release(const Ring& ring, const typename Ring::Cursor& c) const {
+    __device__ __forceinline__ void release(const Ring& ring,
+                                            const typename Ring::Cursor& c) const {
         if (leads_warp) ring.release(c);
     }
     template <class Ring>
@@ -290,11 +289,11 @@ struct Fa3Forward {
     }
 
     // S = Q K^T, started.
-    __device__ __forceinline__ void start_scores(Scores& rS, const typename Config::QRing::Cursor& q,
+    __device__ __forceinline__ void start_scores(Scores& rS,
+                                                 const typename Config::QRing::Cursor& q,
                                                  const typename Config::KRing::Cursor& k) const {
-        start_gemm<Element, Config::kHeadDim>(
-            rS, AlongRows<QTile>(q_ring.tile(q), consumer * 64),
-            AlongRows<KTile>(k_ring.tile(k)), false);
+        start_gemm<Element, Config::kHeadDim>(rS, AlongRows<QTile>(q_ring.tile(q), consumer * 64),
+                                              AlongRows<KTile>(k_ring.tile(k)), false);
     }
 
     // O (+)= P V, started.
@@ -333,8 +332,7 @@ struct Fa3Forward {
     // The last KV tile that this consumer's rows see anything of.
     __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
         const int first_query = tile.first_query + consumer * 64;
-        return (mask_of(tile).keys_of({first_query, first_query + 64}).end - 1) /
-               Config::kBlockKV;
+        return (mask_of(tile).keys_of({first_query, first_query + 64}).end - 1) / Config::kBlockKV;
     }
 
     // Options and, where kFull does not say that there is none, the mask.
@@ -346,9 +344,13 @@ struct Fa3Forward {
         if constexpr (Config::kGeneral)
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, first_query, first_key);
-        if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
-            const BandMask mask = mask_of(tile);
-            mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
+        if (kFull) return;
+        const BandMask mask = mask_of(tile);
+        const auto range = [&](int row) { return mask.key_range(first_query + row); };
+        if (kv_tile < full.begin) {
+            mask_scores(rS, first_key, range);
+        } else if (kv_tile >= full.end) {
+            mask_scores<false>(rS, first_key, range);
         }
     }
 
@@ -545,20 +547,19 @@ template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     Fa3ForwardParams params{call};
     params.counter = {call.tile_counter, unique_name() << TileCounter::kCountBits};
-    params.schedule = make_schedule(
-        tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
-        tensor_batches(params),
-        params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr,
-        int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k * params.heads_k /
-            max_of(params.heads_q, 1),
-        1);
-    for (cudaError_t status :
-         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
-                                                    params.head_dim_v)})
+    params.schedule =
+        make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
+                      tensor_batches(params),
+                      params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr,
+                      int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k *
+                          params.heads_k / max_of(params.heads_q, 1),
+                      1);
+    for (cudaError_t status : {encode_tensor_map<typename Config::QTile>(
+                                   params.q_map, params.q, params.element_type, params.head_dim),
+                               encode_tensor_map<typename Config::KTile>(
+                                   params.k_map, params.k, params.element_type, params.head_dim),
+                               encode_tensor_map<typename Config::VTile>(
+                                   params.v_map, params.v, params.element_type, params.head_dim_v)})
         if (status != cudaSuccess) return status;
     const int ctas = min_of(cta_count(params.schedule), multiprocessors());
     return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
@@ -568,13 +569,17 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(
-        params, [&](auto element, auto features) {
-            using Config =
-                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value)>;
+    const int keys =
+        params.seqlen_k / (params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1));
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        dispatch<false, true>(keys >= tuning::kLongKeys, [&](auto long_keys) {
+            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
+                                                                features.value, long_keys)>;
             status = launch_fa3_forward<Config>(params, stream);
         });
+    });
     return status;
 }
 

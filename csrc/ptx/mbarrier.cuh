@@ -18,10 +18,10 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 
 // This thread arrives, and the phase lasts until so many bytes have come by TMA besides.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
-                     barrier),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
+        "r"(bytes)
+        : "memory");
 }
 
 // Makes the barriers that this thread has initialised visible to the copy engine.

@@ -20,11 +20,12 @@ __device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap& 
 }
 
 // The same as far as L2.
-__device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap& map, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(
-                     &map),
-                 "r"(x), "r"(y), "r"(z), "r"(w)
-                 : "memory");
+__device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap& map, int x, int y, int z,
+                                                int w) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+        "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {

@@ -1,5 +1,5 @@
-// wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x 16) B (16 x N), asynchronous. A and B are read
-// from shared memory through descriptors (tile/wgmma.cuh), or A from registers. sm_90a only.
+// wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x 16) B (16 x N), asynchronous. A and B are
+// read from shared memory through descriptors (tile/wgmma.cuh), or A from registers. sm_90a only.
 // PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instructions".
 #pragma once
 

@@ -1,5 +1,5 @@
-// C += A B of a warpgroup by wgmma: operands in shared memory as descriptors, the accumulator in the
-// registers of its four warps, each of which holds 16 of the 64 rows (as RegisterTile<16, N>).
+// C += A B of a warpgroup by wgmma: operands in shared memory as descriptors, the accumulator in
+// the registers of its four warps, each of which holds 16 of the 64 rows (as RegisterTile<16, N>).
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,7 @@ struct AlongRows {
 
     __device__ __forceinline__ uint64_t at(int k) const {
         const int panel = k / Tile::kBlocksPerPanel;
-        return descriptor +
-               (panel * Tile::kPanelBytes + k % Tile::kBlocksPerPanel * 32) / 16;
+        return descriptor + (panel * Tile::kPanelBytes + k % Tile::kBlocksPerPanel * 32) / 16;
     }
 };
 
@@ -73,7 +72,7 @@ struct RegisterOperand {
 template <class Element, int kK, class Accumulator, class A, class B>
 __device__ __forceinline__ void start_gemm(Accumulator& c, const A& a, const B& b,
                                            bool accumulate) {
-    auto& d = reinterpret_cast<float(&)[Accumulator::kN * 4]>(c.v);
+    auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k)
