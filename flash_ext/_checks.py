@@ -186,6 +186,8 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
         _refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
     _check_options(q, k, options, batch=_check_lengths(q, k, options))
+    if variant == "fa3":
+        _refuse("variant", "'auto', 'fa1' or 'fa2' on the CPU", "'fa3', for Hopper GPUs")
     return variant
 
 

@@ -70,7 +70,8 @@ def attention(
 
     Differentiable in q, k, v, bias and sink, through out and through lse. Any of the options go
     together. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
-    "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2").
+    "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3"
+    (2024), Algorithms 1 and 2 (variant "fa3", for Hopper GPUs; its backward pass is fa2's).
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to
@@ -98,7 +99,9 @@ def attention(
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
-        variant: "fa1", "fa2", or "auto" for the fastest that runs. See `flash_ext.explain`.
+        variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 on Hopper GPUs,
+            except with dropout or a bias, or where rows of q, k or v do not start and end on
+            16-byte boundaries; else fa2. See `flash_ext.explain`.
         return_lse: return lse too.
 
     alibi_slopes and sink may be of any floating dtype: they are converted to float32 (with float64

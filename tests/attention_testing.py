@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -33,6 +34,7 @@ import flash_ext.reference
 from flash_ext import VARIANTS
 
 __all__ = [
+    "CPU_VARIANTS",
     "LAYOUTS",
     "VARIANTS",
     "Inputs",
@@ -49,6 +51,8 @@ __all__ = [
     "options_of",
     "run",
     "standard_attention",
+    "variants_on",
+    "within_reach",
     "yardstick",
 ]
 
@@ -62,6 +66,13 @@ LAYOUTS = (
     "expanded_heads",  # one K/V head broadcast over all: head stride 0
     "expanded_batch",  # one K/V sequence broadcast over the batch: batch stride 0
 )
+
+CPU_VARIANTS = VARIANTS[:2]
+
+FA3_REFUSES = re.compile(
+    r"variant 'fa3' (has no (dropout|bias)|needs (rows of [qkv] that|a Hopper GPU)|was not built)"
+)
+"""What the variant fa3 leaves to others, in its own words."""
 
 HANDFUL = 32
 """Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
@@ -226,6 +237,27 @@ class Problem:
                 for field in ("seqused_k", "lengths_q", "lengths_k")
             },
         )
+
+
+def variants_on(device: str) -> tuple[str, ...]:
+    """The variants that run on a device."""
+    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    return VARIANTS if hopper else CPU_VARIANTS
+
+
+def within_reach(problem: Problem, variant: str) -> Problem:
+    """The problem without what this variant leaves to others."""
+    if variant != "fa3":
+        return problem
+    return dataclasses.replace(
+        problem,
+        dropout_p=0.0,
+        bias="",
+        bias_short=0,
+        layout="bshd" if problem.layout.startswith("odd") else problem.layout,
+        head_dim=-(-problem.head_dim // 8) * 8,
+        head_dim_v=-(-problem.dim_v // 8) * 8,
+    )
 
 
 @dataclasses.dataclass
