@@ -99,7 +99,7 @@ bool copy_engine_reaches(const Tensor& tensor) {
     for (int64_t dim = 0; dim < tensor.dim(); ++dim) end += tensor.size(dim) * tensor.stride(dim);
     const int64_t row_dim = tensor.dim() - 3;
     const bool rows_differ = tensor.size(row_dim) == 1 || tensor.stride(row_dim) > 0;
-    return rows_differ && 2 * end < int64_t{1} << 34;
+    return rows_differ && 2 * end < int64_t{1} << 35;
 }
 
 template <class T>

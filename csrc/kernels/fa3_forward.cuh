@@ -1,30 +1,34 @@
 // FlashAttention-3 forward (Shah et al. 2024, algorithms 1 and 2), for Hopper.
 //
-// One CTA per SM takes one Q tile after another. Its warpgroups have roles:
+// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh). Its
+// warpgroups have roles:
 //
-//   producer    one thread: finds the next Q tile, loads Q, K and V by TMA
+//   producer    three threads, one for each of K, Q and V: K's draws the Q tiles, all load by TMA
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
 // A consumer's step, in the order in which it starts things:
 //
 //     S' = Q K_{j-1}^T          wgmma, asynchronous
+//     O  = O rescaled to P      as the softmax of the step before asked for
 //     O += P V_j                wgmma, asynchronous
-//     P' = softmax(S')          when S' is there, while P V_j runs
-//     O  = O rescaled to P'     when P V_j is done
+//     P' = softmax(S')          when S' is there, while P V_j runs (optimistic_softmax.cuh)
 //
 // The steps of all the CTA's Q tiles form one sequence: behind a tile's last K_j comes the first of
-// the next tile, so that tensor cores have work while a result is written.
+// the next tile, so that tensor cores have work while a result is written. A result O / l leaves
+// where O would be rescaled. Most steps are steady: within a tile, without a mask; these are
+// compiled apart, without branches.
 //
-// The consumers take turns at starting their matmuls, so that one's softmax runs beside the other's
-// matmuls (ping-pong).
+// Consumers may take turns at starting their matmuls (ping-pong), so that one's softmax runs beside
+// the other's matmuls; else they drift apart by themselves.
 //
 // Shared memory: rings of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
 //
 //   barrier             arrives                       waits
 //   full(Q, K, V)       TMA, by bytes                 consumers, before the matmul that reads it
-//   empty(Q, K, V)      each consumer warp, when      producer, before it loads the next
+//   empty(Q, K, V)      each consumer warp, when      its producer, before it loads the next
 //                       the matmul is done
-//   full, empty(tiles)  producer; consumer warps      consumers; producer
+//   full(tiles)         K's producer                  the others, and the consumers
+//   empty(tiles)        those                         K's producer
 //   turn (named)        consumer i, when its matmuls  consumer i + 1
 //                       are started
 #pragma once
@@ -272,8 +276,9 @@ struct Fa3Forward {
         if (leads_warp) ring.release(c);
     }
     template <class Ring>
-    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
-        if (leads_warp) ring.release(cursor);
+    __device__ __forceinline__ void release_and_advance(const Ring& ring,
+                                                        typename Ring::Cursor& cursor) const {
+        release(ring, cursor);
         cursor.advance();
     }
 
@@ -283,7 +288,7 @@ struct Fa3Forward {
                                          bool& ready) const {
         for (; tiles > 0; --tiles) {
             ring.wait(cursor);  // or its writer would count this reader twice
-            release(ring, cursor);
+            release_and_advance(ring, cursor);
             ready = false;
         }
     }
@@ -415,10 +420,11 @@ struct Fa3Forward {
         // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
         const auto probabilities = [&](Probabilities& rP, bool first, auto steady) {
             finished(rS);
-            release(k_ring, k);
+            release_and_advance(k_ring, k);
             k_ready = k_ring.ready(k);
             v_ready = v_ring.ready(v);
-            if (kReleaseEarly && !steady && kv_tile == first_kv_tile) release(q_ring, q);
+            if (kReleaseEarly && !steady && kv_tile == first_kv_tile)
+                release_and_advance(q_ring, q);
             finish_scores<steady>(rS, *tile_slot(tile), kv_tile, full);
             if (!steady && first) softmax = begin_softmax(*tile_slot(tile));
             return softmax.step(rS, rP, exponent_scale(), !steady && first);
@@ -443,7 +449,7 @@ struct Fa3Forward {
             } else if (kept) {
                 store(rO, done, *tile_slot(tile_done));
                 __syncwarp();
-                release(tile_ring, tile_done);
+                release_and_advance(tile_ring, tile_done);
             }
         };
         // One step, as above; false where there are no scores left. A steady one stays within a
@@ -452,7 +458,7 @@ struct Fa3Forward {
             const bool last = !steady && kv_tile == first_kv_tile;
             --kv_tile;
             if (last) {
-                if (!kReleaseEarly) release(q_ring, q);
+                if (!kReleaseEarly) release_and_advance(q_ring, q);
                 tile.advance();
                 if (!begin_tile()) return false;
             }
