@@ -306,7 +306,7 @@ def support_section() -> str:
     variants = flash_ext.VARIANTS
     columns = [
         *((asked, v, (direction,)) for _, asked in sources for v in variants for direction in BOTH),
-        *((on_cpu, v, BOTH) for v in variants),
+        *((on_cpu, v, BOTH) for v in flash_ext.CPU_VARIANTS),
     ]
     head = [f"{v} {d}, {name}" for name, _ in sources for v in variants for d in BOTH]
     rows = [[name, *(answer(asked, name, v, d) for asked, v, d in columns)] for name in features()]
@@ -315,7 +315,7 @@ def support_section() -> str:
         for folder in gpu_folders()
         if (result := common.read_json(folder / "support.json"))
     ]
-    lines += [table(["", *head, *(f"{v}, CPU" for v in variants)], rows)]
+    lines += [table(["", *head, *(f"{v}, CPU" for v in flash_ext.CPU_VARIANTS)], rows)]
     lines += [f"({number}) {reason.rstrip('.')}." for reason, number in notes.items()]
     return "\n\n".join(lines)
 

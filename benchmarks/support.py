@@ -42,6 +42,11 @@ def head_dim_pairs() -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+), (\d+)\}", found[1])]
 
 
+def variants(device: torch.device) -> tuple[str, ...]:
+    """The columns of a device."""
+    return flash_ext.CPU_VARIANTS if device.type == "cpu" else flash_ext.VARIANTS
+
+
 class Ask:
     """Makes the calls of every feature, on one device."""
 
@@ -332,6 +337,13 @@ def features() -> dict[str, Feature]:
 PTX = "PTX path (GPUs newer than the build)"
 
 
+def own_words(error: Exception) -> str:
+    """The package's own messages, without the place in the source that C++ puts before them."""
+    line = str(error).partition("\n")[0]
+    own = line.find("flash_ext: ")
+    return line[own + len("flash_ext: ") :] if own >= 0 else common.first_line(error)
+
+
 def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | None:
     """None if every call of a feature is right, else the first reason."""
     torch.manual_seed(0)
@@ -339,10 +351,7 @@ def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | N
     try:
         return next((r for c in feature.calls(ask) if (r := check(c, variant, direction))), None)
     except Exception as error:
-        # The package's own messages, without the place in the source that C++ puts before them.
-        line = str(error).partition("\n")[0]
-        own = line.find("flash_ext: ")
-        return line[own + len("flash_ext: ") :] if own >= 0 else common.first_line(error)
+        return own_words(error)
 
 
 def probe(device: torch.device, only: Iterable[str] | None = None) -> Json:
@@ -351,7 +360,7 @@ def probe(device: torch.device, only: Iterable[str] | None = None) -> Json:
     return {
         name: {
             variant: {d: why_not(feature, ask, variant, d) for d in feature.directions}
-            for variant in flash_ext.VARIANTS
+            for variant in variants(device)
         }
         for name, feature in features().items()
         if name != PTX and not (feature.cuda_only and device.type != "cuda")
@@ -369,8 +378,12 @@ def ptx_answers() -> Json:
     dout, exact = torch.randn_like(call.q), call.to(torch.float64)
     q, k, v, gpu_dout = (x.cuda() for x in (call.q, call.k, call.v, dout))
     for variant in flash_ext.VARIANTS:
-        out, lse = torch.ops.flash_ext.fwd(q, k, v, variant=variant)
-        grads = torch.ops.flash_ext.bwd(gpu_dout, None, q, k, v, out, lse, variant=variant)
+        try:
+            out, lse = torch.ops.flash_ext.fwd(q, k, v, variant=variant)
+            grads = torch.ops.flash_ext.bwd(gpu_dout, None, q, k, v, out, lse, variant=variant)
+        except RuntimeError as error:  # fa3's instructions exist in no PTX for later GPUs
+            answers[variant] = dict.fromkeys(BOTH, own_words(error))
+            continue
         want_out, want_lse = exact.exact()
         want = backward(exact, Call.exact, dout.double())()
         got = {name: x.cpu() for name, x in zip(("dq", "dk", "dv"), grads, strict=False)}
