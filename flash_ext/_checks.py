@@ -72,7 +72,7 @@ def _choose_variant(options: Options) -> str:
         return CPU_VARIANTS[-1]
     if options.variant not in CPU_VARIANTS:
         wanted = f"one of {CPU_VARIANTS} or 'auto' (here {CPU_VARIANTS[-1]!r}) on the CPU"
-        _refuse("variant", wanted, repr(options.variant))
+        _refuse("variant", wanted, f"{options.variant!r}, which is for Hopper GPUs")
     return options.variant
 
 

@@ -534,6 +534,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
         kernel.consume();
     }
+#else
+    __trap();  // not to be run elsewhere
 #endif
 }
 
@@ -546,6 +548,10 @@ inline uint64_t unique_name() {
 template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     Fa3ForwardParams params{call};
+    if (params.seqlen_k == 0) {  // a map wants some memory, though nothing of it will be read
+        params.k.data = params.q.data;
+        params.v.data = params.q.data;
+    }
     params.counter = {call.tile_counter, unique_name() << TileCounter::kCountBits};
     params.schedule =
         make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,

@@ -27,6 +27,9 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Tells the compiler that a wgmma has written this register by now: behind the wait for it.
+__device__ __forceinline__ void wgmma_finished(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
 template <class Element, int kN, bool kTransposeB>
 struct Wgmma;

@@ -87,7 +87,7 @@ __device__ __forceinline__ void finished(Accumulator& c) {
 #pragma unroll
     for (int n = 0; n < Accumulator::kN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c.v[0][n][i])::"memory");
+        for (int i = 0; i < 4; ++i) ptx::wgmma_finished(c.v[0][n][i]);
 }
 
 }  // namespace flash_ext
