@@ -304,10 +304,9 @@ def support_section() -> str:
         return f"no ({notes.setdefault(reason, len(notes) + 1)})"
 
     variants = flash_ext.VARIANTS
-    cpu_variants = [v for v in variants if any(v in asked for asked in on_cpu.values())]
     columns = [
         *((asked, v, (direction,)) for _, asked in sources for v in variants for direction in BOTH),
-        *((on_cpu, v, BOTH) for v in cpu_variants),
+        *((on_cpu, v, BOTH) for v in flash_ext.CPU_VARIANTS),
     ]
     head = [f"{v} {d}, {name}" for name, _ in sources for v in variants for d in BOTH]
     rows = [[name, *(answer(asked, name, v, d) for asked, v, d in columns)] for name in features()]
@@ -316,7 +315,7 @@ def support_section() -> str:
         for folder in gpu_folders()
         if (result := common.read_json(folder / "support.json"))
     ]
-    lines += [table(["", *head, *(f"{v}, CPU" for v in cpu_variants)], rows)]
+    lines += [table(["", *head, *(f"{v}, CPU" for v in flash_ext.CPU_VARIANTS)], rows)]
     lines += [f"({number}) {reason.rstrip('.')}." for reason, number in notes.items()]
     return "\n\n".join(lines)
 

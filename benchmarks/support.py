@@ -42,6 +42,11 @@ def head_dim_pairs() -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+), (\d+)\}", found[1])]
 
 
+def variants(device: torch.device) -> tuple[str, ...]:
+    """The columns of a device."""
+    return flash_ext.CPU_VARIANTS if device.type == "cpu" else flash_ext.VARIANTS
+
+
 class Ask:
     """Makes the calls of every feature, on one device."""
 
@@ -345,19 +350,13 @@ def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | N
         return line[own + len("flash_ext: ") :] if own >= 0 else common.first_line(error)
 
 
-def variants_on(device: torch.device) -> list[str]:
-    """The variants that run on this device at all."""
-    q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16, device=device)
-    return [name for name, reason in flash_ext.explain(q, q, q).reasons.items() if reason is None]
-
-
 def probe(device: torch.device, only: Iterable[str] | None = None) -> Json:
     """feature -> variant -> direction -> None where it is supported, else why not."""
     ask = Ask(device)
     return {
         name: {
             variant: {d: why_not(feature, ask, variant, d) for d in feature.directions}
-            for variant in variants_on(device)
+            for variant in variants(device)
         }
         for name, feature in features().items()
         if name != PTX and not (feature.cuda_only and device.type != "cuda")
@@ -374,8 +373,8 @@ def ptx_answers() -> Json:
     call = Ask(torch.device("cpu")).dense(seqlens=(40, 40))
     dout, exact = torch.randn_like(call.q), call.to(torch.float64)
     q, k, v, gpu_dout = (x.cuda() for x in (call.q, call.k, call.v, dout))
-    answers["fa3"] = dict.fromkeys(BOTH, "it has machine code for Hopper GPUs alone")
-    for variant in ("fa1", "fa2"):
+    answers["fa3"] = dict.fromkeys(BOTH, "fa3 is machine code for Hopper GPUs alone")
+    for variant in flash_ext.VARIANTS[:2]:
         out, lse = torch.ops.flash_ext.fwd(q, k, v, variant=variant)
         grads = torch.ops.flash_ext.bwd(gpu_dout, None, q, k, v, out, lse, variant=variant)
         want_out, want_lse = exact.exact()

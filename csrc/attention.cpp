@@ -207,7 +207,7 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
                        " that start and end on 16-byte boundaries";
             if (!copy_engine_reaches(*x))
                 return std::string("needs rows of ") + name +
-                       " that do not overlap, within 32 GB of memory";
+                       " that are not one row repeated, within 16 GiB of memory";
         }
     }
     // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.

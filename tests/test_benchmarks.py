@@ -16,7 +16,6 @@ from pathlib import Path
 import evidence  # puts benchmarks/ on the path
 import pytest
 import torch
-from attention_testing import CPU_VARIANTS
 
 import flash_ext
 
@@ -221,7 +220,7 @@ def test_support_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = support.probe(torch.device("cpu"), plain)
     assert set(answers) == set(plain)
     for by_variant in answers.values():
-        assert tuple(by_variant) == CPU_VARIANTS
+        assert tuple(by_variant) == flash_ext.CPU_VARIANTS
         assert all(r is None for by_direction in by_variant.values() for r in by_direction.values())
     attention = flash_ext.attention
     monkeypatch.setattr(flash_ext, "attention", lambda *a, scale=None, **k: attention(*a, **k))
@@ -236,7 +235,8 @@ def test_every_feature_on_the_cpu(name: str) -> None:
     if name.startswith("every head dim"):
         pytest.skip("many calls; test_attention has the head dims")
     assert support.probe(torch.device("cpu"), [name])[name] == {
-        variant: dict.fromkeys(support.features()[name].directions) for variant in CPU_VARIANTS
+        variant: dict.fromkeys(support.features()[name].directions)
+        for variant in flash_ext.CPU_VARIANTS
     }
 
 
@@ -255,11 +255,16 @@ def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.parent.mkdir()
     path.write_text(json.dumps(setup | {"support": asked}))
     lines = report.support_section().splitlines()
-    unknown = " | ".join(["not measured yet"] * 6)
-    assert "| float16" + " | yes" * 9 + " |" in lines
-    assert "| gradient of lse" + " |  | no (1)" * 3 + " | no (1)" * 3 + " |" in lines
-    assert f"| softcap | {unknown}" + " | not measured yet" * 3 + " |" in lines
-    assert f"| {support.PTX} | {unknown} |  |  |  |" in lines
+    variants, on_cpu = len(flash_ext.VARIANTS), len(flash_ext.CPU_VARIANTS)
+
+    def row(name: str, *answers: str) -> str:
+        return f"| {' | '.join((name, *answers))} |"
+
+    unknown = ("not measured yet",) * 2 * variants
+    assert row("float16", *("yes",) * (2 * variants + on_cpu)) in lines
+    assert row("gradient of lse", *("", "no (1)") * variants, *("no (1)",) * on_cpu) in lines
+    assert row("softcap", *unknown, *("not measured yet",) * on_cpu) in lines
+    assert row(support.PTX, *unknown, *("",) * on_cpu) in lines
     assert lines[-1] == "(1) no time."
 
 
