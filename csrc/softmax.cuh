@@ -11,7 +11,7 @@ namespace flash_ext {
 // From the maximum in base 2 and the sum of the exponentials relative to it. Only a row without
 // keys has the sum 0, for its maximum contributes 1 to any other.
 __device__ __forceinline__ float log_sum_exp(float max, float sum) {
-    return sum == 0.f ? -INFINITY : (max + ptx::lg2(sum)) * kLn2;
+    return sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;
 }
 
 // Reductions over the four lanes that hold a row.
