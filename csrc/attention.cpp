@@ -209,6 +209,10 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
                 return std::string("needs rows of ") + name +
                        " that are not one row repeated, within 16 GiB of memory";
         }
+        // What tile_counter.cuh can count, of the smallest tiles.
+        const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *
+                              (sizes.seqlen_q / 128 + 1 + (sizes.packed ? sizes.batch : 0));
+        if (tiles >= int64_t{1} << 24) return "needs fewer than 2^24 tiles of 128 queries";
     }
     // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
     int needed = 0;

@@ -54,9 +54,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "tests.json: counts, device, versions and the digest of the source",
     )
 
+    parser.addoption(
+        "--soak",
+        type=float,
+        nargs="?",
+        const=30.0,
+        metavar="SECONDS",
+        help="run the soak tests, of random problems: 30 seconds for each variant, or so many",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and the compiled library")
+    config.addinivalue_line("markers", "soak: runs only with --soak")
     config.addinivalue_line("markers", "options(**fields): of the problems that the test runs")
     config.stash[STARTED] = time.time()
     # The CPU's tensors are small, and with xdist every core has its own process.
@@ -99,6 +109,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = why_no_gpu()
     left_out = []
     for item in items:
+        if config.option.soak is None and item.get_closest_marker("soak"):
+            left_out.append(item)
+            continue
         on_gpu = item.get_closest_marker("gpu") is not None
         if reason and on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))

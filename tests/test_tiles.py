@@ -239,15 +239,3 @@ def test_two_graphs_in_turns(variant: str) -> None:
             forward(problems[1 - which], inputs[1 - which], variant)
         for actual, wanted in zip(results[which], expected[which], strict=True):
             assert_bitwise_equal(actual, wanted)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("most_of_the_gpu")
-def test_more_than_2_24_tiles(variant: str) -> None:
-    """Of one query and one key each: out is v."""
-    batch, heads = (1 << 18) + 1, 64
-    q, k, v = (
-        torch.randn(batch, 1, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-    )
-    out = flash_ext.attention(q, k, v, variant=variant)
-    assert torch.equal(out, v)

@@ -172,6 +172,20 @@ def test_addresses_on_odd_boundaries(variant: str) -> None:
 
 
 @pytest.mark.gpu
+@fa3
+def test_more_tiles_than_can_be_counted(variant: str) -> None:
+    """2^24 and more, here of one query each; one less than that many runs."""
+    v = some(1, 1, 64, 64)
+    q = v.expand(1 << 18, -1, -1, -1)
+    with pytest.raises(ERRORS, match=r"needs fewer than 2\^24 tiles"):
+        flash_ext.attention(q, q, q, variant=variant)
+    assert flash_ext.explain(q, q, q).variant == "fa2"
+    assert bool((flash_ext.attention(q, q, q) == v).all())
+    fewer = q[:-1]
+    assert bool((flash_ext.attention(fewer, fewer, fewer, variant=variant) == v).all())
+
+
+@pytest.mark.gpu
 def test_other_gpus_get_the_reason() -> None:
     """Where there is no Hopper GPU, and only there, fa3 says so."""
     reason = device_obstacle("fa3", "cuda")
