@@ -27,7 +27,8 @@ struct TileCounter {
     }
 
     // The next tile; tiles < gridDim.x are each CTA's first, without a draw. Every CTA draws until
-    // it gets one >= total, which makes `total` draws.
+    // it gets one >= total, at least once: that makes `total` draws, and at the last no CTA has
+    // still to start. total < kMaxTiles.
     __device__ __forceinline__ int draw(int total) const {
         const auto count = static_cast<int>(atomicAdd(word, 1ull) & (kMaxTiles - 1));
         if (count == total - 1) atomicExch(word, name);

@@ -95,6 +95,9 @@ struct Fa3ForwardConfig {
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
     static constexpr int kSharedBytes = kTileBarriers + TileRing::kBarrierBytes;
     static_assert(kSharedBytes <= 227 * 1024);
+    // What matrix_descriptor() and the swizzle expect of every tile.
+    static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
+                  VTile::kBytes % 1024 == 0);
 };
 
 struct Fa3ForwardParams : ForwardParams {
@@ -152,10 +155,14 @@ struct Fa3Forward {
             (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
         const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
         const Interval keys = mask.keys_of({first_query, first_query + Config::kBlockQ});
-        // A tile without keys takes one step all the same: its scores are all hidden, and K and V
-        // past the sequence are zeros.
-        const Interval kv_tiles = keys.empty() ? Interval{0, 1} : tiles_of(keys, Config::kBlockKV);
-        return {s, work.head, first_query, kv_tiles};
+        // A tile without keys takes one step all the same: all its scores are hidden, and K and V
+        // of no rows are zeros.
+        QueryTile query_tile{s, work.head, first_query, tiles_of(keys, Config::kBlockKV)};
+        if (keys.empty()) {
+            query_tile.sequence.seqlen_k = 0;
+            query_tile.kv_tiles = {0, 1};
+        }
+        return query_tile;
     }
 
     // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps

@@ -15,6 +15,7 @@ namespace flash_ext {
 //   bits  0-13  address
 //   bits 16-29  stride from panel to panel, where the matrix runs along N (or M) across panels
 //   bits 32-45  stride from one group of eight rows to the next
+//   bits 49-51  the tile's place within the swizzle's pattern: 0, since tiles begin at 1,024 bytes
 //   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes
 template <class Tile>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
