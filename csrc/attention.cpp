@@ -207,7 +207,7 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
                        " that start and end on 16-byte boundaries";
             if (!copy_engine_reaches(*x))
                 return std::string("needs rows of ") + name +
-                       " that are not one row repeated, within 16 GiB of memory";
+                       " that are not one row repeated, within 32 GiB of memory";
         }
         // What tile_counter.cuh can count, of the smallest tiles.
         const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *

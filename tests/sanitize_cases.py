@@ -9,6 +9,7 @@ the kernels should not read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -21,6 +22,7 @@ from attention_testing import (
     Problem,
     device_obstacle,
     make_inputs,
+    nan_filled_outputs,
     options_of,
     runnable,
 )
@@ -95,8 +97,11 @@ def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> 
     options = options_of(problem) | on_device
     options["window_left"], options["window_right"] = options.pop("window")
     options |= {"deterministic": deterministic, "variant": variant}
-    out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
-    torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
+    # fa3's tile counter looks at memory that nothing has written yet, on purpose; its backward pass
+    # is fa2's.
+    with nan_filled_outputs() if variant == "fa3" else contextlib.nullcontext():
+        out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
+        torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
     torch.cuda.synchronize()
 
 
