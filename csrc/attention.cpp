@@ -233,16 +233,13 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
 // The variant that runs: the one named, or the fastest that can.
 Variant choose_variant(const Tensor& q, const Tensor& k, const Tensor& v, const Sizes& sizes,
                        const Options& options, bool backward) {
-    std::string why;
     const auto named = check_variant(options);
-    for (const Variant variant : {Variant::kFa3, Variant::kFa2}) {
-        if (!named) {
-            why = obstacle(variant, q, k, v, sizes, options, backward);
-            if (why.empty()) return variant;
-        }
+    Variant variant = named.value_or(Variant::kFa3);
+    std::string why = obstacle(variant, q, k, v, sizes, options, backward);
+    if (!named && !why.empty()) {
+        variant = Variant::kFa2;
+        why = obstacle(variant, q, k, v, sizes, options, backward);
     }
-    const Variant variant = named.value_or(Variant::kFa2);
-    if (named) why = obstacle(variant, q, k, v, sizes, options, backward);
     if (!why.empty()) fail("variant '", kVariantNames[static_cast<int>(variant)], "' ", why);
     return variant;
 }

@@ -208,9 +208,8 @@ struct ScoreFunction {
 };
 
 // Hides all but the columns in range_of_row(row), an interval of positions; the tile's columns
-// begin at first_col. Rows count from the warp's first. kBegins = false: no range begins within the
-// tile.
-template <bool kBegins = true, class Scores, class RangeOfRow>
+// begin at first_col. Rows count from the warp's first.
+template <class Scores, class RangeOfRow>
 __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow range_of_row) {
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
@@ -224,8 +223,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
-                    if ((kBegins && 8 * n + e < begin) || 8 * n + e >= end)
-                        s.v[m][n][2 * i + e] = -INFINITY;
+                    if (8 * n + e < begin || 8 * n + e >= end) s.v[m][n][2 * i + e] = -INFINITY;
         }
 }
 

@@ -356,13 +356,9 @@ struct Fa3Forward {
         if constexpr (Config::kGeneral)
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, first_query, first_key);
-        if (kFull) return;
-        const BandMask mask = mask_of(tile);
-        const auto range = [&](int row) { return mask.key_range(first_query + row); };
-        if (kv_tile < full.begin) {
-            mask_scores(rS, first_key, range);
-        } else if (kv_tile >= full.end) {
-            mask_scores<false>(rS, first_key, range);
+        if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
+            const BandMask mask = mask_of(tile);
+            mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
         }
     }
 
@@ -567,12 +563,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     }
     params.counter = {call.tile_counter, unique_name() << TileCounter::kCountBits};
     params.schedule =
-        make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
-                      tensor_batches(params),
-                      params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr,
-                      int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k *
-                          params.heads_k / max_of(params.heads_q, 1),
-                      1);
+        forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile>(
                                    params.q_map, params.q, params.element_type, params.head_dim),
                                encode_tensor_map<typename Config::KTile>(
