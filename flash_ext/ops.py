@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
+from torch.overrides import has_torch_function_variadic
 
 from . import tiled
 from ._checks import check_backward, check_forward, statistics_dtype
@@ -33,9 +34,6 @@ _HOW_TO_BUILD = (
     "Where nvcc is on PATH or in $CUDA_HOME, type this in the source folder: "
     "pip install --no-build-isolation ."
 )
-
-# Tensor arguments whose gradient an op computes, beside q, k and v.
-_DIFFERENTIABLE_OPTIONS = ("bias", "sink")
 
 _library = Library("flash_ext", "DEF")
 
@@ -73,7 +71,7 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
 
 def _bwd_fake(*tensors: Any, need_dbias: bool = True, **options: Any) -> tuple[Tensor, ...]:
     x = BackwardTensors(*tensors)
-    bias, sink = (options.get(name) for name in _DIFFERENTIABLE_OPTIONS)
+    bias, sink = options.get("bias"), options.get("sink")
     if bias is not None and not (need_dbias and bias.is_floating_point()):
         bias = None
     gradients_of = (x.q, x.k, x.v, bias, sink)
@@ -92,11 +90,17 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, keyset: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *_: Any
+        ctx: Any,
+        options: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The trailing arguments are the differentiable options, for autograd to see them."""
+        """bias and sink are among the options, and here for autograd to see them."""
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = fwd.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, **options)
+            out, lse = fwd(q, k, v, **options)
         ctx.tensor_options = [n for n, x in options.items() if isinstance(x, Tensor)]
         ctx.other_options = {n: x for n, x in options.items() if n not in ctx.tensor_options}
         ctx.save_for_backward(q, k, v, out, lse, *(options[n] for n in ctx.tensor_options))
@@ -115,18 +119,17 @@ class _Forward(torch.autograd.Function):
         if dlse is not None:
             dlse = dlse.contiguous()
         *_, need_dbias, need_dsink = ctx.needs_input_grad
-        dq, dk, dv, dbias, dsink = bwd(
+        dq, dk, dv, dbias, dsink = _bwd_autograd(
             dout, dlse, q, k, v, out, lse, **options, need_dbias=need_dbias
         )
-        optional = (dbias if need_dbias else None, dsink if need_dsink else None)
-        return (None, None, dq, dk, dv, *optional)
+        return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, keyset: Any, options: dict[str, Any], *tensors: Any) -> Any:
+    def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return bwd.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **options)
+            return bwd(*tensors, **options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -136,25 +139,35 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _fwd_autograd(keyset: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    differentiable = [options.get(name) for name in _DIFFERENTIABLE_OPTIONS]
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *differentiable):
-        return _Forward.apply(  # type: ignore[no-untyped-call]
-            keyset, options, q, k, v, *differentiable
-        )
+def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    bias, sink = options.get("bias"), options.get("sink")
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, bias, sink):
+        return _Forward.apply(options, q, k, v, bias, sink)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return fwd.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, **options)
+        return fwd(q, k, v, **options)
 
 
-def _bwd_autograd(keyset: Any, *tensors: Any, **options: Any) -> Any:
+def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return _Backward.apply(keyset, options, *tensors)  # type: ignore[no-untyped-call]
+        return _Backward.apply(options, *tensors)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return bwd.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **options)
+        return bwd(*tensors, **options)
 
 
-_library.impl("fwd", _fwd_autograd, "Autograd", with_keyset=True)
-_library.impl("bwd", _bwd_autograd, "Autograd", with_keyset=True)
+_library.impl("fwd", _fwd_autograd, "Autograd")
+_library.impl("bwd", _bwd_autograd, "Autograd")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """`fwd` for callers in Python: where only autograd is to be minded, without the dispatcher's
+    way to it and back, which takes longer than the launch."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or has_torch_function_variadic(q, k, v)
+    ):
+        return fwd(q, k, v, **options)
+    return _fwd_autograd(q, k, v, **options)
 
 
 # --- CPU kernels ---
