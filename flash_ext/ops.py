@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 from torch.library import Library, register_fake
 from torch.overrides import has_torch_function_variadic
 
@@ -84,10 +85,11 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 
 # --- Autograd ---
 # torch.library.register_autograd refuses ops with keyword-only tensors, so this registers the two
-# autograd.Functions itself, in the same way.
+# autograd.Functions itself. They derive from the base of torch.autograd.Function that leaves out
+# what torch.func needs: that takes longer than a launch.
 
 
-class _Forward(torch.autograd.Function):
+class _Forward(_SingleLevelFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -101,15 +103,15 @@ class _Forward(torch.autograd.Function):
         """bias and sink are among the options, and here for autograd to see them."""
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = fwd(q, k, v, **options)
-        ctx.tensor_options = [n for n, x in options.items() if isinstance(x, Tensor)]
-        ctx.other_options = {n: x for n, x in options.items() if n not in ctx.tensor_options}
-        ctx.save_for_backward(q, k, v, out, lse, *(options[n] for n in ctx.tensor_options))
+        tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        ctx.tensor_options = tuple(tensors)
+        ctx.other_options = {n: x for n, x in options.items() if n not in tensors}
+        ctx.save_for_backward(q, k, v, out, lse, *tensors.values())
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dout, dlse = grads
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         options = ctx.other_options | dict(zip(ctx.tensor_options, tensors, strict=True))
         if dout is None:
@@ -119,13 +121,14 @@ class _Forward(torch.autograd.Function):
         if dlse is not None:
             dlse = dlse.contiguous()
         *_, need_dbias, need_dsink = ctx.needs_input_grad
-        dq, dk, dv, dbias, dsink = _bwd_autograd(
-            dout, dlse, q, k, v, out, lse, **options, need_dbias=need_dbias
-        )
+        if "bias" in options:
+            options["need_dbias"] = need_dbias
+        call = _bwd_autograd if _is_plain(dout, q) else bwd
+        dq, dk, dv, dbias, dsink = call(dout, dlse, q, k, v, out, lse, **options)
         return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -139,17 +142,26 @@ class _Backward(torch.autograd.Function):
         )
 
 
+def _apply(function: type[_SingleLevelFunction], *arguments: Any) -> Any:
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "flash_ext: the gradients of torch.func are not supported; "
+            "flash_ext.reference.attention has them"
+        )
+    return function.apply(*arguments)  # type: ignore[attr-defined]
+
+
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     bias, sink = options.get("bias"), options.get("sink")
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, bias, sink):
-        return _Forward.apply(options, q, k, v, bias, sink)  # type: ignore[no-untyped-call]
+        return _apply(_Forward, options, q, k, v, bias, sink)
     with torch._C._AutoDispatchBelowAutograd():
         return fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return _Backward.apply(options, *tensors)  # type: ignore[no-untyped-call]
+        return _apply(_Backward, options, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return bwd(*tensors, **options)
 
@@ -158,16 +170,22 @@ _library.impl("fwd", _fwd_autograd, "Autograd")
 _library.impl("bwd", _bwd_autograd, "Autograd")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`fwd` for callers in Python: where only autograd is to be minded, without the dispatcher's
-    way to it and back, which takes longer than the launch."""
-    if (
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether the first that a call of an op would come to is its Autograd kernel.
+
+    Python then calls that itself. The dispatcher's way there and back takes longer than a launch.
+    """
+    return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or has_torch_function_variadic(q, k, v)
-    ):
-        return fwd(q, k, v, **options)
-    return _fwd_autograd(q, k, v, **options)
+        or has_torch_function_variadic(*tensors)
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """`fwd` for callers in Python, quicker."""
+    call = _fwd_autograd if _is_plain(q, k, v) else fwd
+    return call(q, k, v, **options)
 
 
 # --- CPU kernels ---
