@@ -247,6 +247,7 @@ Variant choose_variant(const Tensor& q, const Tensor& k, const Tensor& v, const 
 // Sequence lengths are on the device, where the host cannot see them: with FLASH_EXT_DEBUG=1 they
 // are fetched, which waits for the device, and checked.
 void debug_seqlens(const Tensor& q, const Sizes& sizes, const Options& options) {
+    if (!sizes.packed && !options.seqused_k) return;
     const char* debug = std::getenv("FLASH_EXT_DEBUG");
     if (debug == nullptr || std::string(debug) == "0" || std::string(debug).empty()) return;
     const auto fetch = [&](const std::optional<Tensor>& tensor) {
@@ -328,7 +329,11 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
-            params.tile_counter = reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
+            const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *
+                                  tile_numbers(params, params.seqlen_q, tuning::kMinFa3BlockQ);
+            if (tiles > device_limits(q.get_device_index()).multiprocessors)
+                params.tile_counter =
+                    reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));
@@ -384,10 +389,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     }
     params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
     const int64_t rows = workspace_rows(params);
-    params.lse_log2 = workspace.allocate<float>(rows);
-    params.delta = workspace.allocate<float>(rows);
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
-        params.dq_accum = workspace.allocate<float>(rows * dim);
+        params.dq_accum = workspace.allocate<float>(rows * (dim + 2));
+        params.lse_log2 = params.dq_accum + rows * dim;
+        params.delta = params.lse_log2 + rows;
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else {

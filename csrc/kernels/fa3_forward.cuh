@@ -69,6 +69,7 @@ struct Fa3ForwardConfig {
     static constexpr int kConsumers = kTuning.consumers;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ >= tuning::kMinFa3BlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
     static constexpr int kDrawAhead = 2;
@@ -571,7 +572,9 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                                encode_tensor_map<typename Config::VTile>(
                                    params.v_map, params.v, params.element_type, params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    const int ctas = min_of(cta_count(params.schedule), multiprocessors());
+    const int tiles = cta_count(params.schedule);
+    const int ctas = min_of(tiles, multiprocessors());
+    if (tiles > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
     return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
                                                      params, stream);
 }
