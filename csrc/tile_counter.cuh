@@ -14,7 +14,7 @@ struct TileCounter {
     static constexpr int kMaxTiles = 1 << kCountBits;
 
     unsigned long long* word;  // null: there are no more tiles than CTAs, so nothing to draw
-    unsigned long long name;  // the lower kCountBits are 0
+    unsigned long long name;   // the lower kCountBits are 0
 
     // By one thread of each CTA, before its first draw.
     __device__ __forceinline__ void start() const {
