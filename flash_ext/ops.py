@@ -17,12 +17,12 @@ The schemas are defined here, so fake and CPU kernels need no binary. The CUDA k
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 from torch.library import Library, register_fake
 from torch.overrides import has_torch_function_variadic
 
@@ -85,11 +85,13 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 
 # --- Autograd ---
 # torch.library.register_autograd refuses ops with keyword-only tensors, so this registers the two
-# autograd.Functions itself. They derive from the base of torch.autograd.Function that leaves out
-# what torch.func needs: that takes longer than a launch.
+# autograd.Functions itself.
 
 
-class _Forward(_SingleLevelFunction):
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -101,37 +103,38 @@ class _Forward(_SingleLevelFunction):
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """bias and sink are among the options, and here for autograd to see them."""
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             out, lse = fwd(q, k, v, **options)
-        tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
-        ctx.tensor_options = tuple(tensors)
-        ctx.other_options = {n: x for n, x in options.items() if n not in tensors}
-        ctx.save_for_backward(q, k, v, out, lse, *tensors.values())
+        ctx.tensor_options = [name for name, x in options.items() if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, k, v, out, lse, *(options.pop(n) for n in ctx.tensor_options))
+        ctx.other_options = options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        options = ctx.other_options | dict(zip(ctx.tensor_options, tensors, strict=True))
+        *_, need_dbias, need_dsink = ctx.needs_input_grad
+        options = ctx.other_options
+        if tensors:
+            options = options | dict(zip(ctx.tensor_options, tensors, strict=True))
+            options["need_dbias"] = need_dbias
         if dout is None:
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:
             dout = dout.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        *_, need_dbias, need_dsink = ctx.needs_input_grad
-        if "bias" in options:
-            options["need_dbias"] = need_dbias
-        call = _bwd_autograd if _is_plain(dout, q) else bwd
-        dq, dk, dv, dbias, dsink = call(dout, dlse, q, k, v, out, lse, **options)
+        through_autograd = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        with nullcontext() if through_autograd else _below_autograd():
+            dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
         return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
-class _Backward(_SingleLevelFunction):
+class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return bwd(*tensors, **options)
 
     @staticmethod
@@ -142,27 +145,28 @@ class _Backward(_SingleLevelFunction):
         )
 
 
-def _apply(function: type[_SingleLevelFunction], *arguments: Any) -> Any:
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """function.apply without what it does for torch.func, which takes longer than a launch."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "flash_ext: the gradients of torch.func are not supported; "
             "flash_ext.reference.attention has them"
         )
-    return function.apply(*arguments)  # type: ignore[attr-defined]
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     bias, sink = options.get("bias"), options.get("sink")
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, bias, sink):
         return _apply(_Forward, options, q, k, v, bias, sink)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _below_autograd():
         return fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return _apply(_Backward, options, *tensors)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _below_autograd():
         return bwd(*tensors, **options)
 
 
@@ -170,21 +174,18 @@ _library.impl("fwd", _fwd_autograd, "Autograd")
 _library.impl("bwd", _bwd_autograd, "Autograd")
 
 
-def _is_plain(*tensors: Tensor) -> bool:
-    """Whether the first that a call of an op would come to is its Autograd kernel.
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """`fwd` for callers in Python, quicker.
 
-    Python then calls that itself. The dispatcher's way there and back takes longer than a launch.
+    Where a call would first come to its Autograd kernel this goes there itself: the dispatcher's
+    way into Python and back takes longer than a launch.
     """
-    return not (
+    elsewhere = (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or has_torch_function_variadic(*tensors)
+        or has_torch_function_variadic(q, k, v)
     )
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`fwd` for callers in Python, quicker."""
-    call = _fwd_autograd if _is_plain(q, k, v) else fwd
+    call = fwd if elsewhere else _fwd_autograd
     return call(q, k, v, **options)
 
 
