@@ -129,6 +129,7 @@ struct BackwardParams : AttentionParams {
     int* turn = nullptr;  // (1 + R / kBlockQ) zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ
     float* dsink_parts = nullptr;  // (Hq, kSinkParts)
+    unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
 };
 
 }  // namespace flash_ext

@@ -1,0 +1,683 @@
+// FlashAttention-3 backward (Shah et al. 2024, algorithm 3), for Hopper.
+//
+// One CTA per SM takes one KV tile after another; its inner loop goes over the Q tiles that see the
+// KV tile, for each query head of the group in turn. Everything is computed transposed, rows are
+// keys, as in backward_tile.cuh. Its warpgroups have roles:
+//
+//   producer       three threads: Q, lse and the choice of the next KV tile; dO and delta; K and V
+//   two consumers  each owns 64 keys: S^T, dP^T, and the gradients dK and dV in registers
+//
+// A consumer's step, in the order in which it starts things; primes belong to the next Q tile:
+//
+//     S'^T  = K Q'^T               wgmma, asynchronous
+//     dV   += P^T dO               wgmma, asynchronous
+//     dK   += dS^T Q               wgmma, asynchronous
+//     P'    = 2^(S' scale - lse')  when S' is there, while dV and dK run
+//     dP'^T = V dO'^T              wgmma, asynchronous, when dV and dK are done
+//     dQ    = dS K                 wgmma, asynchronous
+//     dS'   = P' * (dP' - delta')  when dP' is there, while dQ runs
+//
+// so that its arithmetic always has matmuls beside it. P^T and dS^T go from the registers into dV
+// and dK. dQ sums over the keys of both consumers, so dS^T goes through shared memory besides, and
+// each consumer computes a half of dQ: of the columns at head dim 128, of the rows at 64. dQ is
+// summed over CTAs in float32 in HBM by vector reductions, in fragment order; a pass before the
+// kernel makes lse, delta and zeros of it, a pass behind converts it.
+//
+// Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; a ring of KV tiles'
+// descriptions (KeyTile).
+//
+//   barrier               arrives                      waits
+//   full(Q, dO, K, V)     TMA, by bytes                consumers, before the matmul that reads it
+//   empty(Q, dO, K, V)    each consumer warp, when     producer, before it loads the next
+//                         the matmul is done
+//   full, empty(tiles)    producer; all readers        all readers; producer
+//   dS (of each slot)     each consumer warp, when     consumers, before dQ
+//                         its rows are written and
+//                         its dQ of the step before
+//                         is done
+#pragma once
+
+#include "../mask.cuh"
+#include "../ptx/registers.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/uniform.cuh"
+#include "../scheduler.cuh"
+#include "../score.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/tensor_map.cuh"
+#include "../tile/tma_ring.cuh"
+#include "../tile/wgmma.cuh"
+#include "../tile_counter.cuh"
+#include "../tuning.h"
+#include "fa3_backward_passes.cuh"
+#include "launch.cuh"
+
+namespace flash_ext {
+
+// What a CTA works on next; written by a producer.
+struct KeyTile {
+    Sequence sequence;
+    int head;       // of K and V
+    int first_key;  // below 0: there is no more work
+    Interval q_tiles;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3Backward kTuning>
+struct Fa3BackwardConfig {
+    using Element = Element_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = 64 * kConsumers;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using DSTile = SharedTile<kBlockKV, kBlockQ>;
+    using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
+    using DORing = TmaRing<kTuning.do_stages, DOTile::kBytes>;
+    using KRing = TmaRing<1, KTile::kBytes>;
+    using VRing = TmaRing<1, VTile::kBytes>;
+    using TileRing = TmaRing<4, 64>;
+    static_assert(sizeof(KeyTile) <= TileRing::kSlotBytes);
+    static_assert(kWorkspaceRows % kBlockQ == 0);
+
+    // A consumer's part of dQ: 64 columns of 64 rows, or all columns of its half of the rows.
+    static constexpr bool kSplitColumns = kBlockQ == 64;
+    static constexpr int kDQCols = kSplitColumns ? kHeadDim / kConsumers : kHeadDim;
+    using DQ = RegisterTile<16, kDQCols>;
+    static_assert(kBlockQ == 64 || kBlockQ == 128);
+    static_assert(kDQCols % 64 == 0);
+
+    static constexpr int kStatisticsBytes = kBlockQ * 4;
+    static constexpr int kK = 0;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kQ = kV + VTile::kBytes;
+    static constexpr int kDO = kQ + QRing::kSlots * QTile::kBytes;
+    static constexpr int kDS = kDO + DORing::kSlots * DOTile::kBytes;
+    static constexpr int kLse = kDS + 2 * DSTile::kBytes;
+    static constexpr int kDelta = kLse + QRing::kSlots * kStatisticsBytes;
+    static constexpr int kTiles = kDelta + DORing::kSlots * kStatisticsBytes;
+    static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    static constexpr int kDOBarriers = kQBarriers + QRing::kBarrierBytes;
+    static constexpr int kKBarriers = kDOBarriers + DORing::kBarrierBytes;
+    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
+    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
+    static constexpr int kDSBarriers = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kSharedBytes = kDSBarriers + 2 * 8;
+    static_assert(kSharedBytes <= 227 * 1024);
+};
+
+struct Fa3BackwardParams : BackwardParams {
+    TileCounter counter;
+    CUtensorMap q_map;
+    CUtensorMap do_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+};
+
+// The inner loop's place: Q tile and query head.
+struct QTileStep {
+    int q_tile;
+    int head;
+
+    __device__ __forceinline__ void advance(const Interval& q_tiles) {
+        if (++q_tile == q_tiles.end) {
+            q_tile = q_tiles.begin;
+            ++head;
+        }
+    }
+};
+
+template <class Config>
+struct Fa3Backward {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using DOTile = typename Config::DOTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using DSTile = typename Config::DSTile;
+    using Scores = RegisterTile<16, Config::kBlockQ>;
+    using Operand = RegisterOperand<Config::kBlockQ>;
+    using GradientK = RegisterTile<16, Config::kHeadDim>;
+    using GradientV = RegisterTile<16, Config::kHeadDimV>;
+    using DQ = typename Config::DQ;
+    using QCursor = typename Config::QRing::Cursor;
+    using DOCursor = typename Config::DORing::Cursor;
+    using TileCursor_ = typename Config::TileRing::Cursor;
+
+    const Fa3BackwardParams& params;
+    uint32_t shared;
+    int consumer;     // number of this thread's warpgroup
+    int warp_key;     // first row of its warp within the KV tile
+    bool leads_warp;  // is it its warp's first?
+    typename Config::QRing q_ring;
+    typename Config::DORing do_ring;
+    typename Config::KRing k_ring;
+    typename Config::VRing v_ring;
+    typename Config::TileRing tile_ring;
+
+    __device__ __forceinline__ Fa3Backward(const Fa3BackwardParams& p, uint32_t shared_)
+        : params(p),
+          shared(shared_),
+          consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
+          warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
+          leads_warp(lane_id() == 0),
+          q_ring{shared + Config::kQ, shared + Config::kQBarriers},
+          do_ring{shared + Config::kDO, shared + Config::kDOBarriers},
+          k_ring{shared + Config::kK, shared + Config::kKBarriers},
+          v_ring{shared + Config::kV, shared + Config::kVBarriers},
+          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+
+    __device__ __forceinline__ void init() const {
+        constexpr int kReaders = Config::kConsumers * 4;
+        q_ring.init(kReaders);
+        do_ring.init(kReaders);
+        k_ring.init(kReaders);
+        v_ring.init(kReaders);
+        tile_ring.init(kReaders + 2);  // and the producers of dO and of K and V
+        ptx::mbarrier_init(ds_barrier(0), kReaders);
+        ptx::mbarrier_init(ds_barrier(1), kReaders);
+        ptx::mbarrier_fence_init();
+    }
+
+    // --- Producer ---
+
+    // first_key is below 0 for a spare number.
+    __device__ __forceinline__ KeyTile key_tile(int linear) const {
+        const WorkTile work = work_tile(linear, params.schedule);
+        const SequenceTile tile =
+            tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
+        const Sequence& s = tile.sequence;
+        const int first_key = tile.tile * Config::kBlockKV;
+        if (first_key >= s.rows_k) return {s, 0, -1, {}};
+        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
+        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
+        if (first_key >= s.seqlen_k) queries.end = 0;  // not in use
+        return {s, work.head, first_key, tiles_of(queries, Config::kBlockQ)};
+    }
+
+    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
+
+    __device__ __forceinline__ int64_t statistics_row(const KeyTile& tile,
+                                                      const QTileStep& at) const {
+        return workspace_row(params, tile.sequence, at.head, at.q_tile * Config::kBlockQ);
+    }
+
+    // visit(step, is it the last?) for all steps of a KV tile.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_step(const KeyTile& tile, Visit visit) const {
+        const int n = (tile.q_tiles.end - tile.q_tiles.begin) * group();
+        QTileStep at{tile.q_tiles.begin, tile.head * group()};
+        for (int i = 0; i < n; ++i, at.advance(tile.q_tiles)) visit(at, i == n - 1);
+    }
+
+    // Chooses the KV tiles, and loads Q and lse. A tile is drawn when the last Q tile of the one
+    // before is about to be loaded.
+    __device__ __forceinline__ void produce_q() const {
+        TileCursor_ t;
+        QCursor q;
+        const int total = cta_count(params.schedule);
+        const auto publish = [&](int linear) {
+            KeyTile tile{{}, 0, -1, {}};
+            for (; linear < total; linear = params.counter.draw(total)) {
+                tile = key_tile(linear);
+                if (tile.first_key >= 0) break;
+            }
+            tile_ring.acquire(t);
+            *tile_slot(t) = tile;
+            ptx::mbarrier_arrive(tile_ring.full(t));
+            t.advance();
+            return tile;
+        };
+        params.counter.start();
+        KeyTile tile = publish(blockIdx.x);
+        while (tile.first_key >= 0) {
+            int next = -1;
+            for_each_step(tile, [&](const QTileStep& at, bool last) {
+                const Sequence& s = tile.sequence;
+                const TensorRows rows(params.q, s.batch, at.head, s.q_begin, s.seqlen_q);
+                if (last) next = params.counter.draw(total);
+                load<QTile>(q_ring, q, params.q_map, rows, at.q_tile * Config::kBlockQ,
+                            Config::kLse, params.lse_log2 + statistics_row(tile, at));
+            });
+            if (next < 0) next = params.counter.draw(total);
+            tile = publish(next);
+        }
+    }
+
+    // The KV tiles in their order, for a producer.
+    __device__ __forceinline__ KeyTile next_tile(TileCursor_& t) const {
+        tile_ring.wait(t);
+        const KeyTile tile = *tile_slot(t);
+        tile_ring.release(t);
+        t.advance();
+        return tile;
+    }
+
+    __device__ __forceinline__ void produce_do() const {
+        TileCursor_ t;
+        DOCursor d;
+        for (KeyTile tile = next_tile(t); tile.first_key >= 0; tile = next_tile(t)) {
+            for_each_step(tile, [&](const QTileStep& at, bool) {
+                const Sequence& s = tile.sequence;
+                const TensorRows rows(params.dout, s.batch, at.head, s.q_begin, s.seqlen_q);
+                load<DOTile>(do_ring, d, params.do_map, rows, at.q_tile * Config::kBlockQ,
+                             Config::kDelta, params.delta + statistics_row(tile, at));
+            });
+        }
+    }
+
+    __device__ __forceinline__ void produce_kv() const {
+        TileCursor_ t;
+        typename Config::KRing::Cursor k;
+        typename Config::VRing::Cursor v;
+        for (KeyTile tile = next_tile(t); tile.first_key >= 0; tile = next_tile(t)) {
+            if (tile.q_tiles.empty()) continue;
+            const Sequence& s = tile.sequence;
+            const TensorRows k_rows(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            k_ring.acquire(k);
+            ptx::mbarrier_arrive_expect(k_ring.full(k), KTile::kBytes);
+            k_rows.load<KTile>(params.k_map, k_ring.tile(k), k_ring.full(k), tile.first_key);
+            k.advance();
+            v_ring.acquire(v);
+            ptx::mbarrier_arrive_expect(v_ring.full(v), VTile::kBytes);
+            v_rows.load<VTile>(params.v_map, v_ring.tile(v), v_ring.full(v), tile.first_key);
+            v.advance();
+        }
+    }
+
+    // A Q or dO tile and its lse or delta.
+    template <class Tile, class Ring>
+    __device__ __forceinline__ void load(const Ring& ring, typename Ring::Cursor& cursor,
+                                         const CUtensorMap& map, const TensorRows& rows,
+                                         int first_row, int statistics, const float* source) const {
+        ring.acquire(cursor);
+        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes + Config::kStatisticsBytes);
+        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
+        ptx::bulk_load(shared + statistics + cursor.slot * Config::kStatisticsBytes, source,
+                       Config::kStatisticsBytes, ring.full(cursor));
+        cursor.advance();
+    }
+
+    __device__ __forceinline__ void produce() const {
+        if (lane_id() != 0) return;
+        switch (warp_id()) {
+            case 0:
+                return produce_q();
+            case 1:
+                return produce_do();
+            case 2:
+                return produce_kv();
+        }
+    }
+
+    // --- Consumers ---
+
+    template <class Ring>
+    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
+        if (leads_warp) ring.release(cursor);
+        cursor.advance();
+    }
+
+    __device__ __forceinline__ BandMask mask_of(const KeyTile& tile) const {
+        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
+                params.window_right};
+    }
+
+    // The Q tiles that see all of this consumer's keys. Queries past the sequence do not count.
+    __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
+        const BandMask mask = mask_of(tile);
+        const int first_key = tile.first_key + consumer * 64;
+        const int begin = mask.query_range(first_key + 63).begin;
+        const int end =
+            min_of(mask.query_range(first_key).end, mask.query_range(first_key + 63).end);
+        return {ceil_div(begin, Config::kBlockQ),
+                end == mask.seqlen_q ? ceil_div(end, Config::kBlockQ) : end / Config::kBlockQ};
+    }
+
+    // Two neighbouring columns' lse or delta.
+    __device__ __forceinline__ float2 statistics(int offset, uint32_t slot, int n) const {
+        return *reinterpret_cast<const float2*>(dynamic_shared() + offset +
+                                                slot * Config::kStatisticsBytes +
+                                                (8 * n + lane_col()) * 4);
+    }
+
+    // S^T to P^T.
+    __device__ __forceinline__ void exponentiate(Scores& s, uint32_t slot, const KeyTile& tile,
+                                                 const QTileStep& at, const Interval& full) const {
+        const int first_query = at.q_tile * Config::kBlockQ;
+        if constexpr (Config::kGeneral)
+            ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}.apply(
+                s, tile.first_key + warp_key, first_query);
+        if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
+            const BandMask mask = mask_of(tile);
+            const int first_key = tile.first_key + warp_key;
+            mask_scores(s, first_query,
+                        [&](int row) { return mask.query_range(first_key + row); });
+        }
+        const float scale = Config::kGeneral ? 1.f : params.scale_log2;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const float2 lse = statistics(Config::kLse, slot, n);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                s.v[0][n][2 * i] = ptx::ex2(s.v[0][n][2 * i] * scale - lse.x);
+                s.v[0][n][2 * i + 1] = ptx::ex2(s.v[0][n][2 * i + 1] * scale - lse.y);
+            }
+        }
+    }
+
+    // dP^T to dS^T, as an operand. P^T comes as one too: its rounded values will do, and take half
+    // the registers while dP^T and dQ are under way.
+    __device__ __forceinline__ void softmax_gradient(Scores& dp, const Operand& rP, Operand& rdS,
+                                                     uint32_t slot, uint32_t lse_slot,
+                                                     const KeyTile& tile,
+                                                     const QTileStep& at) const {
+        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const float2 delta = statistics(Config::kDelta, slot, n);
+            RegisterTile<16, 8> p;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float2 pair = ptx::unpack<Element>(rP.v[n / 2][n % 2 * 2 + i]);
+                p.v[0][0][2 * i] = pair.x;
+                p.v[0][0][2 * i + 1] = pair.y;
+                float* x = &dp.v[0][n][2 * i];
+                x[0] = pair.x * (x[0] - delta.x);
+                x[1] = pair.y * (x[1] - delta.y);
+            }
+            if constexpr (Config::kGeneral)
+                if (softcap) {
+                    auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(dp.v[0][n]);
+                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
+                        .softcap_gradient(ds, p, tile.first_key + warp_key,
+                                          at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
+                                              return reinterpret_cast<const float*>(
+                                                  dynamic_shared() + Config::kLse +
+                                                  lse_slot * Config::kStatisticsBytes)[8 * n + col];
+                                          });
+                }
+        }
+        rdS.template round<Element>(dp);
+    }
+
+    __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t slot) const {
+        const int lane = lane_id();
+        const uint32_t address =
+            ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
+#pragma unroll
+        for (int k = 0; k < Config::kBlockQ / 16; ++k)
+            ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerPanel * 32)) +
+                                 k / DSTile::kBlocksPerPanel * DSTile::kPanelBytes,
+                             rdS.v[k]);
+        ptx::fence_proxy_async();
+    }
+
+    // This consumer's part of dQ = dS K, started.
+    __device__ __forceinline__ void start_dq(DQ& rdQ, uint32_t slot, uint32_t k_tile) const {
+        const int ds_panel = Config::kSplitColumns ? 0 : consumer;
+        const int k_panel = Config::kSplitColumns ? consumer * (Config::kDQCols / 64) : 0;
+        start_gemm_columns<Element, Config::kBlockKV>(
+            rdQ, AlongColumns<DSTile>(ds_tile(slot) + ds_panel * DSTile::kPanelBytes),
+            AlongColumns<KTile>(k_tile + k_panel * KTile::kPanelBytes), false);
+    }
+
+    __device__ __forceinline__ void add_dq(const DQ& rdQ, float* accum) const {
+#pragma unroll
+        for (int n = 0; n < DQ::kN; ++n) {
+            const float(&x)[4] = rdQ.v[0][n];
+            ptx::red_add_v4(accum + n * 128, x[0], x[1], x[2], x[3]);
+        }
+    }
+
+    // dK and dV of keys that no query sees.
+    __device__ __forceinline__ void store_zeros(const KeyTile& tile) const {
+        const Sequence& s = tile.sequence;
+        const auto clear = [&](const TensorView& view, int cols) {
+            const int first_row = tile.first_key + warp_key;
+            const auto g = global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
+                                                s.rows_k - first_row, cols);
+            for (int row = 0; row < min_of(16, g.rows); ++row)
+                if (lane_id() * 8 < cols)
+                    *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
+        };
+        clear(params.dk, params.head_dim);
+        clear(params.dv, params.head_dim_v);
+    }
+
+    __device__ __forceinline__ void store(GradientK& rdK, GradientV& rdV,
+                                          const KeyTile& tile) const {
+        const Sequence& s = tile.sequence;
+        const int first_row = tile.first_key + warp_key;
+        rdK.scale(params.scale);
+        store_rows(global_tile<Element>(params.dv, s.batch, s.k_begin + first_row, tile.head,
+                                        s.rows_k - first_row, params.head_dim_v),
+                   rdV);
+        store_rows(global_tile<Element>(params.dk, s.batch, s.k_begin + first_row, tile.head,
+                                        s.rows_k - first_row, params.head_dim),
+                   rdK);
+    }
+
+    __device__ __forceinline__ void consume() const {
+        QCursor q;           // of the scores, or, where dK is behind them, ...
+        QCursor q_done;      // of dK
+        DOCursor d, d_done;  // the same of dP and dV
+        TileCursor_ t;
+        typename Config::KRing::Cursor k;
+        typename Config::VRing::Cursor v;
+        uint32_t ds = 0;         // slot of dS
+        uint32_t ds_parity = 0;  // of dQ's slot
+        GradientK rdK;
+        GradientV rdV;
+
+        for (;; t.advance()) {
+            tile_ring.wait(t);
+            const KeyTile& tile = *tile_slot(t);
+            if (ptx::warp_uniform(tile.first_key) < 0) return;
+            const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
+                                   ptx::warp_uniform(tile.q_tiles.end)};
+            if (q_tiles.empty()) [[unlikely]] {
+                store_zeros(tile);
+            } else {
+                const Interval full = full_tiles(tile);
+                int steps = (q_tiles.end - q_tiles.begin) * group();
+                QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
+                float* dq = params.dq_accum + statistics_row(tile, at) * Config::kHeadDim +
+                            (threadIdx.x / 32 - 4) * (DQ::kN * 128) + lane_id() * 4;
+                const int64_t next_head =
+                    (int64_t{params.q_blocks} * kWorkspaceRows -
+                     (q_tiles.end - q_tiles.begin) * Config::kBlockQ) *
+                    Config::kHeadDim;
+                Scores rS, rdP;
+                Operand rP, rdS;
+                DQ rdQ;
+
+                const auto start_scores = [&] {
+                    q_ring.wait(q);
+                    start_gemm<Element, Config::kHeadDim>(
+                        rS, AlongRows<KTile>(k_ring.tile(k), consumer * 64),
+                        AlongRows<QTile>(q_ring.tile(q)), false);
+                };
+                const auto start_dp = [&] {
+                    do_ring.wait(d);
+                    start_gemm<Element, Config::kHeadDimV>(
+                        rdP, AlongRows<VTile>(v_ring.tile(v), consumer * 64),
+                        AlongRows<DOTile>(do_ring.tile(d)), false);
+                };
+                const auto start_gradients = [&](bool accumulate) {
+                    start_gemm<Element, Config::kBlockQ>(
+                        rdV, rP, AlongColumns<DOTile>(do_ring.tile(d_done)), accumulate);
+                    start_gemm<Element, Config::kBlockQ>(
+                        rdK, rdS, AlongColumns<QTile>(q_ring.tile(q_done)), accumulate);
+                };
+                const auto release_q_do = [&] {
+                    release(q_ring, q_done);
+                    release(do_ring, d_done);
+                };
+                // dS is there for dQ, by all warps.
+                const auto publish_ds = [&] {
+                    __syncwarp();
+                    if (leads_warp) ptx::mbarrier_arrive(ds_barrier(ds));
+                };
+                const auto wait_ds = [&] {
+                    ptx::mbarrier_wait(ds_barrier(ds), ds_parity);
+                };
+                const auto next_ds = [&] {
+                    ds_parity ^= ds;
+                    ds ^= 1;
+                };
+
+                // P and dS of the first Q tile.
+                k_ring.wait(k);
+                start_scores();
+                v_ring.wait(v);
+                start_dp();
+                ptx::wgmma_wait<1>();
+                finished(rS);
+                exponentiate(rS, q.slot, tile, at, full);
+                rP.template round<Element>(rS);
+                ptx::wgmma_wait<0>();
+                finished(rdP);
+                softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
+                store_ds(rdS, ds);
+                publish_ds();
+                bool accumulate = false;
+
+                while (--steps > 0) {
+                    q.advance();
+                    d.advance();
+                    at.advance(q_tiles);
+                    start_scores();
+                    start_gradients(accumulate);
+                    accumulate = true;
+                    ptx::wgmma_wait<2>();
+                    finished(rS);
+                    exponentiate(rS, q.slot, tile, at, full);
+                    ptx::wgmma_wait<0>();
+                    finished(rdV);
+                    finished(rdK);
+                    release_q_do();
+                    rP.template round<Element>(rS);
+                    start_dp();
+                    wait_ds();
+                    start_dq(rdQ, ds, k_ring.tile(k));
+                    ptx::wgmma_wait<1>();
+                    finished(rdP);
+                    softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
+                    store_ds(rdS, ds ^ 1);
+                    ptx::wgmma_wait<0>();
+                    finished(rdQ);
+                    next_ds();
+                    publish_ds();
+                    add_dq(rdQ, dq);
+                    dq += Config::kBlockQ * Config::kHeadDim;
+                    if (at.q_tile == q_tiles.begin) dq += next_head;
+                }
+
+                release(v_ring, v);
+                start_gradients(accumulate);
+                wait_ds();
+                start_dq(rdQ, ds, k_ring.tile(k));
+                ptx::wgmma_wait<0>();
+                finished(rdV);
+                finished(rdK);
+                finished(rdQ);
+                next_ds();
+                release(k_ring, k);
+                release_q_do();
+                q.advance();
+                d.advance();
+                add_dq(rdQ, dq);
+                store(rdK, rdV, tile);
+            }
+            __syncwarp();
+            if (leads_warp) tile_ring.release(t);
+        }
+    }
+
+ private:
+    __device__ __forceinline__ KeyTile* tile_slot(const TileCursor_& t) const {
+        return reinterpret_cast<KeyTile*>(dynamic_shared() + Config::kTiles +
+                                          t.slot * Config::TileRing::kSlotBytes);
+    }
+    __device__ __forceinline__ uint32_t ds_tile(uint32_t slot) const {
+        return shared + Config::kDS + slot * DSTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t ds_barrier(uint32_t slot) const {
+        return shared + Config::kDSBarriers + 8 * slot;
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    fa3_backward_kernel(const __grid_constant__ Fa3BackwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+    const Fa3Backward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
+    if (threadIdx.x == 0) kernel.init();
+    __syncthreads();  // the barriers are there
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        kernel.produce();
+    } else {
+        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        kernel.consume();
+    }
+#endif
+}
+
+template <class Config>
+cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
+    Fa3BackwardParams params{call};
+    params.counter = {call.tile_counter, unique_launch_name() << TileCounter::kCountBits};
+    const bool masked =
+        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    const int group = params.heads_q / params.heads_k;
+    params.schedule = make_schedule(
+        tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
+        tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+        int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group, 1,
+        section_fillings(params, masked));
+    for (cudaError_t status :
+         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::DOTile>(params.do_map, params.dout,
+                                                     params.element_type, params.head_dim_v),
+          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
+                                                    params.head_dim_v)})
+        if (status != cudaSuccess) return status;
+    cudaError_t status = launch_fa3_prepare<Config>(call, stream);
+    if (status == cudaSuccess)
+        status = launch_kernel<fa3_backward_kernel<Config>>(
+            min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
+            Config::kSharedBytes, params, stream);
+    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(call, stream);
+    return status;
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(
+        params, [&](auto element, auto features) {
+            using Config =
+                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                  tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value)>;
+            status = launch_fa3_backward<Config>(params, stream);
+        });
+    return status;
+}
+
+}  // namespace flash_ext
