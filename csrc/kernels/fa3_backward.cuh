@@ -212,12 +212,22 @@ struct Fa3Backward {
         return workspace_row(params, tile.sequence, at.head, at.q_tile * Config::kBlockQ);
     }
 
-    // visit(step, is it the last?) for all steps of a KV tile.
-    template <class Visit>
-    __device__ __forceinline__ void for_each_step(const KeyTile& tile, Visit visit) const {
-        const int n = (tile.q_tiles.end - tile.q_tiles.begin) * group();
-        QTileStep at{tile.q_tiles.begin, tile.head * group()};
-        for (int i = 0; i < n; ++i, at.advance(tile.q_tiles)) visit(at, i == n - 1);
+    // load(rows of the head, its statistics, first row, is it the last?) for all steps of a KV tile,
+    // whose description stays in shared memory: this warpgroup has few registers.
+    template <class Load>
+    __device__ __forceinline__ void for_each_step(const TensorView& view, const float* statistics,
+                                                  const KeyTile& tile, Load load) const {
+        const Sequence& s = tile.sequence;
+        const Interval q_tiles = tile.q_tiles;
+        if (q_tiles.empty()) return;
+        for (int i = 0; i < group(); ++i) {
+            const int head = tile.head * group() + i;
+            const TensorRows rows(view, s.batch, head, s.q_begin, s.seqlen_q);
+            const float* head_statistics = statistics + workspace_row(params, s, head, 0);
+            for (int q_tile = q_tiles.begin; q_tile < q_tiles.end; ++q_tile)
+                load(rows, head_statistics, q_tile * Config::kBlockQ,
+                     i == group() - 1 && q_tile == q_tiles.end - 1);
+        }
     }
 
     // Chooses the KV tiles, and loads Q and lse. A tile is drawn when the last Q tile of the one
@@ -226,74 +236,71 @@ struct Fa3Backward {
         TileCursor_ t;
         QCursor q;
         const int total = cta_count(params.schedule);
-        const auto publish = [&](int linear) {
-            KeyTile tile{{}, 0, -1, {}};
-            for (; linear < total; linear = params.counter.draw(total)) {
-                tile = key_tile(linear);
-                if (tile.first_key >= 0) break;
-            }
-            tile_ring.acquire(t);
-            *tile_slot(t) = tile;
-            ptx::mbarrier_arrive(tile_ring.full(t));
-            t.advance();
-            return tile;
-        };
         params.counter.start();
-        KeyTile tile = publish(blockIdx.x);
-        while (tile.first_key >= 0) {
-            int next = -1;
-            for_each_step(tile, [&](const QTileStep& at, bool last) {
-                const Sequence& s = tile.sequence;
-                const TensorRows rows(params.q, s.batch, at.head, s.q_begin, s.seqlen_q);
-                if (last) next = params.counter.draw(total);
-                load<QTile>(q_ring, q, params.q_map, rows, at.q_tile * Config::kBlockQ,
-                            Config::kLse, params.lse_log2 + statistics_row(tile, at));
-            });
-            if (next < 0) next = params.counter.draw(total);
-            tile = publish(next);
+        for (int linear = blockIdx.x;; t.advance()) {
+            KeyTile& slot = *tile_slot(t);
+            tile_ring.acquire(t);
+            for (;; linear = params.counter.draw(total)) {
+                if (linear >= total) {
+                    slot.first_key = -1;
+                } else {
+                    slot = key_tile(linear);
+                    if (slot.first_key < 0) continue;  // a spare number
+                }
+                break;
+            }
+            ptx::mbarrier_arrive(tile_ring.full(t));
+            if (linear >= total) return;
+            if (slot.q_tiles.empty()) linear = params.counter.draw(total);
+            for_each_step(params.q, params.lse_log2, slot,
+                          [&](const TensorRows& rows, const float* lse, int first_row, bool last) {
+                              if (last) linear = params.counter.draw(total);
+                              load<QTile>(q_ring, q, params.q_map, rows, first_row, Config::kLse,
+                                          lse + first_row);
+                          });
         }
     }
 
-    // The KV tiles in their order, for a producer.
-    __device__ __forceinline__ KeyTile next_tile(TileCursor_& t) const {
-        tile_ring.wait(t);
-        const KeyTile tile = *tile_slot(t);
-        tile_ring.release(t);
-        t.advance();
-        return tile;
+    // The KV tiles in their order, for another producer.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_tile(Visit visit) const {
+        for (TileCursor_ t;; t.advance()) {
+            tile_ring.wait(t);
+            const KeyTile& tile = *tile_slot(t);
+            if (tile.first_key < 0) return;
+            visit(tile);
+            tile_ring.release(t);
+        }
     }
 
     __device__ __forceinline__ void produce_do() const {
-        TileCursor_ t;
         DOCursor d;
-        for (KeyTile tile = next_tile(t); tile.first_key >= 0; tile = next_tile(t)) {
-            for_each_step(tile, [&](const QTileStep& at, bool) {
-                const Sequence& s = tile.sequence;
-                const TensorRows rows(params.dout, s.batch, at.head, s.q_begin, s.seqlen_q);
-                load<DOTile>(do_ring, d, params.do_map, rows, at.q_tile * Config::kBlockQ,
-                             Config::kDelta, params.delta + statistics_row(tile, at));
-            });
-        }
+        for_each_tile([&](const KeyTile& tile) {
+            for_each_step(params.dout, params.delta, tile,
+                          [&](const TensorRows& rows, const float* delta, int first_row, bool) {
+                              load<DOTile>(do_ring, d, params.do_map, rows, first_row,
+                                           Config::kDelta, delta + first_row);
+                          });
+        });
     }
 
     __device__ __forceinline__ void produce_kv() const {
-        TileCursor_ t;
         typename Config::KRing::Cursor k;
         typename Config::VRing::Cursor v;
-        for (KeyTile tile = next_tile(t); tile.first_key >= 0; tile = next_tile(t)) {
-            if (tile.q_tiles.empty()) continue;
+        for_each_tile([&](const KeyTile& tile) {
+            if (tile.q_tiles.empty()) return;
             const Sequence& s = tile.sequence;
             const TensorRows k_rows(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
-            const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
             k_ring.acquire(k);
             ptx::mbarrier_arrive_expect(k_ring.full(k), KTile::kBytes);
             k_rows.load<KTile>(params.k_map, k_ring.tile(k), k_ring.full(k), tile.first_key);
             k.advance();
+            const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
             v_ring.acquire(v);
             ptx::mbarrier_arrive_expect(v_ring.full(v), VTile::kBytes);
             v_rows.load<VTile>(params.v_map, v_ring.tile(v), v_ring.full(v), tile.first_key);
             v.advance();
-        }
+        });
     }
 
     // A Q or dO tile and its lse or delta.
@@ -408,8 +415,9 @@ struct Fa3Backward {
                                                   lse_slot * Config::kStatisticsBytes)[8 * n + col];
                                           });
                 }
+            rdS.v[n / 2][n % 2 * 2] = ptx::pack<Element>(dp.v[0][n][0], dp.v[0][n][1]);
+            rdS.v[n / 2][n % 2 * 2 + 1] = ptx::pack<Element>(dp.v[0][n][2], dp.v[0][n][3]);
         }
-        rdS.template round<Element>(dp);
     }
 
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t slot) const {
@@ -424,13 +432,11 @@ struct Fa3Backward {
         ptx::fence_proxy_async();
     }
 
-    // This consumer's part of dQ = dS K, started.
-    __device__ __forceinline__ void start_dq(DQ& rdQ, uint32_t slot, uint32_t k_tile) const {
-        const int ds_panel = Config::kSplitColumns ? 0 : consumer;
-        const int k_panel = Config::kSplitColumns ? consumer * (Config::kDQCols / 64) : 0;
-        start_gemm_columns<Element, Config::kBlockKV>(
-            rdQ, AlongColumns<DSTile>(ds_tile(slot) + ds_panel * DSTile::kPanelBytes),
-            AlongColumns<KTile>(k_tile + k_panel * KTile::kPanelBytes), false);
+    // An operand, moved from a ring's first slot to another.
+    template <int kSlotBytes, class Operand_>
+    static __device__ __forceinline__ Operand_ in_slot(Operand_ operand, uint32_t slot) {
+        operand.descriptor += slot * (kSlotBytes / 16);
+        return operand;
     }
 
     __device__ __forceinline__ void add_dq(const DQ& rdQ, float* accum) const {
@@ -480,6 +486,18 @@ struct Fa3Backward {
         uint32_t ds_parity = 0;  // of dQ's slot
         GradientK rdK;
         GradientV rdV;
+        // Operands in shared memory, of rings in their first slots.
+        const AlongRows<KTile> k_rows(shared + Config::kK, consumer * 64);
+        const AlongRows<VTile> v_rows(shared + Config::kV, consumer * 64);
+        const AlongRows<QTile> q_rows(shared + Config::kQ);
+        const AlongRows<DOTile> do_rows(shared + Config::kDO);
+        const AlongColumns<QTile> q_columns(shared + Config::kQ);
+        const AlongColumns<DOTile> do_columns(shared + Config::kDO);
+        const AlongColumns<DSTile> ds_columns(
+            ds_tile(0) + (Config::kSplitColumns ? 0 : consumer * DSTile::kPanelBytes));
+        const AlongColumns<KTile> k_columns(
+            shared + Config::kK +
+            (Config::kSplitColumns ? consumer * (Config::kDQCols / 64) * KTile::kPanelBytes : 0));
 
         for (;; t.advance()) {
             tile_ring.wait(t);
@@ -506,20 +524,24 @@ struct Fa3Backward {
                 const auto start_scores = [&] {
                     q_ring.wait(q);
                     start_gemm<Element, Config::kHeadDim>(
-                        rS, AlongRows<KTile>(k_ring.tile(k), consumer * 64),
-                        AlongRows<QTile>(q_ring.tile(q)), false);
+                        rS, k_rows, in_slot<QTile::kBytes>(q_rows, q.slot), false);
                 };
                 const auto start_dp = [&] {
                     do_ring.wait(d);
                     start_gemm<Element, Config::kHeadDimV>(
-                        rdP, AlongRows<VTile>(v_ring.tile(v), consumer * 64),
-                        AlongRows<DOTile>(do_ring.tile(d)), false);
+                        rdP, v_rows, in_slot<DOTile::kBytes>(do_rows, d.slot), false);
                 };
                 const auto start_gradients = [&](bool accumulate) {
                     start_gemm<Element, Config::kBlockQ>(
-                        rdV, rP, AlongColumns<DOTile>(do_ring.tile(d_done)), accumulate);
+                        rdV, rP, in_slot<DOTile::kBytes>(do_columns, d_done.slot), accumulate);
                     start_gemm<Element, Config::kBlockQ>(
-                        rdK, rdS, AlongColumns<QTile>(q_ring.tile(q_done)), accumulate);
+                        rdK, rdS, in_slot<QTile::kBytes>(q_columns, q_done.slot), accumulate);
+                };
+                // This consumer's part of dQ.
+                const auto start_dq = [&] {
+                    ptx::mbarrier_wait(ds_barrier(ds), ds_parity);
+                    start_gemm_columns<Element, Config::kBlockKV>(
+                        rdQ, in_slot<DSTile::kBytes>(ds_columns, ds), k_columns, false);
                 };
                 const auto release_q_do = [&] {
                     release(q_ring, q_done);
@@ -529,9 +551,6 @@ struct Fa3Backward {
                 const auto publish_ds = [&] {
                     __syncwarp();
                     if (leads_warp) ptx::mbarrier_arrive(ds_barrier(ds));
-                };
-                const auto wait_ds = [&] {
-                    ptx::mbarrier_wait(ds_barrier(ds), ds_parity);
                 };
                 const auto next_ds = [&] {
                     ds_parity ^= ds;
@@ -564,14 +583,14 @@ struct Fa3Backward {
                     ptx::wgmma_wait<2>();
                     finished(rS);
                     exponentiate(rS, q.slot, tile, at, full);
+                    finished(rS);  // here, and not behind the wait
                     ptx::wgmma_wait<0>();
                     finished(rdV);
                     finished(rdK);
                     release_q_do();
                     rP.template round<Element>(rS);
                     start_dp();
-                    wait_ds();
-                    start_dq(rdQ, ds, k_ring.tile(k));
+                    start_dq();
                     ptx::wgmma_wait<1>();
                     finished(rdP);
                     softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
@@ -587,8 +606,7 @@ struct Fa3Backward {
 
                 release(v_ring, v);
                 start_gradients(accumulate);
-                wait_ds();
-                start_dq(rdQ, ds, k_ring.tile(k));
+                start_dq();
                 ptx::wgmma_wait<0>();
                 finished(rdV);
                 finished(rdK);
