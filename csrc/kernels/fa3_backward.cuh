@@ -432,6 +432,17 @@ struct Fa3Backward {
         ptx::fence_proxy_async();
     }
 
+    // Keeps the compiler from moving P's arithmetic behind a wait that follows, where no matmul
+    // would run beside it: by a branch on P, which has no negative numbers.
+    static __device__ __forceinline__ void compute_here(const Scores& p) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) bits |= __float_as_uint(p.v[0][n][i]);
+        if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]] __nanosleep(1);
+    }
+
     // An operand, moved from a ring's first slot to another.
     template <int kSlotBytes, class Operand_>
     static __device__ __forceinline__ Operand_ in_slot(Operand_ operand, uint32_t slot) {
@@ -583,7 +594,7 @@ struct Fa3Backward {
                     ptx::wgmma_wait<2>();
                     finished(rS);
                     exponentiate(rS, q.slot, tile, at, full);
-                    finished(rS);  // here, and not behind the wait
+                    compute_here(rS);  // and not behind the wait
                     ptx::wgmma_wait<0>();
                     finished(rdV);
                     finished(rdK);
