@@ -4,7 +4,7 @@
 // KV tile, for each query head of the group in turn. Everything is computed transposed, rows are
 // keys, as in backward_tile.cuh. Its warpgroups have roles:
 //
-//   producer       three threads: Q, lse and the choice of the next KV tile; dO and delta; K and V
+//   producer       four threads: Q and lse; dO and delta; K and V; the choice of the next KV tile
 //   two consumers  each owns 64 keys: S^T, dP^T, and the gradients dK and dV in registers
 //
 // A consumer's step, in the order in which it starts things; primes belong to the next Q tile:
@@ -31,6 +31,8 @@
 //   empty(Q, dO, K, V)    each consumer warp, when     producer, before it loads the next
 //                         the matmul is done
 //   full, empty(tiles)    producer; all readers        all readers; producer
+//   draw                  producer of Q, before the    producer of tiles
+//                         last load of a tile
 //   dS (of each slot)     each consumer warp, when     consumers, before dQ
 //                         its rows are written and
 //                         its dQ of the step before
@@ -97,6 +99,10 @@ struct Fa3BackwardConfig {
     static_assert(kBlockQ == 64 || kBlockQ == 128);
     static_assert(kDQCols % 64 == 0);
 
+    // dP^T takes the registers of S^T, which must be P^T in the operand's registers by then, and dQ
+    // those of dP^T: where S^T is wide, there are no others. dQ then comes behind dS.
+    static constexpr bool kSharesRegisters = kBlockQ == 128;
+
     static constexpr int kStatisticsBytes = kBlockQ * 4;
     static constexpr int kK = 0;
     static constexpr int kV = kK + KTile::kBytes;
@@ -112,7 +118,8 @@ struct Fa3BackwardConfig {
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
     static constexpr int kDSBarriers = kTileBarriers + TileRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kDSBarriers + 2 * 8;
+    static constexpr int kDrawBarrier = kDSBarriers + 2 * 8;
+    static constexpr int kSharedBytes = kDrawBarrier + 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -183,7 +190,8 @@ struct Fa3Backward {
         do_ring.init(kReaders);
         k_ring.init(kReaders);
         v_ring.init(kReaders);
-        tile_ring.init(kReaders + 2);  // and the producers of dO and of K and V
+        tile_ring.init(kReaders + 3);  // and the producers that load
+        ptx::mbarrier_init(draw_barrier(), 1);
         ptx::mbarrier_init(ds_barrier(0), kReaders);
         ptx::mbarrier_init(ds_barrier(1), kReaders);
         ptx::mbarrier_fence_init();
@@ -191,18 +199,22 @@ struct Fa3Backward {
 
     // --- Producer ---
 
-    // first_key is below 0 for a spare number.
-    __device__ __forceinline__ KeyTile key_tile(int linear) const {
+    // first_key stays as it is for a spare number. Written piece by piece: this warpgroup has few
+    // registers.
+    __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
         const WorkTile work = work_tile(linear, params.schedule);
+        key_tile.head = work.head;
         const SequenceTile tile =
             tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
         const Sequence& s = tile.sequence;
+        key_tile.sequence = s;
         const int first_key = tile.tile * Config::kBlockKV;
-        if (first_key >= s.rows_k) return {s, 0, -1, {}};
+        if (first_key >= s.rows_k) return;
+        key_tile.first_key = first_key;
         const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
         Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
         if (first_key >= s.seqlen_k) queries.end = 0;  // not in use
-        return {s, work.head, first_key, tiles_of(queries, Config::kBlockQ)};
+        key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
     }
 
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
@@ -218,50 +230,58 @@ struct Fa3Backward {
     __device__ __forceinline__ void for_each_step(const TensorView& view, const float* statistics,
                                                   const KeyTile& tile, Load load) const {
         const Sequence& s = tile.sequence;
-        const Interval q_tiles = tile.q_tiles;
-        if (q_tiles.empty()) return;
-        for (int i = 0; i < group(); ++i) {
-            const int head = tile.head * group() + i;
+        if (tile.q_tiles.empty()) return;
+        for (int left = group() - 1; left >= 0; --left) {
+            const int head = (tile.head + 1) * group() - 1 - left;
             const TensorRows rows(view, s.batch, head, s.q_begin, s.seqlen_q);
-            const float* head_statistics = statistics + workspace_row(params, s, head, 0);
-            for (int q_tile = q_tiles.begin; q_tile < q_tiles.end; ++q_tile)
-                load(rows, head_statistics, q_tile * Config::kBlockQ,
-                     i == group() - 1 && q_tile == q_tiles.end - 1);
+            const int block = static_cast<int>(workspace_row(params, s, head, 0) / kWorkspaceRows);
+            for (int row = tile.q_tiles.begin * Config::kBlockQ;
+                 row < tile.q_tiles.end * Config::kBlockQ; row += Config::kBlockQ)
+                load(rows, statistics + int64_t{block} * kWorkspaceRows + row, row,
+                     left == 0 && row + Config::kBlockQ == tile.q_tiles.end * Config::kBlockQ);
         }
     }
 
-    // Chooses the KV tiles, and loads Q and lse. A tile is drawn when the last Q tile of the one
-    // before is about to be loaded.
-    __device__ __forceinline__ void produce_q() const {
-        TileCursor_ t;
-        QCursor q;
-        const int total = cta_count(params.schedule);
+    // Chooses the KV tiles. One is drawn when the last Q tile of the one before is about to be
+    // loaded: a CTA that draws early takes work from others that will be free sooner.
+    __device__ __forceinline__ void produce_tiles() const {
+        const auto total = [&] { return cta_count(params.schedule); };
         params.counter.start();
-        for (int linear = blockIdx.x;; t.advance()) {
-            KeyTile& slot = *tile_slot(t);
+        int linear = blockIdx.x;
+        for (TileCursor_ t;; t.advance()) {
             tile_ring.acquire(t);
-            for (;; linear = params.counter.draw(total)) {
-                if (linear >= total) {
-                    slot.first_key = -1;
-                } else {
-                    slot = key_tile(linear);
-                    if (slot.first_key < 0) continue;  // a spare number
+            KeyTile& slot = *tile_slot(t);
+            while (true) {
+                slot.first_key = -1;
+                if (linear >= total()) {
+                    ptx::mbarrier_arrive(tile_ring.full(t));
+                    return;
                 }
-                break;
+                describe(slot, linear);
+                if (slot.first_key >= 0) break;  // not a spare number
+                linear = params.counter.draw(total());
             }
             ptx::mbarrier_arrive(tile_ring.full(t));
-            if (linear >= total) return;
-            if (slot.q_tiles.empty()) linear = params.counter.draw(total);
-            for_each_step(params.q, params.lse_log2, slot,
-                          [&](const TensorRows& rows, const float* lse, int first_row, bool last) {
-                              if (last) linear = params.counter.draw(total);
-                              load<QTile>(q_ring, q, params.q_map, rows, first_row, Config::kLse,
-                                          lse + first_row);
-                          });
+            // Slots and parities both alternate.
+            ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
+            linear = params.counter.draw(total());
         }
     }
 
-    // The KV tiles in their order, for another producer.
+    __device__ __forceinline__ void produce_q() const {
+        QCursor q;
+        for_each_tile([&](const KeyTile& tile) {
+            if (tile.q_tiles.empty()) ptx::mbarrier_arrive(draw_barrier());
+            for_each_step(params.q, params.lse_log2, tile,
+                          [&](const TensorRows& rows, const float* lse, int first_row, bool last) {
+                              if (last) ptx::mbarrier_arrive(draw_barrier());
+                              load<QTile>(q_ring, q, params.q_map, rows, first_row, Config::kLse,
+                                          lse);
+                          });
+        });
+    }
+
+    // The KV tiles in their order, for a producer that loads.
     template <class Visit>
     __device__ __forceinline__ void for_each_tile(Visit visit) const {
         for (TileCursor_ t;; t.advance()) {
@@ -279,7 +299,7 @@ struct Fa3Backward {
             for_each_step(params.dout, params.delta, tile,
                           [&](const TensorRows& rows, const float* delta, int first_row, bool) {
                               load<DOTile>(do_ring, d, params.do_map, rows, first_row,
-                                           Config::kDelta, delta + first_row);
+                                           Config::kDelta, delta);
                           });
         });
     }
@@ -325,6 +345,8 @@ struct Fa3Backward {
                 return produce_do();
             case 2:
                 return produce_kv();
+            case 3:
+                return produce_tiles();
         }
     }
 
@@ -528,7 +550,8 @@ struct Fa3Backward {
                     (int64_t{params.q_blocks} * kWorkspaceRows -
                      (q_tiles.end - q_tiles.begin) * Config::kBlockQ) *
                     Config::kHeadDim;
-                Scores rS, rdP;
+                Scores rS, own_rdP;
+                Scores& rdP = Config::kSharesRegisters ? rS : own_rdP;
                 Operand rP, rdS;
                 DQ rdQ;
 
@@ -549,8 +572,10 @@ struct Fa3Backward {
                         rdK, rdS, in_slot<QTile::kBytes>(q_columns, q_done.slot), accumulate);
                 };
                 // This consumer's part of dQ.
-                const auto start_dq = [&] {
+                const auto wait_ds = [&] {
                     ptx::mbarrier_wait(ds_barrier(ds), ds_parity);
+                };
+                const auto start_dq = [&] {
                     start_gemm_columns<Element, Config::kBlockKV>(
                         rdQ, in_slot<DSTile::kBytes>(ds_columns, ds), k_columns, false);
                 };
@@ -571,12 +596,12 @@ struct Fa3Backward {
                 // P and dS of the first Q tile.
                 k_ring.wait(k);
                 start_scores();
-                v_ring.wait(v);
-                start_dp();
-                ptx::wgmma_wait<1>();
+                ptx::wgmma_wait<0>();
                 finished(rS);
                 exponentiate(rS, q.slot, tile, at, full);
                 rP.template round<Element>(rS);
+                v_ring.wait(v);
+                start_dp();
                 ptx::wgmma_wait<0>();
                 finished(rdP);
                 softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
@@ -601,11 +626,20 @@ struct Fa3Backward {
                     release_q_do();
                     rP.template round<Element>(rS);
                     start_dp();
-                    start_dq();
-                    ptx::wgmma_wait<1>();
+                    if constexpr (Config::kSharesRegisters) {
+                        ptx::wgmma_wait<0>();
+                    } else {
+                        wait_ds();
+                        start_dq();
+                        ptx::wgmma_wait<1>();
+                    }
                     finished(rdP);
                     softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
+                    // The slot is free: the other consumer's dS of this step came behind its dQ of
+                    // the one before.
+                    if constexpr (Config::kSharesRegisters) wait_ds();
                     store_ds(rdS, ds ^ 1);
+                    if constexpr (Config::kSharesRegisters) start_dq();
                     ptx::wgmma_wait<0>();
                     finished(rdQ);
                     next_ds();
@@ -617,6 +651,7 @@ struct Fa3Backward {
 
                 release(v_ring, v);
                 start_gradients(accumulate);
+                wait_ds();
                 start_dq();
                 ptx::wgmma_wait<0>();
                 finished(rdV);
@@ -642,6 +677,9 @@ struct Fa3Backward {
     }
     __device__ __forceinline__ uint32_t ds_tile(uint32_t slot) const {
         return shared + Config::kDS + slot * DSTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t draw_barrier() const {
+        return shared + Config::kDrawBarrier;
     }
     __device__ __forceinline__ uint32_t ds_barrier(uint32_t slot) const {
         return shared + Config::kDSBarriers + 8 * slot;
