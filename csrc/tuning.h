@@ -155,15 +155,14 @@ struct Fa3Backward {
     int block_q;
     int q_stages;   // Q tiles in shared memory, with their lse
     int do_stages;  // dO tiles, with their delta
-    bool stage_dq;  // dQ is added by bulk copies out of shared memory, not from registers
 };
 
 constexpr Fa3Backward fa3_backward(HeadDims dims, Features) {
     switch (dims.qk) {
         case 64:
-            return {128, 3, 2, false};
+            return {128, 3, 2};
         default:
-            return {64, 3, 2, false};
+            return {64, 3, 2};
     }
 }
 

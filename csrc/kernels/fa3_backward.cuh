@@ -40,6 +40,8 @@
 #pragma once
 
 #include "../mask.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/memory.cuh"
 #include "../ptx/registers.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
@@ -101,7 +103,7 @@ struct Fa3BackwardConfig {
 
     // dP^T takes the registers of S^T, which must be P^T in the operand's registers by then, and dQ
     // those of dP^T: where S^T is wide, there are no others. dQ then comes behind dS.
-    static constexpr bool kSharesRegisters = kBlockQ == 128;
+    static constexpr bool kSharesRegisters = kBlockQ == 128 || kGeneral;
 
     static constexpr int kStatisticsBytes = kBlockQ * 4;
     static constexpr int kK = 0;
@@ -472,11 +474,33 @@ struct Fa3Backward {
         return operand;
     }
 
-    __device__ __forceinline__ void add_dq(const DQ& rdQ, float* accum) const {
+    // A consumer's part of dQ to HBM. In deterministic mode KV tiles take turns, in ascending order:
+    // params.turn counts the consumers that have added to a Q tile. All that a CTA waits for were
+    // drawn before its own tile.
+    __device__ __forceinline__ void add_dq(const DQ& rdQ, float* accum, const KeyTile& tile,
+                                           int q_tile) const {
+        int* turn = nullptr;
+        if (Config::kGeneral && params.deterministic) {
+            turn = params.turn + 1 +
+                   (accum - params.dq_accum) / (Config::kBlockQ * Config::kHeadDim);
+            const Interval keys = mask_of(tile).keys_of(tile_interval(q_tile, Config::kBlockQ));
+            const int before = (tile.first_key - keys.begin / Config::kBlockKV * Config::kBlockKV) /
+                               Config::kBlockKV * Config::kConsumers;
+            if (threadIdx.x % 128 == 0)
+                while (ptx::load_acquire(turn) < before) __nanosleep(64);
+            ptx::barrier_sync(1 + consumer, 128);
+        }
 #pragma unroll
         for (int n = 0; n < DQ::kN; ++n) {
             const float(&x)[4] = rdQ.v[0][n];
             ptx::red_add_v4(accum + n * 128, x[0], x[1], x[2], x[3]);
+        }
+        if (turn != nullptr) {
+            ptx::barrier_sync(1 + consumer, 128);  // all of the warpgroup's additions are issued
+            if (threadIdx.x % 128 == 0) {
+                __threadfence();
+                ptx::red_add_release(turn, 1);
+            }
         }
     }
 
@@ -644,9 +668,10 @@ struct Fa3Backward {
                     finished(rdQ);
                     next_ds();
                     publish_ds();
-                    add_dq(rdQ, dq);
+                    const bool next_head_began = at.q_tile == q_tiles.begin;
+                    add_dq(rdQ, dq, tile, (next_head_began ? q_tiles.end : at.q_tile) - 1);
                     dq += Config::kBlockQ * Config::kHeadDim;
-                    if (at.q_tile == q_tiles.begin) dq += next_head;
+                    if (next_head_began) dq += next_head;
                 }
 
                 release(v_ring, v);
@@ -662,7 +687,7 @@ struct Fa3Backward {
                 release_q_do();
                 q.advance();
                 d.advance();
-                add_dq(rdQ, dq);
+                add_dq(rdQ, dq, tile, at.q_tile);
                 store(rdK, rdV, tile);
             }
             __syncwarp();
@@ -712,8 +737,13 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     const int group = params.heads_q / params.heads_k;
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
-        tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
-        int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group, 1,
+        tensor_batches(params),
+        masked || params.cu_seqlens_q != nullptr || params.deterministic,
+        // Q, dO and dQ. Deterministic mode interleaves all heads, as in fa2_backward.cuh.
+        params.deterministic
+            ? 0
+            : int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group,
+        1,
         section_fillings(params, masked));
     for (cudaError_t status :
          {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
@@ -726,6 +756,9 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
                                                     params.head_dim_v)})
         if (status != cudaSuccess) return status;
     cudaError_t status = launch_fa3_prepare<Config>(call, stream);
+    if (status == cudaSuccess && params.deterministic)
+        status = cudaMemsetAsync(
+            params.turn, 0, (1 + workspace_rows(params) / Config::kBlockQ) * sizeof(int), stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
@@ -737,13 +770,17 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(
-        params, [&](auto element, auto features) {
-            using Config =
-                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                  tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value)>;
-            status = launch_fa3_backward<Config>(params, stream);
-        });
+    const auto launch = [&](auto element, auto features) {
+        using Config =
+            Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                              tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value)>;
+        status = launch_fa3_backward<Config>(params, stream);
+    };
+    if (params.deterministic) {  // an option that costs registers
+        dispatch_kernel<Features::kGeneral>(params, launch);
+    } else {
+        dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
+    }
     return status;
 }
 
