@@ -387,9 +387,16 @@ struct Fa3Backward {
     __device__ __forceinline__ void exponentiate(Scores& s, uint32_t slot, const KeyTile& tile,
                                                  const QTileStep& at, const Interval& full) const {
         const int first_query = at.q_tile * Config::kBlockQ;
-        if constexpr (Config::kGeneral)
-            ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}.apply(
-                s, tile.first_key + warp_key, first_query);
+        if constexpr (Config::kGeneral) {
+            // A part at a time, since softcap takes registers.
+            using Part = RegisterTile<16, 32>;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; n += Part::kN) {
+                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}.apply(
+                    reinterpret_cast<Part&>(s.v[0][n]), tile.first_key + warp_key,
+                    first_query + 8 * n);
+            }
+        }
         if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
             const BandMask mask = mask_of(tile);
             const int first_key = tile.first_key + warp_key;
@@ -620,12 +627,20 @@ struct Fa3Backward {
                 // P and dS of the first Q tile.
                 k_ring.wait(k);
                 start_scores();
-                ptx::wgmma_wait<0>();
+                if constexpr (!Config::kSharesRegisters) {
+                    v_ring.wait(v);
+                    start_dp();
+                    ptx::wgmma_wait<1>();
+                } else {
+                    ptx::wgmma_wait<0>();
+                }
                 finished(rS);
                 exponentiate(rS, q.slot, tile, at, full);
                 rP.template round<Element>(rS);
-                v_ring.wait(v);
-                start_dp();
+                if constexpr (Config::kSharesRegisters) {
+                    v_ring.wait(v);
+                    start_dp();
+                }
                 ptx::wgmma_wait<0>();
                 finished(rdP);
                 softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
