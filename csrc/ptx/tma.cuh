@@ -29,31 +29,6 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
         : "memory");
 }
 
-// Adds consecutive floats in shared memory to those in global memory; part of a bulk group.
-__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     global),
-                 "r"(shared), "r"(bytes)
-                 : "memory");
-}
-
-// Closes a group of the bulk copies out of shared memory that this thread has issued so far.
-__device__ __forceinline__ void bulk_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Waits until shared memory has been read by all but the latest kPending groups.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// Waits until all but the latest kPending groups are done.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // What this thread has written to shared memory by ordinary stores, for the copy engine and wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
