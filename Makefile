@@ -57,7 +57,7 @@ TEST = pytest pytest-xdist hypothesis pybind11
 LINT = ruff mypy clang-format pytest
 DEMO = tqdm matplotlib
 
-.PHONY: help demo test lint format build gpu-test sanitize bench report clean
+.PHONY: help demo test lint format build gpu-test soak sanitize bench report clean
 
 help:
 	@echo "make demo      train a small GPT through flash_ext and through standard attention"
@@ -66,6 +66,7 @@ help:
 	@echo "make format    format everything"
 	@echo "make build     compile the CUDA kernels in place (flash_ext/_C.abi3.so)"
 	@echo "make gpu-test  run the GPU tests; writes benchmarks/results/<gpu>/tests.json"
+	@echo "make soak      random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)"
 	@echo "make sanitize  run the kernels under compute-sanitizer"
 	@echo "make bench     compare with other attention kernels (ARGS=--help: how)"
 	@echo "make report    put the measured tables into README.md"
@@ -110,6 +111,12 @@ build: $(ENVIRONMENT)
 gpu-test: build
 	$(need) pytest hypothesis
 	$(PY) -m pytest -m gpu --evidence $(ARGS)
+
+# SOAK seconds for each variant.
+SOAK ?= 80
+soak: build
+	$(need) pytest hypothesis
+	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s $(ARGS)
 
 sanitize: build
 	bash tests/sanitize.sh $(ARGS)

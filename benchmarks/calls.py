@@ -38,6 +38,10 @@ class Call:
         function = flash_ext.attention_varlen if self.packed else flash_ext.attention
         return function(self.q, self.k, self.v, **self.options, variant=variant, return_lse=True)
 
+    def refusal(self, variant: str) -> str | None:
+        """Why a variant of flash_ext does not run this call; None where it does."""
+        return flash_ext.explain(self.q, self.k, self.v, **self.options).reasons[variant]
+
     def exact(self) -> tuple[Tensor, Tensor]:
         """(out, lse) of standard attention in the inputs' type."""
         name = "attention_varlen" if self.packed else "attention"

@@ -5,6 +5,7 @@
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
     python benchmarks/compare.py --dtype fp16
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
+    python benchmarks/compare.py --host                          # the CPU's time per call alone
     python benchmarks/compare.py --device cpu                    # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
@@ -12,7 +13,10 @@ to 16,384, causal and full: 72 cells. There are 2048 // d heads, also where d do
 21 at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for
 backward. No provider is timed before its results agree with float32 standard attention.
 
-The last line says whether fa2 reaches its goal over SDPA flash on the standard grid.
+The last lines say whether each variant reaches its goal on the standard grid: fa2 over SDPA flash,
+fa3 over the best peer, the faster of cuDNN and flash-attn 4 in each cell. Where flash-attn 4 cannot
+run, its time is cuDNN's over the ratio in results/<device>/recorded_peers.json; such results are
+marked "recorded".
 
 Results go to benchmarks/results/<device>/compare.json. A run with the same device, versions and
 source digest adds its cells to that file or replaces them, each cell as a whole, because a ratio
@@ -34,16 +38,45 @@ from dataclasses import asdict, dataclass
 import common
 import torch
 from common import Json, say
-from providers import PEERS, VARIANTS, Provider, Workload, collect, relative_error
-from timing import METHOD, Timer
+from providers import (
+    BEST,
+    BEST_LABEL,
+    PEERS,
+    VARIANTS,
+    Provider,
+    Workload,
+    best_peer,
+    collect,
+    relative_error,
+    running,
+)
+from timing import HOST_METHOD, METHOD, Around, Timer
 
 TOKENS, HIDDEN = 16384, 2048
 CPU_TOKENS, CPU_HIDDEN = 512, 128  # a smoke test
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What fa2 is to reach over SDPA flash: at least 1 in every cell, and these geometric means.
-GOAL = {"forward": 1.15, "backward": 1.10}
+HOST_SHAPE = (1, 128, 4, 64)
+HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How many times as fast as a peer a variant is to be on the standard grid."""
+
+    ours: str
+    peer: str
+    direction: str
+    least: float  # in every cell
+    mean: float | None  # geometric; None: no goal, but shown
+
+
+GOALS = (
+    Goal("fa2", "flash", "forward", 1.0, 1.15),
+    Goal("fa2", "flash", "backward", 1.0, 1.10),
+    Goal("fa3", BEST, "forward", 0.98, None),
+)
 WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1  # relative errors beyond which a result is wrong
 
 
@@ -91,7 +124,7 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
     add("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     add("--dtype", choices=list(DTYPES), help="default: bf16, on a CPU fp32")
     add("--d", nargs="*", type=int, help=f"head dims, default {HEAD_DIMS}")
@@ -104,6 +137,7 @@ def parse() -> argparse.Namespace:
     add("--bwd", action="store_true", help="only backward")
     add("--filter", action="append", help="cells to run, as in 'd=128,causal,fwd,S>=2048';"
         " several filters add up")  # fmt: skip
+    add("--host", action="store_true", help="only the CPU's time per call, at a tiny shape")
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
     add("--skip-slow", type=float, nargs="?", const=100.0, metavar="MS",
@@ -196,6 +230,25 @@ class Bench:
                 results[name] = summary | results[name]
         return results
 
+    def host(self) -> Json:
+        """The CPU's time for one forward call of every provider."""
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        work = Workload(HOST_SHAPE, dtype, self.device)
+        calls: dict[str, tuple[Callable[[], object], Around]] = {}
+        results: Json = {}
+        for provider in self.providers:
+            try:
+                work.forward(provider, causal=True)()
+            except Exception as error:
+                results[provider.name] = {"skipped": common.first_line(error)}
+                continue
+            calls[provider.name] = (work.bare(provider, causal=True), provider.around)
+        return {
+            "method": HOST_METHOD,
+            "shape": HOST_SHAPE,
+            "providers": results | self.timer.host(calls),
+        }
+
     def release(self) -> None:
         """Give unused cached memory back to the device."""
         if self.device.type == "cuda":
@@ -232,6 +285,11 @@ def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(a, b) for a in ours for b in names if b not in ours or ours.index(b) < ours.index(a)]
 
 
+def place(cell: Json) -> str:
+    """Where a cell stands in the tables of one direction."""
+    return f"d {cell['d']} {'causal' if cell['causal'] else 'full'} S {cell['seqlen']}"
+
+
 def on_grid(cell: Json, tokens: int = TOKENS, hidden: int = HIDDEN) -> bool:
     """Whether a cell's batch and heads are the standard grid's; head dim and type may be others."""
     batch, heads = max(1, tokens // cell["seqlen"]), max(1, hidden // cell["d"])
@@ -256,38 +314,48 @@ def summarise(cells: list[Json], names: Iterable[str]) -> list[Json]:
                 "cells": len(values),
                 "geometric_mean": round(geometric_mean([v for v, _ in values]), 4),
                 "min": round(least, 4),
-                "min_at": f"d {where['d']} {'causal' if where['causal'] else 'full'}"
-                          f" S {where['seqlen']}",
+                "min_at": place(where),
                 "below_1": sum(v < 1 for v, _ in values),
             })  # fmt: skip
     return rows
 
 
-def verdict(summary: list[Json]) -> str:
-    """Whether fa2 reaches ``GOAL`` on the whole standard grid, in one line."""
-    found = {
-        r["direction"]: r
-        for r in summary
-        if (r["ours"], r["peer"], r["dtype"], r["d"]) == ("fa2", "flash", "bf16", None)
-    }
-    each = len(HEAD_DIMS) * 2 * len(SEQLENS)
-    parts = [
-        f"{direction} geometric mean {r['geometric_mean']:.3f}x (goal {GOAL[direction]:.2f}x),"
-        f" smallest {r['min']:.3f}x ({r['min_at']}), {r['below_1']} of {r['cells']} cells below 1x"
-        for direction in GOAL
-        if (r := found.get(direction))
+def standard_cells(cells: list[Json], direction: str) -> list[Json]:
+    """Those of the standard grid, in bf16, that were measured."""
+    return [
+        c
+        for c in cells
+        if (c["dtype"], c["direction"]) == ("bf16", direction)
+        and (c["d"] in HEAD_DIMS and c["seqlen"] in SEQLENS and on_grid(c))
     ]
-    reached = [r["below_1"] == 0 and r["geometric_mean"] >= GOAL[d] for d, r in found.items()]
-    complete = len(found) == 2 and all(r["cells"] >= each for r in found.values())
-    end = ("reached" if all(reached) else "NOT REACHED") if complete else (
-        f"not the whole grid of {2 * each} cells"
-    )  # fmt: skip
-    return f"fa2 / SDPA flash, bf16: {'; '.join([*parts, end])}"
 
 
-def print_tables(cells: list[Json], providers: list[Provider], brief: bool) -> None:
+def verdict(goal: Goal, cells: list[Json]) -> str:
+    """Whether a goal is reached on the whole standard grid, in one line."""
+    found = [(r[0], c) for c in standard_cells(cells, goal.direction)
+             if (r := ratios([c], goal.ours, goal.peer))]  # fmt: skip
+    name = f"{goal.ours} / {goal.peer}, bf16 {goal.direction}"
+    if not found:
+        return f"{name}: not measured"
+    values = [v for v, _ in found]
+    mean, (least, where) = geometric_mean(values), min(found, key=lambda f: f[0])
+    short = sum(v < goal.least for v in values)
+    reached = short == 0 and (goal.mean is None or mean >= goal.mean)
+    complete = len(found) == len(HEAD_DIMS) * 2 * len(SEQLENS)
+    end = "reached" if reached else "NOT REACHED"
+    recorded = sum("recorded" in c["providers"][goal.peer] for _, c in found)
+    return (
+        f"{name}: geometric mean {mean:.3f}x"
+        + (f" (goal {goal.mean:.2f}x)" if goal.mean else "")
+        + f", smallest {least:.3f}x ({place(where)}),"
+        f" {short} of {len(found)} cells below {goal.least:g}x"
+        + (f", {recorded} against a recorded ratio" if recorded else "")
+        + f"; {end if complete else 'not the whole grid'}"
+    )
+
+
+def print_tables(cells: list[Json], labels: dict[str, str], brief: bool) -> None:
     """One table per direction, head dim and mask; then geometric means over all of them."""
-    labels = {p.name: p.label for p in providers}
     pairs = pairs_of(labels)
 
     def group(cell: Json) -> tuple[bool, int, bool, str]:
@@ -306,7 +374,9 @@ def print_tables(cells: list[Json], providers: list[Provider], brief: bool) -> N
             row = [c["providers"].get(name, {}) for c in columns]
             marks = ["WRONG" if r.get("wrong") else "-" for r in row]
             values = [
-                f"{r['tflops']:.3g}" + ("*" if r.get("launch_bound") else "") if "ms" in r else mark
+                f"{r['tflops']:.3g}" + "*" * ("launch_bound" in r) + "r" * ("recorded" in r)
+                if "ms" in r
+                else mark
                 for r, mark in zip(row, marks, strict=True)
             ]
             if any(v != "-" for v in values):
@@ -335,8 +405,34 @@ def print_tables(cells: list[Json], providers: list[Provider], brief: bool) -> N
     }
     for (label, reason), where in reasons.items():
         print(f"  not measured: {label}: {reason} (last at {where})")
+    if any("recorded" in r for c in cells for r in c["providers"].values()):
+        print("  r cuDNN's speed times a recorded ratio: flash-attn 4 was not measured")
     if any(r.get("launch_bound") for c in cells for r in c["providers"].values()):
         print("  * the CPU could not keep ahead of the GPU: the time holds launch overhead too")
+
+
+def with_best(cells: list[Json], recorded: Json | None) -> list[Json]:
+    """The cells with the best peer among their providers; ``recorded`` is recorded_peers.json."""
+    names = ("direction", "d", "causal", "seqlen")
+    found = {tuple(r[n] for n in names): r["ratio"] for r in (recorded or {"ratios": ()})["ratios"]}
+
+    def one(cell: Json) -> Json:
+        same = tuple(cell[n] for n in names)
+        ratio = found.get(same) if cell["dtype"] == "bf16" and on_grid(cell) else None
+        best = best_peer(cell["providers"], ratio)
+        return cell | {"providers": cell["providers"] | ({BEST: best} if best else {})}
+
+    return [one(cell) for cell in cells]
+
+
+def print_host(host: Json, labels: dict[str, str]) -> None:
+    """One line per provider."""
+    print(f"host time per forward call, (B, S, H, D) = {tuple(host['shape'])}")
+    for name, r in host["providers"].items():
+        value = f"{r['us']:8.1f} us ({r['q1_us']:.1f} - {r['q3_us']:.1f})" if "us" in r else (
+            f" not measured: {r['skipped']}"
+        )  # fmt: skip
+        print(f"  {labels.get(name, name):<24}{value}")
 
 
 def key(cell: Json) -> tuple[object, ...]:
@@ -350,10 +446,12 @@ def main() -> int:
     started = time.monotonic()
     torch.manual_seed(args.seed)
     warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
-    cells = list(grid(args))
-    if not cells:
+    cells = [] if args.host else list(grid(args))
+    if not cells and not args.host:
         raise SystemExit("no cell left: see --filter, --causal, --full, --fwd, --bwd")
-    providers, missing = collect(args.variants, args.peers)
+    args.variants = args.variants or running(torch.device(args.device))
+    peers = [p for p in args.peers if p in HOST_PEERS] if args.host else args.peers
+    providers, missing = collect(args.variants, peers)
     bench = Bench(args, providers)
     path = common.result_path(bench.device, "compare.json", args.out)
     result = common.describe_setup(bench.device) | {
@@ -363,9 +461,11 @@ def main() -> int:
         "labels": {p.name: p.label for p in providers},
     }
     old = common.read_json(path)
-    kept = {key(c): c for c in old["cells"]} if old and common.same_setup(old, result) else {}
-    if old and kept:
-        result["labels"] = old["labels"] | result["labels"]
+    if not old or not common.same_setup(old, result):
+        old = {"cells": [], "labels": {}}
+    kept = {key(c): c for c in old["cells"]}
+    result["labels"] = old["labels"] | result["labels"]
+    recorded = common.read_json(common.result_path(bench.device, "recorded_peers.json"))
 
     measured: list[Json] = []
     shapes: dict[Cell, list[Cell]] = {}
@@ -380,6 +480,8 @@ def main() -> int:
     try:
         for cell, results in common.progress(run(), len(cells), "cells"):
             measured.append(asdict(cell) | {"date": common.now(), "providers": results})
+        host = bench.host() if args.host else old.get("host")
+        result |= {"host": host} if host else {}
     finally:  # also what an interrupted run has measured
         kept |= {key(c): c for c in measured}
         if bench.device.type == "cuda":
@@ -388,14 +490,19 @@ def main() -> int:
         everything = sorted(kept.values(), key=key)
         size = (TOKENS, HIDDEN) if bench.device.type == "cuda" else (CPU_TOKENS, CPU_HIDDEN)
         standard = [c for c in everything if on_grid(c, *size)]
-        result["summary"] = summarise(standard, result["labels"])
+        result["summary"] = summarise(with_best(standard, recorded), [*result["labels"], BEST])
         common.write_json(path, result | {"cells": everything})
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
-    print_tables(measured, providers, args.brief)
+    if measured:
+        labels = {p.name: p.label for p in providers} | {BEST: BEST_LABEL}
+        print_tables(with_best(measured, recorded), labels, args.brief)
+    if args.host:
+        print_host(result["host"], result["labels"])
     for name, reason in missing.items():
         print(f"  not importable: {name}: {reason}")
     print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
-    print(verdict(result["summary"]))
+    for goal in GOALS if measured else ():
+        print(verdict(goal, with_best(everything, recorded)))
     bad = [c for c in measured for p in providers
            if p.ours and (r := c["providers"][p.name]).get("skipped")
            and "--skip-slow" not in r["skipped"]]  # fmt: skip

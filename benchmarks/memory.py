@@ -20,7 +20,7 @@ from typing import NamedTuple
 import common
 import torch
 from common import Json
-from providers import PEERS, VARIANTS, Provider, Workload, collect
+from providers import PEERS, VARIANTS, Provider, Workload, collect, running
 
 EXPONENT_LIMIT = 1.1
 DIRECTIONS = {
@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
     add("--peers", nargs="*", default=["standard"], choices=list(PEERS))
     add("--d", type=int, default=128, help="head dim")
     add("--heads", type=int, default=4)
@@ -112,7 +112,7 @@ def main() -> int:
     device = torch.device(args.device)
     top = 16 if device.type == "cuda" else 12  # 2^16 = 64k
     seqlens = sorted(args.s or [1 << n for n in range(top - 6, top + 1)])
-    providers, missing = collect(args.variants, args.peers)
+    providers, missing = collect(args.variants or running(device), args.peers)
     torch.manual_seed(0)
     result = common.describe_setup(device) | {
         "shape": {"batch": 1, "heads": args.heads, "d": args.d, "causal": args.causal},

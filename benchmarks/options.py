@@ -1,6 +1,6 @@
 """What each option costs, and what a mix of sequence lengths costs.
 
-    python benchmarks/options.py                 # both tables, under a minute on an H200
+    python benchmarks/options.py                 # both tables, about a minute on an H200
     python benchmarks/options.py --only mix
     python benchmarks/options.py --device cpu    # a smoke test
 
@@ -27,7 +27,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import common
@@ -35,14 +35,16 @@ import torch
 from calls import Attend, Call, backward, forward
 from common import Json, say
 from compare import BLOCK_LIMIT, WHOLE_LIMIT
-from providers import relative_error
+from providers import relative_error, running
 from timing import METHOD, Timer
 from torch import Tensor
 
 PLAIN = "plain"
 SEED = 55  # of the lengths: 16 sequences, so 1k in the mean, and the longest is 8192
-# (variant, direction) of the first table; fa1's backward would take as long as all the others.
-MEASURED = (("fa2", "forward"), ("fa2", "backward"), ("fa1", "forward"))
+# (variant, direction) of the first table; fa1's backward would take as long as all the others, and
+# fa3's is fa2's. The second table leaves fa1 out.
+MEASURED = (("fa3", "forward"), ("fa2", "forward"), ("fa2", "backward"), ("fa1", "forward"))
+MIXED = MEASURED[:3]
 OPTIONS = {  # in words
     PLAIN: "no option beside causal",
     "window": "each query sees a quarter of S keys at most",
@@ -221,16 +223,28 @@ class Bench:
         errors = [relative_error(*pair) for pair in pairs]
         return run, max(e[0] for e in errors), max(e[1] for e in errors)
 
+    def those_that_run(self, kinds: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The (variant, direction) pairs whose variant runs on this device."""
+        variants = running(self.device)
+        return [kind for kind in kinds if kind[0] in variants]
+
     def options(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
         """The first table's cells of one head dim and mask."""
         calls = option_calls(sizes, d, causal, self.device)
-        for variant, direction in MEASURED:
-            chosen = {
-                name: (call, functools.partial(ours, variant))
+        for variant, direction in self.those_that_run(MEASURED):
+            asked = {
+                name: call
                 for name, call in calls.items()
                 if direction == "backward" or name not in BACKWARD_ONLY
             }
+            refusals = {name: call.refusal(variant) for name, call in asked.items()}
+            chosen = {
+                name: (call, functools.partial(ours, variant))
+                for name, call in asked.items()
+                if refusals[name] is None
+            }
             results = self.times(chosen, direction)
+            results |= {n: {"skipped": r, "refused": True} for n, r in refusals.items() if r}
             plain = results[PLAIN]
             for result in results.values():
                 if "ms" in plain and "ms" in result:
@@ -256,15 +270,15 @@ class Bench:
             return Call(*tensors, {"causal": causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
 
         dense = Call(*(normal(batch, seqlen, heads, d) for _ in range(3)), {"causal": causal})
-        fa2 = functools.partial(ours, "fa2")
-        calls = {
-            "dense": (dense, fa2),
-            "as drawn": (packed(drawn), fa2),
-            "ascending": (packed(sorted(drawn)), fa2),
-            "descending": (packed(sorted(drawn, reverse=True)), fa2),
-            "varlen_attn": (packed(drawn), functools.partial(varlen_attn, max(drawn))),
-        }
-        for direction in ("forward", "backward"):
+        for variant, direction in self.those_that_run(MIXED):
+            attend = functools.partial(ours, variant)
+            calls = {
+                "dense": (dense, attend),
+                "as drawn": (packed(drawn), attend),
+                "ascending": (packed(sorted(drawn)), attend),
+                "descending": (packed(sorted(drawn, reverse=True)), attend),
+                "varlen_attn": (packed(drawn), functools.partial(varlen_attn, max(drawn))),
+            }
             results = self.times(calls, direction)
             factor = 4 * heads * d * (0.5 if causal else 1) * (2.5 if direction != "forward" else 1)
             for name, result in results.items():
@@ -275,14 +289,14 @@ class Bench:
             for result in results.values():
                 if speed and "tflops" in result:
                     result["over_dense"] = round(result["tflops"] / speed, 4)
-            yield {"direction": direction, "d": d, "causal": causal, "heads": heads,
-                   "results": results}  # fmt: skip
+            yield {"variant": variant, "direction": direction, "d": d, "causal": causal,
+                   "heads": heads, "results": results}  # fmt: skip
 
 
 def print_cell(table: str, cell: Json) -> None:
     """One line per call of a cell."""
     mask = "causal" if cell["causal"] else "full"
-    print(f"\n{table}: {cell.get('variant', 'fa2')} {cell['direction']}, d {cell['d']}, {mask}")
+    print(f"\n{table}: {cell['variant']} {cell['direction']}, d {cell['d']}, {mask}")
     for name, r in cell["results"].items():
         if "ms" not in r:
             print(f"  {name:<20} {r['skipped']:.100}")
@@ -305,7 +319,7 @@ def main() -> int:
     add("--only", choices=("options", "mix"), help="one of the two tables")
     add("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     add("--rounds", type=int, default=15, help="calls of each kind")
-    add("--budget", type=float, default=60, help="seconds after which no further cell starts")
+    add("--budget", type=float, default=90, help="seconds after which no further cell starts")
     add("--seed", type=int, default=0)
     add("--out", help="result file, default benchmarks/results/<device>/options.json")
     args = parser.parse_args()
@@ -351,7 +365,11 @@ def main() -> int:
         for cell in tables[name](sizes, d, causal):
             same = identity(cell)
             result[name] = [c for c in result[name] if identity(c) != same] + [cell]
-            bad |= any("skipped" in r for n, r in cell["results"].items() if n != "varlen_attn")
+            bad |= any(
+                "skipped" in r and "refused" not in r
+                for n, r in cell["results"].items()
+                if n != "varlen_attn"
+            )
             common.write_json(path, result)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # one shape's graphs must not crowd out the next

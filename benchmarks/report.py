@@ -21,21 +21,31 @@ import common
 import torch
 from common import Json
 from compare import (
-    GOAL,
-    HEAD_DIMS,
+    GOALS,
     HIDDEN,
     SEQLENS,
     TOKENS,
     geometric_mean,
     on_grid,
     ratios,
+    standard_cells,
+    with_best,
 )
-from options import MEASURED, PLAIN
+from options import MEASURED, MIXED, PLAIN
+from providers import BEST, BEST_LABEL
 from support import BOTH, features, probe
 
 import flash_ext
 
-ROWS = ("fa1", "fa2", "flash", "cudnn", "standard")  # the providers README shows
+# The providers README shows, and who is held against whom.
+ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", "flash_attn_4", BEST, "standard")
+PAIRS = (
+    *(("fa3", peer) for peer in (BEST, "cudnn", "flash", "fa2")),
+    *(("fa2", peer) for peer in ("flash", "cudnn", "fa1", "standard")),
+    ("fa1", "standard"),
+)
+# TFLOP/s that fa3's forward pass is to reach at S 16384, by head dim and causal.
+FA3_SPEEDS = {(64, False): 560, (128, False): 700, (256, False): 780, (128, True): 680}
 YES, NO, UNKNOWN = "yes", "–", "not measured yet"
 
 
@@ -57,32 +67,52 @@ def select(cells: list[Json], **wanted: object) -> list[Json]:
     ]
 
 
+def verdict(reached: bool) -> str:
+    """The last column of a claim."""
+    return "holds" if reached else "**not reached**"
+
+
 def claims(compare: Json | None, memory: Json | None) -> Iterator[list[str]]:
     """What the package promises of speed and memory, beside what was measured."""
     cells = compare["cells"] if compare else []
     bf16 = select(cells, dtype="bf16")
-    standard = [c for c in select(bf16, d=HEAD_DIMS, seqlen=SEQLENS) if on_grid(c)]
+    names = (compare or {}).get("labels", {}) | {BEST: BEST_LABEL, "flash": "SDPA flash"}
 
     def claim(text: str, found: list[Json], ours: str, peer: str, least: float) -> list[str]:
         values = ratios(found, ours, peer)
         if not values:
             return [text, UNKNOWN, ""]
-        verdict = "holds" if min(values) >= least else "**not reached**"
         spread = f"{min(values):.2f}× – {max(values):.2f}×, in {len(values)} cells"
-        return [f"{text} {least:g}×", spread, verdict]
+        return [f"{text} {least:g}×", spread, verdict(min(values) >= least)]
 
-    for direction in ("forward", "backward"):
-        found = select(standard, direction=direction)
-        yield claim(
-            f"fa2 over SDPA flash, {direction}, every cell of the grid: at least",
-            found, "fa2", "flash", 1.0,
-        )  # fmt: skip
-        values = ratios(found, "fa2", "flash")
-        mean, least = geometric_mean(values), GOAL[direction]
+    for goal in GOALS:
+        text = f"{goal.ours} over {names[goal.peer]}, {goal.direction}"
+        values = ratios(standard_cells(cells, goal.direction), goal.ours, goal.peer)
+        if not values:
+            yield [f"{text}, every cell of the grid: at least {goal.least:g}×", UNKNOWN, ""]
+            continue
+        reached = sum(v >= goal.least for v in values)
         yield [
-            f"fa2 over SDPA flash, {direction}, geometric mean: at least {least:g}×",
-            f"{mean:.2f}×, over {len(values)} cells" if values else UNKNOWN,
-            ("holds" if mean >= least else "**not reached**") if values else "",
+            f"{text}, every cell of the grid: at least {goal.least:g}×",
+            f"{min(values):.2f}× – {max(values):.2f}×, {reached} of {len(values)} cells",
+            verdict(reached == len(values)),
+        ]
+        mean = geometric_mean(values)
+        yield [
+            f"{text}, geometric mean" + (f": at least {goal.mean:g}×" if goal.mean else ""),
+            f"{mean:.2f}×, over {len(values)} cells",
+            verdict(mean >= goal.mean) if goal.mean else "",
+        ]
+    longest = select(standard_cells(cells, "forward"), seqlen=max(SEQLENS))
+    for (d, causal), least in FA3_SPEEDS.items():
+        speeds = [c["providers"].get("fa3", {}).get("tflops")
+                  for c in select(longest, d=d, causal=causal)]  # fmt: skip
+        text = f"fa3, forward, d {d} {'causal' if causal else 'full'}, S {max(SEQLENS)}"
+        speed = next((s for s in speeds if s is not None), None)
+        yield [
+            f"{text}: at least {least} TFLOP/s",
+            f"{speed:.0f}" if speed else UNKNOWN,
+            verdict(speed >= least) if speed else "",
         ]
     for direction in ("forward", "backward"):
         wide = select(bf16, direction=direction, d=128, seqlen=(1024, 2048))
@@ -93,10 +123,10 @@ def claims(compare: Json | None, memory: Json | None) -> Iterator[list[str]]:
     for direction in ("forward", "backward"):
         yield claim(
             f"fa2 over fa1, {direction}, S ≥ 4096: at least",
-            [c for c in select(standard, direction=direction) if c["seqlen"] >= 4096],
+            [c for c in standard_cells(cells, direction) if c["seqlen"] >= 4096],
             "fa2", "fa1", 2.0,
         )  # fmt: skip
-    for name in ("fa1", "fa2"):
+    for name in flash_ext.VARIANTS:
         rows = (memory or {}).get("providers", {}).get(name, {})
         found = {d: r["exponent"] for d, r in rows.items() if "exponent" in r}
         if not memory or not found:
@@ -111,7 +141,7 @@ def claims(compare: Json | None, memory: Json | None) -> Iterator[list[str]]:
             f"{name}: extra memory grows linearly, exponent below {limit:g}",
             ", ".join(f"{d} S^{e:.2f}" for d, e in found.items())
             + f" (S {min(lengths)}–{max(lengths)})",
-            "holds" if linear else "**not reached**",
+            verdict(linear),
         ]
 
 
@@ -124,15 +154,18 @@ def speed_table(cells: list[Json], labels: dict[str, str]) -> str:
         for name in ROWS:
             results = [same[s]["providers"].get(name, {}) if s in same else {} for s in lengths]
             if any("ms" in r for r in results):
-                speeds = [f"{r['tflops']:.0f}" if "ms" in r else NO for r in results]
+                speeds = [
+                    f"{r['tflops']:.0f}" + " r" * ("recorded" in r) if "ms" in r else NO
+                    for r in results
+                ]
                 rows.append([f"{d} {'causal' if causal else 'full'}", labels[name], *speeds])
     return table(["d, mask", "", *(f"S {s}" for s in lengths)], rows)
 
 
 def ratio_table(cells: list[Json], labels: dict[str, str]) -> str:
-    """Geometric means of ratios over S, with the smallest in brackets."""
-    pairs = [("fa2", "flash"), ("fa2", "cudnn"), ("fa2", "fa1"), ("fa2", "standard"),
-             ("fa1", "standard")]  # fmt: skip
+    """Geometric means of ratios over S, with the smallest in brackets; pairs that never met are
+    left out."""
+    pairs = [pair for pair in PAIRS if ratios(cells, *pair)]
     rows = []
     dtypes, dims = ({c[key] for c in cells} for key in ("dtype", "d"))
     groups = itertools.product(sorted(dtypes), BOTH, sorted(dims), (False, True))
@@ -154,6 +187,31 @@ def provenance(result: Json) -> str:
     return f"{', '.join(versions)}; {result['date'][:10]}; source `{result['digest']}`"
 
 
+def recorded_note(cells: list[Json], folder: Path) -> str:
+    """What "best peer" means, where not all of it was measured here; "" where all was."""
+    found = [c["providers"][BEST] for c in cells if BEST in c["providers"]]
+    recorded = sum("recorded" in r for r in found)
+    source = common.read_json(folder / "recorded_peers.json")
+    if not recorded or source is None:
+        return ""
+    return (
+        f"The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell. In {recorded} of"
+        f" {len(found)} cells, marked r below, that is flash-attn 4 {source['flash_attn_4']} by a"
+        f" recorded ratio: its time is cuDNN's, measured here, over the ratio of the two on"
+        f" {source['date']} ({source['device']}, torch {source['torch']}, cuDNN"
+        f" {source['cudnn']})."
+    )
+
+
+def host_table(host: Json, labels: dict[str, str]) -> str:
+    """The CPU's time per call."""
+    found = {n: r for n, r in host["providers"].items() if "us" in r}
+    row = [f"{found[n]['us']:.1f}" for n in ROWS if n in found]
+    shape = ", ".join(map(str, host["shape"]))
+    head = [labels.get(n, n) for n in ROWS if n in found]
+    return table(["", *head], [[f"host time per forward call, µs; (B, S, H, D) = ({shape})", *row]])
+
+
 def tests_line(tests: Json | None) -> str:
     """One line on the GPU tests' evidence file."""
     if tests is None:
@@ -173,6 +231,9 @@ def results_section() -> str:
     parts = []
     for folder in gpu_folders():
         compare = common.read_json(folder / "compare.json")
+        if compare is not None:
+            recorded = common.read_json(folder / "recorded_peers.json")
+            compare["cells"] = with_best(compare["cells"], recorded)
         memory = common.read_json(folder / "memory.json")
         tests = common.read_json(folder / "tests.json")
         device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
@@ -181,13 +242,15 @@ def results_section() -> str:
         if compare is None:
             continue
         cells = [c for c in select(compare["cells"], seqlen=SEQLENS) if on_grid(c)]
-        labels = compare["labels"]
+        labels = compare["labels"] | {BEST: BEST_LABEL}
         parts.append(
             f"Speed: {provenance(compare)}. {TOKENS} tokens, {HIDDEN} // d heads, cold L2, medians;"
             " bf16 where not said otherwise. How many times faster, as the geometric mean over S,"
             " and the smallest in brackets:"
         )
         parts.append(ratio_table(cells, labels))
+        parts += [note] if (note := recorded_note(cells, folder)) else []
+        parts += [host_table(compare["host"], labels)] if "host" in compare else []
         for direction in ("forward", "backward"):
             found = select(cells, direction=direction, dtype="bf16")
             if found:
@@ -231,7 +294,8 @@ def spread(result: Json) -> float:
 
 def mix_table(result: Json) -> str:
     """TFLOP/s of the mix of lengths; in brackets, over the dense call."""
-    names = list(dict.fromkeys(n for c in result["mix"] for n in c["results"]))
+    mix = [{"variant": "fa2"} | c for c in result["mix"]]  # once it was the only one
+    names = list(dict.fromkeys(n for c in mix for n in c["results"]))
 
     def speed(found: Json) -> str:
         if "tflops" not in found:
@@ -239,9 +303,10 @@ def mix_table(result: Json) -> str:
         return f"{found['tflops']:.0f} ({found.get('over_dense', float('nan')):.2f})"
 
     rows = [
-        [f"{c['direction']}, d {c['d']}, {'causal' if c['causal'] else 'full'}",
+        [f"{variant} {direction}, d {c['d']}, {'causal' if c['causal'] else 'full'}",
          *(speed(c["results"].get(name, {})) for name in names)]
-        for direction in BOTH for c in select(result["mix"], direction=direction)
+        for variant, direction in MIXED
+        for c in select(mix, variant=variant, direction=direction)
     ]  # fmt: skip
     return table(["TFLOP/s (over dense)", *names], rows)
 
@@ -268,7 +333,7 @@ def options_section() -> str:
             parts.append(
                 f"Packed self-attention, {len(result['lengths'])} sequences of"
                 f" {min(result['lengths'])} to {max(result['lengths'])} tokens,"
-                f" {result['tokens']} in all, {HIDDEN} // d heads; fa2, and torch's varlen_attn"
+                f" {result['tokens']} in all, {HIDDEN} // d heads; torch's varlen_attn besides,"
                 f" where this torch has it. Dense: B {result['dense_batch']}, S"
                 f" {result['dense_seqlen']}, about as many FLOPs."
             )
@@ -306,7 +371,7 @@ def support_section() -> str:
     variants = flash_ext.VARIANTS
     columns = [
         *((asked, v, (direction,)) for _, asked in sources for v in variants for direction in BOTH),
-        *((on_cpu, v, BOTH) for v in variants),
+        *((on_cpu, v, BOTH) for v in flash_ext.CPU_VARIANTS),
     ]
     head = [f"{v} {d}, {name}" for name, _ in sources for v in variants for d in BOTH]
     rows = [[name, *(answer(asked, name, v, d) for asked, v, d in columns)] for name in features()]
@@ -315,7 +380,7 @@ def support_section() -> str:
         for folder in gpu_folders()
         if (result := common.read_json(folder / "support.json"))
     ]
-    lines += [table(["", *head, *(f"{v}, CPU" for v in variants)], rows)]
+    lines += [table(["", *head, *(f"{v}, CPU" for v in flash_ext.CPU_VARIANTS)], rows)]
     lines += [f"({number}) {reason.rstrip('.')}." for reason, number in notes.items()]
     return "\n\n".join(lines)
 
@@ -340,7 +405,7 @@ def main() -> int:
     digest = common.source_digest()
     for path in sorted(common.RESULTS.glob("*/*.json")):
         found = (common.read_json(path) or {}).get("digest")
-        if found != digest:
+        if found not in (digest, None):  # what is recorded of others has none
             print(f"note: {path.relative_to(common.ROOT)} is of source {found}, not of {digest}",
                   file=sys.stderr)  # fmt: skip
     before = args.readme.read_text()

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,16 @@ import torch
 FLUSH_BYTES = 256 << 20  # several times the largest L2 (60 MB on an H200)
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 SM_CLOCK_HZ = 2e9  # an upper bound; turns a waiting time into torch.cuda._sleep's cycles
+
+Around = Callable[[], AbstractContextManager[object]]
+
+HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue takes them all
+HOST_METHOD = (
+    "The time until one forward call returns, on tensors so small that the GPU's work is nothing. "
+    "The providers take turns; the device is waited for before each turn of "
+    f"{HOST_CALLS} calls, which are timed one by one, and never within one. Gradients are off and "
+    "SDPA's backend is chosen outside the calls."
+)
 
 METHOD = (
     "One process; the providers take turns, round by round, on the same fresh random inputs. "
@@ -87,6 +98,31 @@ class Timer:
             return first
         tries = [self.once(call) for _ in range(3)]
         return statistics.median(t[0] for t in tries), statistics.median(t[1] for t in tries)
+
+    def host(
+        self, calls: dict[str, tuple[Callable[[], object], Around]]
+    ) -> dict[str, dict[str, float]]:
+        """Microseconds that the CPU needs for one call, ``HOST_METHOD``: median and quartiles."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(HOST_ROUNDS):
+                for name, (call, around) in calls.items():
+                    if self.cuda:
+                        torch.cuda.synchronize(self.device)
+                    with torch.no_grad(), around():
+                        for _ in range(HOST_CALLS):
+                            start = time.perf_counter()
+                            call()
+                            times[name].append((time.perf_counter() - start) * 1e6)
+        finally:
+            gc.enable()
+        results = {}
+        for name, values in times.items():
+            q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+            results[name] = {"us": round(median, 2), "q1_us": round(q1, 2), "q3_us": round(q3, 2)}
+        return results
 
     def compare(
         self,

@@ -96,11 +96,10 @@ bool is_aligned(const Tensor& tensor) {
 // Can TMA address all rows? See tile/tensor_map.cuh.
 bool copy_engine_reaches(const Tensor& tensor) {
     int64_t end = 0;  // in elements, of the memory that the tensor's rows span
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
-        end += tensor.size(dim) * tensor.stride(dim);
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) end += tensor.size(dim) * tensor.stride(dim);
     const int64_t row_dim = tensor.dim() - 3;
     const bool rows_differ = tensor.size(row_dim) == 1 || tensor.stride(row_dim) > 0;
-    return rows_differ && 2 * end < int64_t{1} << 34;
+    return rows_differ && 2 * end < int64_t{1} << 35;
 }
 
 template <class T>
@@ -208,8 +207,12 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
                        " that start and end on 16-byte boundaries";
             if (!copy_engine_reaches(*x))
                 return std::string("needs rows of ") + name +
-                       " that do not overlap, within 32 GB of memory";
+                       " that are not one row repeated, within 32 GiB of memory";
         }
+        // What tile_counter.cuh can count, of the smallest tiles.
+        const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *
+                              (sizes.seqlen_q / 128 + 1 + (sizes.packed ? sizes.batch : 0));
+        if (tiles >= int64_t{1} << 24) return "needs fewer than 2^24 tiles of 128 queries";
     }
     // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
     int needed = 0;
@@ -230,16 +233,13 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
 // The variant that runs: the one named, or the fastest that can.
 Variant choose_variant(const Tensor& q, const Tensor& k, const Tensor& v, const Sizes& sizes,
                        const Options& options, bool backward) {
-    std::string why;
     const auto named = check_variant(options);
-    for (const Variant variant : {Variant::kFa3, Variant::kFa2}) {
-        if (!named) {
-            why = obstacle(variant, q, k, v, sizes, options, backward);
-            if (why.empty()) return variant;
-        }
+    Variant variant = named.value_or(Variant::kFa3);
+    std::string why = obstacle(variant, q, k, v, sizes, options, backward);
+    if (!named && !why.empty()) {
+        variant = Variant::kFa2;
+        why = obstacle(variant, q, k, v, sizes, options, backward);
     }
-    const Variant variant = named.value_or(Variant::kFa2);
-    if (named) why = obstacle(variant, q, k, v, sizes, options, backward);
     if (!why.empty()) fail("variant '", kVariantNames[static_cast<int>(variant)], "' ", why);
     return variant;
 }
@@ -328,8 +328,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
-            params.tile_counter =
-                reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
+            params.tile_counter = reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));

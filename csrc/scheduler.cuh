@@ -131,6 +131,17 @@ FLASH_HOST_DEVICE constexpr int tensor_batches(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr ? params.batch : 1;
 }
 
+// The order of Q tiles in a forward pass, whose heads share K and V, `head_dims` numbers a key.
+inline Schedule forward_schedule(const AttentionParams& params, int block_q, int head_dims,
+                                 int ctas_per_sm) {
+    const bool masked = params.window_right < params.seqlen_k;
+    const int64_t bytes_per_head =
+        int64_t{2} * head_dims * params.seqlen_k * params.heads_k / max_of(params.heads_q, 1);
+    return make_schedule(tile_numbers(params, params.seqlen_q, block_q), params.heads_q,
+                         tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+                         bytes_per_head, ctas_per_sm, section_fillings(params, masked));
+}
+
 // The packed sequence that a tile number belongs to: the last whose first number is not beyond it.
 FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
                                     int number) {

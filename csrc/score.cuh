@@ -17,8 +17,8 @@ namespace flash_ext {
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
-// General kernels only; kHasBias = false is for those without a bias. Elements are addressed by position within the sequence: a tile's row 0 and
-// column 0 are at first_row and first_col.
+// General kernels only; kHasBias = false is for those without a bias. Elements are addressed by
+// position within the sequence: a tile's row 0 and column 0 are at first_row and first_col.
 template <class Element, Rows kRows, bool kHasBias = true>
 struct ScoreFunction {
     const AttentionParams& params;

@@ -28,6 +28,16 @@ __device__ __forceinline__ float quad_sum(float x) {
 // A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
+// The maximum of row 16 m + lane_row() + 8 i of a tile of scores.
+template <class Scores>
+__device__ __forceinline__ float row_maximum(const Scores& s, int m, int i) {
+    float x = fmaxf(s.v[m][0][2 * i], s.v[m][0][2 * i + 1]);
+#pragma unroll
+    for (int n = 1; n < Scores::kN; ++n)
+        x = fmaxf(x, fmaxf(s.v[m][n][2 * i], s.v[m][n][2 * i + 1]));
+    return quad_max(x);
+}
+
 template <int kRows>
 struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
@@ -60,46 +70,19 @@ struct OnlineSoftmax {
             }
     }
 
-    // What O must be multiplied by to keep in step with row_max, where any row of the warp needs it.
-    struct Rescaling {
-        bool needed;  // the same in all lanes
-        float factor[kM][2];
-
-        template <class Output>
-        __device__ __forceinline__ void apply(Output& o) const {
-            if (!needed) [[likely]] return;
-#pragma unroll
-            for (int m = 0; m < kM; ++m)
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-#pragma unroll
-                    for (int n = 0; n < Output::kN; ++n) {
-                        o.v[m][n][2 * i] *= factor[m][i];
-                        o.v[m][n][2 * i + 1] *= factor[m][i];
-                    }
-        }
-    };
-
-    // row_max and row_sum move on to what the scores s ask for; row_max may stay up to `lag` powers of
-    // two behind.
-    template <class Scores>
-    __device__ __forceinline__ Rescaling advance(const Scores& s, float scale, float lag = kLag) {
-        Rescaling rescaling;
+    // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.
+    template <class Scores, class Output>
+    __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
         float tile_max[kM][2];
         bool rescale = false;
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float x = fmaxf(s.v[m][0][2 * i], s.v[m][0][2 * i + 1]);
-#pragma unroll
-                for (int n = 1; n < Scores::kN; ++n)
-                    x = fmaxf(x, fmaxf(s.v[m][n][2 * i], s.v[m][n][2 * i + 1]));
-                tile_max[m][i] = quad_max(x);
-                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > lag;
+                tile_max[m][i] = row_maximum(s, m, i);
+                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > kLag;
             }
-        rescaling.needed = __any_sync(0xffffffff, rescale);
-        if (rescaling.needed) {
+        if (__any_sync(0xffffffff, rescale)) {
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -108,15 +91,13 @@ struct OnlineSoftmax {
                     const float factor = ptx::ex2((row_max[m][i] - finite_max(new_max)) * scale);
                     row_max[m][i] = new_max;
                     row_sum[m][i] *= factor;
-                    rescaling.factor[m][i] = factor;
+#pragma unroll
+                    for (int n = 0; n < Output::kN; ++n) {
+                        o.v[m][n][2 * i] *= factor;
+                        o.v[m][n][2 * i + 1] *= factor;
+                    }
                 }
         }
-        return rescaling;
-    }
-
-    // Replaces scores s by p = 2^(s * scale - row_max * scale), and adds them up.
-    template <class Scores>
-    __device__ __forceinline__ void exponentiate(Scores& s, float scale) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -133,13 +114,6 @@ struct OnlineSoftmax {
             }
     }
 
-    // The whole of a step where O is at hand.
-    template <class Scores, class Output>
-    __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
-        advance(s, scale).apply(o);
-        exponentiate(s, scale);
-    }
-
     // After the last tile: row_sum of the whole row in every lane of its quad.
     __device__ __forceinline__ void finish() {
 #pragma unroll
@@ -154,7 +128,7 @@ struct OnlineSoftmax {
     }
 
     __device__ __forceinline__ float inverse_sum(int m, int i) const {
-        return row_sum[m][i] == 0.f ? 0.f : 1.f / row_sum[m][i];
+        return row_sum[m][i] == 0.f ? 0.f : ptx::rcp(row_sum[m][i]);
     }
 };
 

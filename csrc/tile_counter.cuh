@@ -7,8 +7,8 @@ namespace flash_ext {
 
 // A counter in global memory that needs no initialisation, and so no launch of its own before the
 // kernel: its upper bits name the launch that it counts for. A CTA that finds another name there
-// starts the count; other memory holds the same name by chance once in 2^40 launches. After the last
-// draw the count is 0 again, for the replays of a CUDA graph, which have the same name.
+// starts the count; other memory holds the same name by chance once in 2^40 launches. After the
+// last draw the count is 0 again, for the replays of a CUDA graph, which have the same name.
 struct TileCounter {
     static constexpr int kCountBits = 24;
     static constexpr int kMaxTiles = 1 << kCountBits;
@@ -27,7 +27,8 @@ struct TileCounter {
     }
 
     // The next tile; tiles < gridDim.x are each CTA's first, without a draw. Every CTA draws until
-    // it gets one >= total, which makes `total` draws.
+    // it gets one >= total, at least once: that makes `total` draws, and at the last no CTA has
+    // still to start. total < kMaxTiles.
     __device__ __forceinline__ int draw(int total) const {
         const auto count = static_cast<int>(atomicAdd(word, 1ull) & (kMaxTiles - 1));
         if (count == total - 1) atomicExch(word, name);

@@ -47,23 +47,25 @@ struct Fa3Forward {
     int k_stages;
     int v_stages;
     bool take_turns;
-    int overlap = 2;
-    int draw_ahead = 2;
 };
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, Features features) {
+// Keys from which on the tiles for long sequences are the faster ones.
+inline constexpr int kLongKeys = 4096;
+
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, bool long_keys) {
     switch (dims.qk) {
         case 64:
-            if (features == Features::kGeneral) return {2, 128, 2, 4, 4, true};
-            return {3, 96, 2, 4, 4, true};
+            return long_keys && features != Features::kGeneral ? Fa3Forward{3, 96, 2, 4, 4, false}
+                                                               : Fa3Forward{2, 128, 2, 4, 4, true};
         case 96:
-            return {2, 128, 2, 2, 2, true};
+            return {2, 128, 2, 3, 3, false};
         case 128:
-            return {2, 128, 2, 3, 2, true};
+            return {2, 128, 2, 3, 2, false};
         case 192:
-            return {2, dims.v == 128 ? 128 : 96, 1, 2, 2, false};
+            if (dims.v == 128) return {2, 96, 2, 2, 2, false};
+            return {2, 80, 2, 2, 2, false};
         default:
-            return {2, 64, 1, 3, 2, true};
+            return {2, 64, 1, 3, 2, false};
     }
 }
 

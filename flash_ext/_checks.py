@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ._options import VARIANTS, BackwardTensors, Options
+from ._options import CPU_VARIANTS, VARIANTS, BackwardTensors, Options
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_HEAD_DIM = 256
@@ -62,10 +62,18 @@ def _require_plain(
         _refuse(argument, "contiguous", f"strides {tensor.stride()}")
 
 
-def _check_variant(options: Options) -> str:
+def _check_variant(options: Options) -> None:
     if options.variant not in ("auto", *VARIANTS):
         _refuse("variant", f"'auto' or one of {VARIANTS}", repr(options.variant))
-    return "fa2" if options.variant == "auto" else options.variant
+
+
+def _choose_variant(options: Options) -> str:
+    if options.variant == "auto":
+        return CPU_VARIANTS[-1]
+    if options.variant not in CPU_VARIANTS:
+        wanted = f"one of {CPU_VARIANTS} or 'auto' (here {CPU_VARIANTS[-1]!r}) on the CPU"
+        _refuse("variant", wanted, f"{options.variant!r}, which is for Hopper GPUs")
+    return options.variant
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -180,13 +188,13 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
     Raises:
         ValueError: an argument is wrong; the message names it, what was wanted and what came.
     """
-    variant = _check_variant(options)
+    _check_variant(options)
     if (options.cu_seqlens_q is None) != (options.cu_seqlens_k is None):
         given = "cu_seqlens_q" if options.cu_seqlens_k is None else "cu_seqlens_k"
         _refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
     _check_options(q, k, options, batch=_check_lengths(q, k, options))
-    return variant
+    return _choose_variant(options)
 
 
 def check_backward(tensors: BackwardTensors, options: Options) -> str:

@@ -70,7 +70,13 @@ def attention(
 
     Differentiable in q, k, v, bias and sink, through out and through lse. Any of the options go
     together. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
-    "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2").
+    "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3"
+    (2024), Algorithms 1 and 2 (variant "fa3").
+
+    The variant "fa3" runs on Hopper GPUs alone (compute capability 9.0). It leaves to the others
+    dropout, a bias, and rows of q, k or v that its copy engine cannot address: those that do not
+    start and end on 16-byte boundaries (D and Dv are multiples of 8 then), and one row expanded
+    over the sequence (a row stride of 0). Its gradients are fa2's.
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to
@@ -98,7 +104,8 @@ def attention(
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
-        variant: "fa1", "fa2", or "auto" for the fastest that runs. See `flash_ext.explain`.
+        variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 where it can, fa2
+            elsewhere. A named one runs or raises with the reason. See `flash_ext.explain`.
         return_lse: return lse too.
 
     alibi_slopes and sink may be of any floating dtype: they are converted to float32 (with float64
@@ -169,8 +176,8 @@ def attention_varlen(
             Positions that an Lq or Lk other than 1 does not reach are hidden.
         seqused_k: int32 (B): sequence b has only the first seqused_k[b] of its keys.
 
-    The other options, and what is raised, are those of `attention`. In the dropout mask a sequence
-    is a batch element, and rows and columns are positions within the sequence.
+    The variants, the other options, and what is raised are those of `attention`. In the dropout
+    mask a sequence is a batch element, and rows and columns are positions within the sequence.
 
     Returns:
         out (total_q, Hq, Dv), or with return_lse (out, lse), lse (Hq, total_q). In rows that belong

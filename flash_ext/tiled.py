@@ -1,5 +1,8 @@
 """FlashAttention 1 and 2 as tile loops in torch: the CPU kernels, readable beside the papers.
 
+FlashAttention-3 is not here: its tile loop is FlashAttention-2's. What it adds (which warps copy,
+which compute, and when) has no counterpart on a CPU.
+
 Line numbers and symbols are those of the pseudocode: Algorithms 2 and 4 of FlashAttention (Dao et
 al., 2022), Algorithms 1 and 2 of FlashAttention-2 (Dao, 2023). What the papers write for one head
 is done for all heads at once, so every on-chip step is one batched matrix product or elementwise

@@ -14,6 +14,9 @@ be exact too.
 Every input is a view into a larger buffer filled with NaN and every output starts as NaN, so that
 a stray read, or an element that is never written, reaches the result as a NaN. Rows that no
 sequence uses (past cu_seqlens[-1], keys past seqused_k, the bias there) are NaN as well.
+
+`obstacle` says which variant runs which problem where. conftest.py leaves out the tests that it
+rules out, and tests/test_variants.py holds the package against it.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ import torch
 
 import flash_ext
 import flash_ext.reference
-from flash_ext import VARIANTS
+from flash_ext import CPU_VARIANTS, VARIANTS
 
 __all__ = [
+    "CPU_VARIANTS",
     "LAYOUTS",
     "VARIANTS",
     "Inputs",
@@ -44,10 +48,14 @@ __all__ = [
     "attend",
     "check",
     "dense_mask",
+    "device_obstacle",
+    "fastest",
     "make_inputs",
     "nan_filled_outputs",
+    "obstacle",
     "options_of",
     "run",
+    "runnable",
     "standard_attention",
     "yardstick",
 ]
@@ -62,6 +70,7 @@ LAYOUTS = (
     "expanded_heads",  # one K/V head broadcast over all: head stride 0
     "expanded_batch",  # one K/V sequence broadcast over the batch: batch stride 0
 )
+UNALIGNED_LAYOUTS = ("odd_row", "odd_offset")
 
 HANDFUL = 32
 """Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
@@ -226,6 +235,54 @@ class Problem:
                 for field in ("seqused_k", "lengths_q", "lengths_k")
             },
         )
+
+
+@functools.lru_cache
+def device_obstacle(variant: str, device: str) -> str | None:
+    """Why a variant runs nothing on a device: part of the message; None where it may run."""
+    if device == "cpu":
+        return None if variant in CPU_VARIANTS else "on the CPU"
+    if variant == "fa3" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability[0] != 9:
+            return "needs a Hopper GPU"
+    return None
+
+
+def obstacle(variant: str, problem: Problem, device: str) -> str | None:
+    """Why a variant does not run a problem on a device: part of the message; None where it runs.
+
+    The mirror of `obstacle` in csrc/attention.cpp.
+    """
+    p = problem
+    reason = device_obstacle(variant, device)
+    if reason is None and variant == "fa3":
+        if p.dropout_p:
+            return "has no dropout"
+        if p.bias:
+            return "has no bias"
+        if p.layout in UNALIGNED_LAYOUTS or p.head_dim % 8 or p.dim_v % 8:
+            return "16-byte boundaries"
+    return reason
+
+
+def fastest(problem: Problem, device: str) -> str:
+    """What "auto" stands for."""
+    return next(v for v in reversed(VARIANTS) if obstacle(v, problem, device) is None)
+
+
+def runnable(variant: str, problem: Problem) -> Problem:
+    """The problem without what a variant leaves to others."""
+    if variant != "fa3":
+        return problem
+    return dataclasses.replace(
+        problem,
+        head_dim=-(-problem.head_dim // 8) * 8,
+        head_dim_v=problem.head_dim_v and -(-problem.head_dim_v // 8) * 8,
+        dropout_p=0.0,
+        bias="",
+        layout="bshd" if problem.layout in UNALIGNED_LAYOUTS else problem.layout,
+    )
 
 
 @dataclasses.dataclass

@@ -2,6 +2,11 @@
 
 A test that takes the argument `device` runs once per device: "cpu", and "cuda" under the marker
 `gpu`, which skips, saying why, where there is no GPU or no compiled library.
+
+A test with the argument `variant` is left out where that variant does not run the test's problem:
+`attention_testing.obstacle` knows. The problem is the argument `problem`, or has for its fields the
+arguments of their names, what is in the argument `options`, and what the marker `options` names.
+Where a variant runs nothing on this GPU its tests skip, saying why.
 """
 
 from __future__ import annotations
@@ -21,11 +26,14 @@ sys.path.insert(0, str(TESTS))  # the helper modules, whatever pytest's import m
 
 import attention_testing  # noqa: E402
 import evidence  # noqa: E402
+from attention_testing import VARIANTS, Problem  # noqa: E402
 
 import flash_ext  # noqa: E402
 
 STARTED = pytest.StashKey[float]()
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+# The fields of a problem that may be in a variant's way.
+OBSTRUCTING = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
 LIBRARY = Path(flash_ext.__file__).resolve().parent / "_C.abi3.so"
 
 
@@ -46,9 +54,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "tests.json: counts, device, versions and the digest of the source",
     )
 
+    parser.addoption(
+        "--soak",
+        type=float,
+        nargs="?",
+        const=30.0,
+        metavar="SECONDS",
+        help="run the soak tests, of random problems: 30 seconds for each variant, or so many",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and the compiled library")
+    config.addinivalue_line("markers", "soak: runs only with --soak")
+    config.addinivalue_line("markers", "options(**fields): of the problems that the test runs")
     config.stash[STARTED] = time.time()
     # The CPU's tensors are small, and with xdist every core has its own process.
     torch.set_num_threads(1)
@@ -74,13 +93,41 @@ def most_of_the_gpu() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def problem_of(item: pytest.Function) -> Problem:
+    """The problem of a test, as far as an obstacle may lie in it."""
+    arguments = item.callspec.params
+    if isinstance(arguments.get("problem"), Problem):
+        return arguments["problem"]
+    fields: dict[str, object] = {}
+    for marker in item.iter_markers("options"):
+        fields |= marker.kwargs
+    fields |= arguments.get("options", {}) | arguments
+    return Problem(**{name: fields[name] for name in OBSTRUCTING if name in fields})
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = why_no_gpu()
-    if reason:
-        skip = pytest.mark.skip(reason=reason)
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+    left_out = []
+    for item in items:
+        if config.option.soak is None and item.get_closest_marker("soak"):
+            left_out.append(item)
+            continue
+        on_gpu = item.get_closest_marker("gpu") is not None
+        if reason and on_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        variant = item.callspec.params.get("variant") if hasattr(item, "callspec") else None
+        if variant not in VARIANTS:
+            continue
+        device = "cuda" if on_gpu else "cpu"
+        obstacle = attention_testing.device_obstacle(variant, device)
+        if on_gpu and obstacle:
+            item.add_marker(pytest.mark.skip(reason=f"{variant} {obstacle}"))
+        elif attention_testing.obstacle(variant, problem_of(item), device):
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_terminal_summary(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_testing import LAYOUTS, VARIANTS, Problem, assert_accurate, check
+from attention_testing import LAYOUTS, VARIANTS, Problem, assert_accurate, check, runnable
 from grids import BIAS_PATTERNS, HALF_TYPES, HEADS, MASKS, alternate, every_case, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -249,25 +249,27 @@ def test_against_float64(device: str, problem: Problem, variant: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS["cuda"])
-def test_deterministic_backward_of_every_head_dim(head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_deterministic_backward_of_every_head_dim(
+    variant: str, head_dim: int, causal: bool
+) -> None:
     problem = Problem(2, 200, 270, 4, 2, head_dim, causal=causal)
-    for variant in VARIANTS:
-        check(problem, variant, "cuda", deterministic=True)
+    check(problem, variant, "cuda", deterministic=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@given(problem=problems(longest=150))
+@given(drawn=problems(longest=150))
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
-def test_random_problems_on_cpu(problem: Problem, variant: str) -> None:
-    check(problem, variant, "cpu")
+def test_random_problems_on_cpu(drawn: Problem, variant: str) -> None:
+    check(runnable(variant, drawn), variant, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-@given(problem=problems(longest=700), deterministic=st.booleans())
+@given(drawn=problems(longest=700), deterministic=st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
-def test_random_problems_on_gpu(problem: Problem, deterministic: bool, variant: str) -> None:
-    check(problem, variant, "cuda", deterministic=deterministic)
+def test_random_problems_on_gpu(drawn: Problem, deterministic: bool, variant: str) -> None:
+    check(runnable(variant, drawn), variant, "cuda", deterministic=deterministic)
 
 
 def run_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, variant: str):

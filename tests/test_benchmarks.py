@@ -23,6 +23,7 @@ common = evidence.common
 import calls  # noqa: E402
 import compare  # noqa: E402
 import options  # noqa: E402
+import providers  # noqa: E402
 import report  # noqa: E402
 import support  # noqa: E402
 
@@ -138,19 +139,80 @@ def test_verdict_on_the_grid() -> None:
     cells = grid_results(1.2)
     assert all(compare.on_grid(c) for c in cells)
 
-    def verdict() -> str:
-        return compare.verdict(compare.summarise(cells, ["fa2", "flash"]))
+    goals = [goal for goal in compare.GOALS if goal.ours == "fa2"]
 
-    assert verdict().endswith("reached") and "NOT" not in verdict()
+    def verdict() -> str:
+        return compare.verdict(goals[0], cells)
+
+    assert all(compare.verdict(goal, cells).endswith("; reached") for goal in goals)
     cells.append(cells[0] | {"d": 96, "providers": {"fa2": {"ms": 9.0}, "flash": {"ms": 1.0}}})
     assert verdict().endswith("; reached"), "other head dims have no part in the goal"
     cells[0]["providers"]["flash"]["ms"] = 0.9
     assert "smallest 0.900x (d 64 full S 512), 1 of 36 cells below 1x" in verdict()
     assert verdict().endswith("NOT REACHED")
     del cells[1]
-    assert verdict().endswith("not the whole grid of 72 cells")
+    assert verdict().endswith("not the whole grid")
+    assert compare.verdict(compare.GOALS[-1], cells).endswith("not measured")
     row = compare.summarise(grid_results(1.05), ["fa2", "flash"])[-1]
     assert row["geometric_mean"] == 1.05 and row["cells"] == 36 and row["d"] is None
+
+
+def with_peers(cudnn: float, fa4: float | None, ratio: float | None) -> dict | None:
+    """The best peer of a cell in which fa3 takes 1 ms and the peers so much."""
+    times = {"fa3": 1.0, "cudnn": cudnn} | ({} if fa4 is None else {"flash_attn_4": fa4})
+    return providers.best_peer({n: {"ms": t, "tflops": 1 / t} for n, t in times.items()}, ratio)
+
+
+def test_the_best_peer_is_measured_or_says_that_it_is_recorded() -> None:
+    assert with_peers(2.0, 1.5, 9.0) == {"ms": 1.5, "tflops": 1 / 1.5, "of": "flash_attn_4"}
+    assert with_peers(2.0, 2.5, None) == {"ms": 2.0, "tflops": 0.5, "of": "cudnn"}
+    assert with_peers(2.0, None, None) is None, "one peer alone is not the best of two"
+    assert with_peers(2.0, None, 0.8) == {"ms": 2.0, "tflops": 0.5, "of": "cudnn"}
+    recorded = with_peers(2.0, None, 1.25)
+    assert recorded == {"ms": 1.6, "tflops": 0.625, "of": "flash_attn_4", "recorded": True}
+
+
+def test_recorded_ratios_are_those_of_the_grid() -> None:
+    """Every cell has one, and no cell of another size or type gets one."""
+    recorded = common.read_json(common.RESULTS / "nvidia-h200" / "recorded_peers.json")
+    times = {"fa3": {"ms": 1.0, "tflops": 1.0}, "cudnn": {"ms": 1.0, "tflops": 1.0}}
+    cells = compare.with_best([s | {"providers": times} for s in SHAPES], recorded)
+    assert len(recorded["ratios"]) == len(SHAPES)
+    assert all(providers.BEST in c["providers"] for c in cells)
+    line = compare.verdict(compare.GOALS[-1], cells)
+    assert "against a recorded ratio" in line and line.endswith("NOT REACHED")
+    for other in ({"dtype": "fp16"}, {"batch": 3}, {"d": 96, "heads": 21}):
+        (cell,) = compare.with_best([SHAPES[0] | other | {"providers": times}], recorded)
+        assert providers.BEST not in cell["providers"]
+
+
+def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a grid where fa3 takes 0.9 times cuDNN's time, and flash-attn 4 was not there."""
+    cells = []
+    for shape in SHAPES:
+        flops = compare.Cell(**shape).flops()
+        times = {"fa3": 0.9, "cudnn": 1.0}
+        providers = {n: {"ms": t, "tflops": flops / t * 1e-9} for n, t in times.items()}
+        cells.append(shape | {"providers": providers})
+    setup = {"device": "NVIDIA H200", "torch": "2", "date": "2000-01-01", "digest": "0" * 16}
+    labels = {"fa3": "flash_ext fa3", "cudnn": "SDPA cuDNN"}
+    host = {"shape": [1, 2], "providers": {"fa3": {"us": 9.0}, "cudnn": {"us": 12.34}}}
+    recorded = common.RESULTS / "nvidia-h200" / "recorded_peers.json"
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    folder = tmp_path / "nvidia-h200"
+    folder.mkdir()
+    (folder / "compare.json").write_text(
+        json.dumps(setup | {"cells": cells, "labels": labels, "host": host})
+    )
+    assert "fa3 over best peer, forward, every cell of the grid: at least 0.98× | not" in (
+        report.results_section()
+    ), "of cuDNN alone nobody knows whether it is the best"
+    (folder / recorded.name).write_text(recorded.read_text())
+    text = report.results_section()
+    assert "| fa3 over best peer, forward, geometric mean | 1.0" in text
+    assert "marked r below" in text and " r |" in text
+    assert "| fa3, forward, d 64 full, S 16384: at least 560 TFLOP/s | 2443 | holds |" in text
+    assert "(1, 2) | 9.0 | 12.3 |" in text
 
 
 def test_lengths_of_the_mix() -> None:
@@ -182,7 +244,9 @@ def test_options_and_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run(options.main, *arguments, monkeypatch=monkeypatch) == 0
     result = json.loads(path.read_text())
     assert result["digest"] == common.source_digest() and not result["incomplete"]
-    assert len(result["options"]) == 2 * len(options.MEASURED) and len(result["mix"]) == 4
+    kinds = [[v for v, _ in x if v in flash_ext.CPU_VARIANTS] for x in
+             (options.MEASURED, options.MIXED)]  # fmt: skip
+    assert len(result["options"]) == 2 * len(kinds[0]) and len(result["mix"]) == 2 * len(kinds[1])
     for cell in result["options"]:
         timed = {n for n, r in cell["results"].items() if "ratio" in r}
         once = cell["direction"] == "backward"
@@ -193,7 +257,7 @@ def test_options_and_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert speeds["dense"] == 1
     text = report.options_section()
     assert all(f"| {name}: " in text for name in options.OPTIONS if name != options.PLAIN)
-    assert "| forward, d 64, causal |" in text
+    assert "| fa2 forward, d 64, causal |" in text
 
     late = (*arguments, "--budget", "0", "--only", "mix")
     assert run(options.main, *late, monkeypatch=monkeypatch) == 1, "over the budget"
@@ -220,7 +284,7 @@ def test_support_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = support.probe(torch.device("cpu"), plain)
     assert set(answers) == set(plain)
     for by_variant in answers.values():
-        assert set(by_variant) == set(flash_ext.VARIANTS)
+        assert tuple(by_variant) == flash_ext.CPU_VARIANTS
         assert all(r is None for by_direction in by_variant.values() for r in by_direction.values())
     attention = flash_ext.attention
     monkeypatch.setattr(flash_ext, "attention", lambda *a, scale=None, **k: attention(*a, **k))
@@ -236,7 +300,7 @@ def test_every_feature_on_the_cpu(name: str) -> None:
         pytest.skip("many calls; test_attention has the head dims")
     assert support.probe(torch.device("cpu"), [name])[name] == {
         variant: dict.fromkeys(support.features()[name].directions)
-        for variant in flash_ext.VARIANTS
+        for variant in flash_ext.CPU_VARIANTS
     }
 
 
@@ -255,11 +319,16 @@ def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.parent.mkdir()
     path.write_text(json.dumps(setup | {"support": asked}))
     lines = report.support_section().splitlines()
-    unknown = " | ".join(["not measured yet"] * 4)
-    assert "| float16 | yes | yes | yes | yes | yes | yes |" in lines
-    assert "| gradient of lse |  | no (1) |  | no (1) | no (1) | no (1) |" in lines
-    assert f"| softcap | {unknown} | not measured yet | not measured yet |" in lines
-    assert f"| {support.PTX} | {unknown} |  |  |" in lines
+    variants, on_cpu = len(flash_ext.VARIANTS), len(flash_ext.CPU_VARIANTS)
+
+    def row(name: str, *answers: str) -> str:
+        return f"| {' | '.join((name, *answers))} |"
+
+    unknown = ("not measured yet",) * 2 * variants
+    assert row("float16", *("yes",) * (2 * variants + on_cpu)) in lines
+    assert row("gradient of lse", *("", "no (1)") * variants, *("no (1)",) * on_cpu) in lines
+    assert row("softcap", *unknown, *("not measured yet",) * on_cpu) in lines
+    assert row(support.PTX, *unknown, *("",) * on_cpu) in lines
     assert lines[-1] == "(1) no time."
 
 

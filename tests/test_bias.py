@@ -28,6 +28,8 @@ from attention_testing import (
 )
 from grids import BIAS_PATTERNS, HALF_TYPES, MASKS, alternate, every_case
 
+pytestmark = pytest.mark.options(bias="bhqk")
+
 SEQUENCES = {
     "dense": {"batch": 3},
     "used": {"batch": 3, "seqused_k": (100, 0, 37)},

@@ -25,6 +25,7 @@ OPTIONS = (
     {"softcap": 2.0, "alibi": "bh"},
     {"sink": True, "seqused_k": (0, 100, 130)},
     {"head_dim_v": 72, "causal": True},
+    {"softcap": 2.0, "alibi": "h", "sink": True, "window": (50, 10), "seqused_k": (0, 100, 130)},
     {"lengths_q": (100, 0, 33), "lengths_k": (130, 9, 70), "sink": True},
     {"bias": "bhqk"},
     {"bias": "11qk", "bias_type": "float32", "sink": True},
@@ -52,12 +53,15 @@ REPEATED = [
         pytest.param("cuda", runs, problem, marks=pytest.mark.gpu)
         for runs, problem in (
             (1000, Problem(2, 300, 300, 4, 2, 64, causal=True)),
+            (1000, Problem(2, 257, 400, 4, 4, 128, torch.float16)),
             (1000, Problem(2, 257, 400, 4, 4, 128, torch.float16, dropout_p=0.17)),
             (1000, Problem(1, 200, 333, 2, 1, 256, window=(100, 20))),
             (1000, Problem(1, 130, 260, 2, 2, 40, causal=True, layout="odd_offset")),
             (200, Problem(4, 1024, 1024, 16, 4, 64, causal=True)),
             (200, Problem(4, 1024, 1024, 16, 16, 128)),
             (200, Problem(4, 777, 1000, 8, 2, 192, causal=True)),
+            (200, Problem(4, 777, 1000, 8, 2, 192, head_dim_v=128)),
+            (200, Problem(4, 777, 1000, 8, 2, 256, causal=True)),
         )
     ),
 ]
@@ -68,7 +72,7 @@ REPEATED = [
 def test_every_run_has_the_same_bits(
     device: str, runs: int, problem: Problem, variant: str
 ) -> None:
-    """fa1 promises it for every backward pass, fa2 where deterministic is set."""
+    """fa1 promises it for every backward pass, the others where deterministic is set."""
     inputs = make_inputs(problem, device)
     leaves = inputs.leaves()
 

@@ -16,6 +16,8 @@ from dropout_bits import is_kept, philox4x32_10
 import flash_ext
 from flash_ext.dropout import keep_mask, keep_scale
 
+pytestmark = pytest.mark.options(dropout_p=0.5)
+
 RATES = (0.1, 0.17, 0.5, 0.9)
 
 

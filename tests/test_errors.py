@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_testing import VARIANTS
+from attention_testing import VARIANTS, Problem, device_obstacle, fastest
 
 import flash_ext
 
@@ -422,5 +422,9 @@ def test_a_named_variant_runs_or_raises(device: str) -> None:
     """`check` returns the index of what fwd runs."""
     a = good(device)
     for index, variant in enumerate(VARIANTS):
-        assert call("check", a | {"variant": variant}) == index
-    assert VARIANTS[call("check", a)] == "fa2"
+        if reason := device_obstacle(variant, device):
+            with pytest.raises(ERRORS, match=reason):
+                call("check", a | {"variant": variant})
+        else:
+            assert call("check", a | {"variant": variant}) == index
+    assert VARIANTS[call("check", a)] == fastest(Problem(head_dim=32), device)

@@ -20,6 +20,7 @@ from attention_testing import (
     attend,
     make_inputs,
     options_of,
+    runnable,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,12 +41,15 @@ EVERYTHING = {
     "sink": True,
     "dropout_p": 0.1,
 }
+EVERYTHING_ON_HOPPER = EVERYTHING | {"bias": "", "dropout_p": 0.0}  # what fa3 has
 OPTION_PROBLEMS = (
     Problem(2, 33, 40, 4, 2, 40, head_dim_v=24, softcap=2.0),
     Problem(2, 33, 40, 4, 2, 32, alibi="bh", bias="b1qk", layout="bhsd"),
     Problem(2, 33, 40, 4, 2, 32, bias="1h1k", bias_type="float32", seqused_k=(0, 33)),
     Problem(2, 33, 40, 4, 2, 32, bias="11qk", bias_type="bool", sink=True),
+    Problem(2, 33, 40, 4, 2, 32, window=(9, 3), seqused_k=(0, 33), **EVERYTHING_ON_HOPPER),
     PACKED,
+    dataclasses.replace(PACKED, seqused_k=(3, 9, 0), **EVERYTHING_ON_HOPPER),
     dataclasses.replace(PACKED, seqused_k=(3, 9, 0), bias_short=5, **EVERYTHING),
 )
 OPCHECK_PROBLEMS = (
@@ -314,6 +318,7 @@ class RecordNeedDbias(TorchDispatchMode):
         return result
 
 
+@pytest.mark.options(bias="1hqk")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dbias_is_computed_only_where_it_is_wanted(variant: str, device: str) -> None:
     problem = Problem(1, 20, 30, bias="1hqk", sink=True, causal=True)
@@ -388,7 +393,11 @@ def device_step(inputs: Inputs, problem: Problem, variant: str) -> tuple[torch.T
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", ({}, EVERYTHING | {"bias": ""}), ids=("plain", "everything"))
+@pytest.mark.parametrize(
+    "options",
+    ({}, EVERYTHING_ON_HOPPER, EVERYTHING | {"bias": ""}),
+    ids=("plain", "everything on Hopper", "everything"),
+)
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_memory_grows_with_the_sequence_not_its_square(
@@ -418,6 +427,7 @@ def test_memory_grows_with_the_sequence_not_its_square(
     "problem",
     (
         Problem(2, 257, 300, 4, 2, 64, causal=True),
+        Problem(2, 257, 300, 4, 2, 64, causal=True, seqused_k=(300, 9), **EVERYTHING_ON_HOPPER),
         Problem(2, 257, 300, 4, 2, 64, causal=True, seqused_k=(300, 9), **EVERYTHING),
         PACKED,
     ),
@@ -454,6 +464,7 @@ def test_two_streams_at_once(variant: str) -> None:
         Problem(2, 500, 700, 4, 2, 64, causal=True, dropout_p=0.1, seed=1),
         Problem(1, 900, 300, 4, 4, 128, window=(200, 50), seed=2),
     ]
+    problems = [runnable(variant, p) for p in problems]
     inputs = [make_inputs(p, "cuda") for p in problems]
     expected = [device_step(i, p, variant) for i, p in zip(inputs, problems, strict=True)]
     torch.cuda.synchronize()
@@ -502,8 +513,11 @@ GRAPH_PROBLEMS = (
     Problem(1, 300, 257, 2, 2, 128, window=(64, 10), dropout_p=0.5),
     Problem(1, 257, 300, 4, 1, 256, layout="odd_offset", dropout_p=0.17),
     Problem(2, 200, 200, 4, 2, 40, causal=True),
+    Problem(2, 700, 900, 16, 4, 128, causal=True),  # more tiles than CTAs
+    Problem(2, 200, 150, 4, 2, 64, causal=True, seqused_k=(150, 70), **EVERYTHING_ON_HOPPER),
     Problem(2, 200, 150, 4, 2, 64, causal=True, seqused_k=(150, 70), **EVERYTHING),
     PACKED,
+    dataclasses.replace(PACKED, **EVERYTHING_ON_HOPPER),
     dataclasses.replace(PACKED, **EVERYTHING),
 )
 
@@ -530,6 +544,7 @@ def test_graph_replay_equals_eager(problem: Problem, variant: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.options(dropout_p=0.5)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_graph_replay_with_only_a_new_state(variant: str) -> None:
     """The mask alone changes; the same state brings the same bits back."""

@@ -14,7 +14,7 @@ import math
 import pytest
 import torch
 from attention_testing import (
-    VARIANTS,
+    CPU_VARIANTS,
     Inputs,
     Problem,
     assert_accurate,
@@ -73,7 +73,7 @@ MANY_TILES = (
 )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
 @pytest.mark.parametrize("on_chip", (1, 300, 1000))
 @pytest.mark.parametrize("problem", MANY_TILES, ids=str)
 def test_many_small_tiles(problem: Problem, on_chip: int, variant: str) -> None:
@@ -105,14 +105,14 @@ OPTIONS = (
 def test_pairs_of_options_in_float64(options: dict) -> None:
     problem = dataclasses.replace(Problem(3, 23, 31, 4, 2, 8, torch.float64), **options)
     ref, _ = yardstick(problem, "cpu")
-    for variant in VARIANTS:
+    for variant in CPU_VARIANTS:
         actual = run_tiled(problem, variant, on_chip=200)
         assert list(actual) == list(ref)
         for name, x in actual.items():
             torch.testing.assert_close(x, ref[name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
 @pytest.mark.parametrize("pattern", tuple(itertools.product("b1", "h1", "q1", "k1")), ids="".join)
 def test_every_broadcast_of_a_bias_over_many_tiles(pattern: tuple, variant: str) -> None:
     """Each tile adds its share to dbias, and only that."""
@@ -122,7 +122,7 @@ def test_every_broadcast_of_a_bias_over_many_tiles(pattern: tuple, variant: str)
     torch.testing.assert_close(actual, ref["dbias"], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
 def test_results_do_not_depend_on_the_tiles_in_float64(variant: str) -> None:
     problem = Problem(1, 50, 70, 4, 2, 8, torch.float64, window=(20, 9), dropout_p=0.2)
     ref, _ = yardstick(problem, "cpu")
@@ -146,7 +146,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
 def test_no_score_matrix_is_ever_held(variant: str) -> None:
     """The largest tensor doubles with the sequence; a score matrix would quadruple."""
     largest = []
@@ -162,7 +162,7 @@ def test_no_score_matrix_is_ever_held(variant: str) -> None:
     assert largest[1] < 512 * 512 // 8
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
 def test_hidden_tiles_are_skipped(variant: str) -> None:
     """A narrow window costs far fewer tile products than no window."""
 
@@ -190,6 +190,6 @@ def test_small_sizes_exhaustively() -> None:
         range(1, 6), range(1, 6), (-1, 0, 2), (-1, 0, 2)
     ):
         problem = Problem(40, seqlen_q, seqlen_k, 2, 1, 4, window=(left, right))
-        for variant in VARIANTS:
+        for variant in CPU_VARIANTS:
             actual = run_tiled(problem, variant, on_chip=32)
             assert_accurate(actual, *yardstick(problem, "cpu"), problem.dtype)

@@ -110,28 +110,32 @@ def test_against_float64(device: str, problem: Problem, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "options",
+    ({}, {"sink": True, "causal": True}, {"alibi": "bh"}, {"bias": "bhqk", "alibi": "bh"}),
+    ids=str,
+)
 @pytest.mark.parametrize("tail", (0, 7))
 @pytest.mark.parametrize("lengths", NOTHING.values(), ids=NOTHING)
 def test_nothing_to_do(
-    lengths: tuple[tuple[int, ...], ...], tail: int, variant: str, device: str
+    lengths: tuple[tuple[int, ...], ...], tail: int, options: dict, variant: str, device: str
 ) -> None:
     """No batch, no rows, no keys: zeros, and lse -inf, or the sink where there are queries."""
     lengths_q, lengths_k = lengths
-    for options in ({}, {"sink": True, "causal": True}, {"bias": "bhqk", "alibi": "bh"}):
-        problem = Problem(lengths_q=lengths_q, lengths_k=lengths_k, tail=tail, **options)
-        results = run(problem, variant, device)
-        total = sum(lengths_q)
-        assert results["out"].shape == (total + tail, 2, 64)
-        assert results["lse"].shape == (2, total + tail)
-        assert (results["lse"][:, total:] == -torch.inf).all()
-        if problem.sink:
-            sink = make_inputs(problem, device).sink.detach()
-            assert_is_sink(results["lse"][:, :total], sink)
-        else:
-            assert (results["lse"] == -torch.inf).all()
-        assert results["dq"].shape == (total + tail, 2, 64)
-        for name in results.keys() - {"lse", "dsink"}:
-            assert not results[name].any(), name
+    problem = Problem(lengths_q=lengths_q, lengths_k=lengths_k, tail=tail, **options)
+    results = run(problem, variant, device)
+    total = sum(lengths_q)
+    assert results["out"].shape == (total + tail, 2, 64)
+    assert results["lse"].shape == (2, total + tail)
+    assert (results["lse"][:, total:] == -torch.inf).all()
+    if problem.sink:
+        sink = make_inputs(problem, device).sink.detach()
+        assert_is_sink(results["lse"][:, :total], sink)
+    else:
+        assert (results["lse"] == -torch.inf).all()
+    assert results["dq"].shape == (total + tail, 2, 64)
+    for name in results.keys() - {"lse", "dsink"}:
+        assert not results[name].any(), name
 
 
 def one_sequence(inputs: Inputs, problem: Problem, index: int) -> tuple[Inputs, slice, slice]:
@@ -172,6 +176,7 @@ def one_sequence(inputs: Inputs, problem: Problem, index: int) -> tuple[Inputs, 
         {},
         {"causal": True, "softcap": 2.0},
         {"window": (40, 9), "alibi": "bh", "sink": True},
+        {"head_dim_v": 96, "alibi": "h"},
         {"bias": "bhqk", "head_dim_v": 96},
     ),
     ids=str,

@@ -578,16 +578,12 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
         const auto launch = [&](auto config) {
             using Config = decltype(config);
-            status = launch_kernel<fa1_forward_kernel<Config>>(
+            return launch_kernel<fa1_forward_kernel<Config>>(
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
         };
         // The larger the KV tile, the fewer times O goes through HBM; what fits depends on the GPU.
-        if (Large::kSharedBytes <= shared_memory_limit()) {
-            launch(Large{});
-        } else {
-            launch(Small{});
-        }
+        status = launch_fitting<Large, Small>(launch);
     });
     return status;
 }

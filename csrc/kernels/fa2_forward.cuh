@@ -318,14 +318,8 @@ int fa2_forward_shared_bytes() {
 
 template <class Config>
 cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
-    const bool masked = params.window_right < params.seqlen_k;
-    const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
-    params.schedule =
-        make_schedule(tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
-                      tensor_batches(params), tiles_differ,
-                      int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k *
-                          params.heads_k / max_of(params.heads_q, 1),
-                      Config::kCtasPerSm, section_fillings(params, masked));
+    params.schedule = forward_schedule(params, Config::kBlockQ,
+                                       Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
     return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
                                                      Config::kSharedBytes, params, stream);
 }

@@ -1,47 +1,51 @@
 // FlashAttention-3 forward (Shah et al. 2024, algorithms 1 and 2), for Hopper.
 //
-// One CTA per SM takes one Q tile after another. Its warpgroups have roles:
+// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh). Its
+// warpgroups have roles:
 //
-//   producer    one thread: finds the next Q tile, loads Q, K and V by TMA
+//   producer    three threads, one for each of K, Q and V: K's draws the Q tiles, all load by TMA
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
 // A consumer's step, in the order in which it starts things:
 //
 //     S' = Q K_{j-1}^T          wgmma, asynchronous
+//     O  = O rescaled to P      as the softmax of the step before asked for
 //     O += P V_j                wgmma, asynchronous
-//     P' = softmax(S')          when S' is there, while P V_j runs
-//     O  = O rescaled to P'     when P V_j is done
+//     P' = softmax(S')          when S' is there, while P V_j runs (optimistic_softmax.cuh)
 //
 // The steps of all the CTA's Q tiles form one sequence: behind a tile's last K_j comes the first of
-// the next tile, so that tensor cores have work while a result is written.
+// the next tile, so that tensor cores have work while a result is written. A result O / l leaves
+// where O would be rescaled. Most steps are steady: within a tile, without a mask; these are
+// compiled apart, without branches.
 //
-// The consumers take turns at starting their matmuls, so that one's softmax runs beside the other's
-// matmuls (ping-pong).
+// Consumers may take turns at starting their matmuls (ping-pong), so that one's softmax runs beside
+// the other's matmuls; else they drift apart by themselves.
 //
 // Shared memory: rings of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
 //
 //   barrier             arrives                       waits
 //   full(Q, K, V)       TMA, by bytes                 consumers, before the matmul that reads it
-//   empty(Q, K, V)      each consumer warp, when      producer, before it loads the next
+//   empty(Q, K, V)      each consumer warp, when      its producer, before it loads the next
 //                       the matmul is done
-//   full, empty(tiles)  producer; consumer warps      consumers; producer
+//   full(tiles)         K's producer                  the others, and the consumers
+//   empty(tiles)        those                         K's producer
 //   turn (named)        consumer i, when its matmuls  consumer i + 1
 //                       are started
 #pragma once
 
 #include "../mask.cuh"
+#include "../optimistic_softmax.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/registers.cuh"
 #include "../ptx/uniform.cuh"
 #include "../scheduler.cuh"
 #include "../score.cuh"
 #include "../softmax.cuh"
-#include "../optimistic_softmax.cuh"
-#include "../tile_counter.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/tensor_map.cuh"
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
+#include "../tile_counter.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
 
@@ -67,8 +71,7 @@ struct Fa3ForwardConfig {
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
-    static constexpr int kDrawAhead = kTuning.draw_ahead;
-    static constexpr int kOverlap = kTuning.overlap;
+    static constexpr int kDrawAhead = 2;
     // All that a CTA of this size can have, less a little for the producer.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -92,6 +95,9 @@ struct Fa3ForwardConfig {
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
     static constexpr int kSharedBytes = kTileBarriers + TileRing::kBarrierBytes;
     static_assert(kSharedBytes <= 227 * 1024);
+    // What matrix_descriptor() and the swizzle expect of every tile.
+    static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
+                  VTile::kBytes % 1024 == 0);
 };
 
 struct Fa3ForwardParams : ForwardParams {
@@ -114,7 +120,6 @@ struct Fa3Forward {
 
     const Fa3ForwardParams& params;
     int consumer;     // number of this thread's warpgroup
-    int warp_row;     // first row of its warp within the Q tile
     bool leads_warp;  // is it its warp's first?
     typename Config::QRing q_ring;
     typename Config::KRing k_ring;
@@ -124,7 +129,6 @@ struct Fa3Forward {
     __device__ __forceinline__ Fa3Forward(const Fa3ForwardParams& p, uint32_t shared)
         : params(p),
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
-          warp_row((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
           leads_warp(lane_id() == 0),
           q_ring{shared + Config::kQ, shared + Config::kQBarriers},
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
@@ -151,20 +155,28 @@ struct Fa3Forward {
             (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
         const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
         const Interval keys = mask.keys_of({first_query, first_query + Config::kBlockQ});
-        // A tile without keys takes one step all the same: its scores are all hidden, and K and V
-        // past the sequence are zeros.
-        const Interval kv_tiles =
-            keys.empty() ? Interval{0, 1} : tiles_of(keys, Config::kBlockKV);
-        return {s, work.head, first_query, kv_tiles};
+        // A tile without keys takes one step all the same: all its scores are hidden, and K and V
+        // of no rows are zeros.
+        QueryTile query_tile{s, work.head, first_query, tiles_of(keys, Config::kBlockKV)};
+        if (keys.empty()) {
+            query_tile.sequence.seqlen_k = 0;
+            query_tile.kv_tiles = {0, 1};
+        }
+        return query_tile;
     }
 
-    // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps before
-    // it is needed: a CTA that draws early takes work from others that will be free sooner.
+    // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps
+    // before it is needed: a CTA that draws early takes work from others that will be free sooner.
     __device__ __forceinline__ void produce_k() const {
         typename Config::TileRing::Cursor t;
         typename Config::KRing::Cursor k;
         const int total = cta_count(params.schedule);
-        const auto draw = [&] { return params.counter.draw(total); };
+        bool started = false;
+        const auto draw = [&] {
+            if (!started) params.counter.start();
+            started = true;
+            return params.counter.draw(total);
+        };
         const auto publish = [&](int linear) {
             QueryTile tile{{}, 0, -1, {}};
             for (; linear < total && tile.first_query < 0; linear = draw()) {
@@ -177,7 +189,6 @@ struct Fa3Forward {
             t.advance();
             return tile;
         };
-        params.counter.start();
         QueryTile tile = publish(blockIdx.x);
         while (tile.first_query >= 0) {
             const Sequence& s = tile.sequence;
@@ -207,6 +218,8 @@ struct Fa3Forward {
         for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            if constexpr (Config::QRing::kSlots == 1)  // which the tile before still has
+                rows.prefetch<QTile>(params.q_map, tile.first_query);
             load<QTile>(q_ring, q, params.q_map, rows, tile.first_query);
         }
     }
@@ -250,6 +263,11 @@ struct Fa3Forward {
 
     // --- Consumers ---
 
+    // The first row of this thread's warp within the Q tile, not kept in a register over the loop.
+    __device__ __forceinline__ int warp_row() const {
+        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
+    }
+
     __device__ __forceinline__ void take_turn() const {
         if constexpr (Config::kTakeTurns) ptx::barrier_sync(1 + consumer, 256);
     }
@@ -260,17 +278,34 @@ struct Fa3Forward {
 
     // By a warp that is done with a ring's tile.
     template <class Ring>
-    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
-        if (leads_warp) ring.release(cursor);
+    __device__ __forceinline__ void release(const Ring& ring,
+                                            const typename Ring::Cursor& c) const {
+        if (leads_warp) ring.release(c);
+    }
+    template <class Ring>
+    __device__ __forceinline__ void release_and_advance(const Ring& ring,
+                                                        typename Ring::Cursor& cursor) const {
+        release(ring, cursor);
         cursor.advance();
     }
 
+    // Lets go of KV tiles that it has no use for.
+    template <class Ring>
+    __device__ __forceinline__ void skip(const Ring& ring, typename Ring::Cursor& cursor, int tiles,
+                                         bool& ready) const {
+        for (; tiles > 0; --tiles) {
+            ring.wait(cursor);  // or its writer would count this reader twice
+            release_and_advance(ring, cursor);
+            ready = false;
+        }
+    }
+
     // S = Q K^T, started.
-    __device__ __forceinline__ void start_scores(Scores& rS, const typename Config::QRing::Cursor& q,
+    __device__ __forceinline__ void start_scores(Scores& rS,
+                                                 const typename Config::QRing::Cursor& q,
                                                  const typename Config::KRing::Cursor& k) const {
-        start_gemm<Element, Config::kHeadDim>(
-            rS, AlongRows<QTile>(q_ring.tile(q), consumer * 64),
-            AlongRows<KTile>(k_ring.tile(k)), false);
+        start_gemm<Element, Config::kHeadDim>(rS, AlongRows<QTile>(q_ring.tile(q), consumer * 64),
+                                              AlongRows<KTile>(k_ring.tile(k)), false);
     }
 
     // O (+)= P V, started.
@@ -306,15 +341,22 @@ struct Fa3Forward {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // Options and the mask.
+    // The last KV tile that this consumer's rows see anything of.
+    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
+        const int first_query = tile.first_query + consumer * 64;
+        return (mask_of(tile).keys_of({first_query, first_query + 64}).end - 1) / Config::kBlockKV;
+    }
+
+    // Options and, where kFull does not say that there is none, the mask.
+    template <bool kFull>
     __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
                                                   const Interval& full) const {
-        const int first_query = tile.first_query + warp_row;
+        const int first_query = tile.first_query + warp_row();
         const int first_key = kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral)
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, first_query, first_key);
-        if (kv_tile < full.begin || kv_tile >= full.end) [[unlikely]] {
+        if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
             const BandMask mask = mask_of(tile);
             mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
         }
@@ -325,7 +367,7 @@ struct Fa3Forward {
                                           const QueryTile& tile) const {
         softmax.finish();
         const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + warp_row;
+        const int first_row = tile.first_query + warp_row();
         float* lse = params.lse + statistics_offset(params, s, tile.head);
         const auto gO = global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
                                              s.seqlen_q - first_row, params.head_dim_v);
@@ -354,9 +396,15 @@ struct Fa3Forward {
         Probabilities rP[2];  // P V reads the one while the other is written
         Softmax softmax;
 
+        // With one slot, Q is let go as soon as its last scores are there, else when the next tile
+        // begins: then the last step may be a steady one.
+        constexpr bool kReleaseEarly = Config::QRing::kSlots == 1;
+
         // Where in the tile the scores are, which go down from the last.
         int kv_tile, first_kv_tile;
         Interval full;
+        bool k_ready = false, v_ready = false;  // asked early: the answer takes a while
+        int hidden = 0;  // of the KV tiles that come next, those that only other consumers see
         const auto begin_tile = [&] {
             tile_ring.wait(tile);
             const QueryTile& work = *tile_slot(tile);
@@ -364,18 +412,25 @@ struct Fa3Forward {
             first_kv_tile = ptx::warp_uniform(work.kv_tiles.begin);
             if (ptx::warp_uniform(work.first_query) < 0) return false;
             full = full_tiles(work);
+            if constexpr (!Config::kTakeTurns) {  // turns want equal numbers of steps
+                hidden = kv_tile - max_of(last_tile(work), first_kv_tile);
+                kv_tile -= hidden;
+                skip(k_ring, k, hidden, k_ready);
+            }
             q_ring.wait(q);
             return true;
         };
-
-        // P of the scores that are there, from the maximum on where they are the first of a tile.
-        const auto probabilities = [&](Probabilities& rP, bool fresh) {
+        // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
+        const auto probabilities = [&](Probabilities& rP, bool first, auto steady) {
             finished(rS);
-            release(k_ring, k);
-            if (kv_tile == first_kv_tile) release(q_ring, q);
-            finish_scores(rS, *tile_slot(tile), kv_tile, full);
-            if (fresh) [[unlikely]] softmax = begin_softmax(*tile_slot(tile));
-            return softmax.step(rS, rP, exponent_scale(), fresh);
+            release_and_advance(k_ring, k);
+            k_ready = k_ring.ready(k);
+            v_ready = v_ring.ready(v);
+            if (kReleaseEarly && !steady && kv_tile == first_kv_tile)
+                release_and_advance(q_ring, q);
+            finish_scores<steady>(rS, *tile_slot(tile), kv_tile, full);
+            if (!steady && first) softmax = begin_softmax(*tile_slot(tile));
+            return softmax.step(rS, rP, exponent_scale(), !steady && first);
         };
 
         if (!begin_tile()) return;
@@ -385,58 +440,80 @@ struct Fa3Forward {
         start_scores(rS, q, k);
         pass_turn();
         ptx::wgmma_wait<0>();
-        auto rescaling = probabilities(rP[0], true);
+        auto rescaling = probabilities(rP[0], true, std::false_type{});
+        skip(v_ring, v, hidden, v_ready);
 
         bool began = true;  // P is of a tile's first step
-        bool kept = false;  // O is of another tile, and still to be stored
+        bool kept = false;  // O is of the tile before, and still to be stored
         Softmax done;       // that tile's
         const auto settle = [&] {
-            if (!began) [[likely]] {
+            if (!began) {
                 rescaling.apply(rO);
             } else if (kept) {
                 store(rO, done, *tile_slot(tile_done));
                 __syncwarp();
-                release(tile_ring, tile_done);
+                release_and_advance(tile_ring, tile_done);
             }
         };
-        // One step, as above; false where there are no scores left.
-        const auto step = [&](const Probabilities& rP, Probabilities& next_rP) {
-            const bool last = kv_tile-- == first_kv_tile;
-            if (last) [[unlikely]] {
+        // One step, as above; false where there are no scores left. A steady one stays within a
+        // tile, its scores need no mask, and its P is not of the tile's first step.
+        const auto step = [&](const Probabilities& rP, Probabilities& next_rP, auto steady) {
+            const bool last = !steady && kv_tile == first_kv_tile;
+            --kv_tile;
+            if (last) {
+                if (!kReleaseEarly) release_and_advance(q_ring, q);
                 tile.advance();
                 if (!begin_tile()) return false;
             }
-            k_ring.wait(k);
+            k_ring.wait(k, k_ready);
             take_turn();
             start_scores(rS, q, k);
-            settle();
-            v_ring.wait(v);
-            start_output(rO, rP, v, !began);
+            if constexpr (steady) {
+                rescaling.apply(rO);
+            } else {
+                settle();
+            }
+            v_ring.wait(v, v_ready);
+            start_output(rO, rP, v, steady || !began);
             pass_turn();
+            const auto v_read = v;
+            v.advance();
 
             ptx::wgmma_wait<1>();
-            if (last) [[unlikely]] done = softmax;
+            if (last) done = softmax;
             began = kept = last;
-            rescaling = probabilities(next_rP, last);
+            rescaling = probabilities(next_rP, last, steady);
             ptx::wgmma_wait<0>();
             finished(rO);
-            release(v_ring, v);
+            release(v_ring, v_read);
+            if (last) skip(v_ring, v, hidden, v_ready);
             return true;
         };
-        const auto finish = [&](const Probabilities& rP) {
-            settle();
-            v_ring.wait(v);
-            take_turn();
-            start_output(rO, rP, v, !began);
-            pass_turn();
-            ptx::wgmma_wait<0>();
-            finished(rO);
-            store(rO, softmax, *tile_slot(tile_done));
-        };
+        bool odd = false;  // which P is left at the end
         while (true) {
-            if (!step(rP[0], rP[1])) return finish(rP[0]);
-            if (!step(rP[1], rP[0])) return finish(rP[1]);
+            if (!step(rP[0], rP[1], std::false_type{})) break;
+            if (!step(rP[1], rP[0], std::false_type{})) {
+                odd = true;
+                break;
+            }
+            const int steady_until = max_of(first_kv_tile + kReleaseEarly, full.begin);
+            while (!began && kv_tile - 2 >= steady_until && kv_tile - 1 < full.end) {
+                step(rP[0], rP[1], std::true_type{});
+                step(rP[1], rP[0], std::true_type{});
+            }
         }
+        settle();
+        v_ring.wait(v);
+        take_turn();
+        if (odd) {
+            start_output(rO, rP[1], v, !began);
+        } else {
+            start_output(rO, rP[0], v, !began);
+        }
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        finished(rO);
+        store(rO, softmax, *tile_slot(tile_done));
     }
 
  private:
@@ -452,7 +529,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     fa3_forward_kernel(const __grid_constant__ Fa3ForwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3Forward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
-    if (threadIdx.x == 0) kernel.init();
+    if (threadIdx.x == 0) {
+        ptx::prefetch_tensor_map(params.q_map);
+        ptx::prefetch_tensor_map(params.k_map);
+        ptx::prefetch_tensor_map(params.v_map);
+        kernel.init();
+    }
     __syncthreads();  // the barriers are there
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
@@ -461,6 +543,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
         kernel.consume();
     }
+#else
+    __trap();  // not to be run elsewhere
 #endif
 }
 
@@ -473,21 +557,19 @@ inline uint64_t unique_name() {
 template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     Fa3ForwardParams params{call};
+    if (params.seqlen_k == 0) {  // a map wants some memory, though nothing of it will be read
+        params.k.data = params.q.data;
+        params.v.data = params.q.data;
+    }
     params.counter = {call.tile_counter, unique_name() << TileCounter::kCountBits};
-    params.schedule = make_schedule(
-        tile_numbers(params, params.seqlen_q, Config::kBlockQ), params.heads_q,
-        tensor_batches(params),
-        params.window_right < params.seqlen_k || params.cu_seqlens_q != nullptr,
-        int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_k * params.heads_k /
-            max_of(params.heads_q, 1),
-        1);
-    for (cudaError_t status :
-         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
-                                                    params.head_dim_v)})
+    params.schedule =
+        forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
+    for (cudaError_t status : {encode_tensor_map<typename Config::QTile>(
+                                   params.q_map, params.q, params.element_type, params.head_dim),
+                               encode_tensor_map<typename Config::KTile>(
+                                   params.k_map, params.k, params.element_type, params.head_dim),
+                               encode_tensor_map<typename Config::VTile>(
+                                   params.v_map, params.v, params.element_type, params.head_dim_v)})
         if (status != cudaSuccess) return status;
     const int ctas = min_of(cta_count(params.schedule), multiprocessors());
     return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
@@ -497,13 +579,17 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(
-        params, [&](auto element, auto features) {
-            using Config =
-                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value)>;
+    const int keys =
+        params.seqlen_k / (params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1));
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        dispatch<false, true>(keys >= tuning::kLongKeys, [&](auto long_keys) {
+            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
+                                                                features.value, long_keys)>;
             status = launch_fa3_forward<Config>(params, stream);
         });
+    });
     return status;
 }
 

@@ -39,22 +39,20 @@ constexpr int largest_of_forms(Value value) {
     return largest;
 }
 
-// Shared memory that a CTA of this device can have.
-inline int shared_memory_limit() {
+inline int device_attribute(cudaDeviceAttr attribute) {
     int device = 0;
-    int bytes = 0;
+    int value = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return bytes;
+    cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
 }
 
-inline int multiprocessors() {
-    int device = 0;
-    int count = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return count;
+// Shared memory that a CTA of this device can have.
+inline int shared_memory_limit() {
+    return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
+
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 // launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>

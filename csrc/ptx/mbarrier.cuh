@@ -18,10 +18,10 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 
 // This thread arrives, and the phase lasts until so many bytes have come by TMA besides.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
-                     barrier),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
+        "r"(bytes)
+        : "memory");
 }
 
 // Makes the barriers that this thread has initialised visible to the copy engine.
@@ -32,6 +32,17 @@ __device__ __forceinline__ void mbarrier_fence_init() {
 // This thread arrives once all cp.async that it has issued so far have written their bytes.
 __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Has the phase of this parity ended?
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+    uint32_t ended;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(ended)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return ended != 0;
 }
 
 // Waits for the end of the phase of this parity; phases alternate between 0 and 1, from 0 on. On a

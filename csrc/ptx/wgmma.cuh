@@ -1,5 +1,5 @@
-// wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x 16) B (16 x N), asynchronous. A and B are read
-// from shared memory through descriptors (tile/wgmma.cuh), or A from registers. sm_90a only.
+// wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x 16) B (16 x N), asynchronous. A and B are
+// read from shared memory through descriptors (tile/wgmma.cuh), or A from registers. sm_90a only.
 // PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instructions".
 #pragma once
 
@@ -26,6 +26,9 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+
+// Tells the compiler that a wgmma has written this register by now: behind the wait for it.
+__device__ __forceinline__ void wgmma_finished(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
 // mma_columns: so is A, [k][m].
@@ -80,11 +83,7 @@ struct Wgmma;
 FLASH_WGMMA(64, T30 ",%30,%31", (F32(0)), "32", "33", "34", "35", "36", "37", "38")
 FLASH_WGMMA(80, T30 "," T10("3"), (F32(0), F8(32)), "40", "41", "42", "43", "44", "45", "46")
 FLASH_WGMMA(96, T30 "," T10("3") ",%40,%41,%42,%43,%44,%45,%46,%47", (F32(0), F16(32)), "48", "49", "50", "51", "52", "53", "54")
-FLASH_WGMMA(112, T30 "," T10("3") "," T10("4") ",%50,%51,%52,%53,%54,%55", (F32(0), F16(32), F8(48)), "56", "57", "58", "59", "60", "61", "62")
 FLASH_WGMMA(128, T60 ",%60,%61,%62,%63", (F64(0)), "64", "65", "66", "67", "68", "69", "70")
-FLASH_WGMMA(144, T60 "," T10("6") ",%70,%71", (F64(0), F8(64)), "72", "73", "74", "75", "76", "77", "78")
-FLASH_WGMMA(160, T60 "," T10("6") "," T10("7"), (F64(0), F16(64)), "80", "81", "82", "83", "84", "85", "86")
-FLASH_WGMMA(176, T60 "," T10("6") "," T10("7") ",%80,%81,%82,%83,%84,%85,%86,%87", (F64(0), F16(64), F8(80)), "88", "89", "90", "91", "92", "93", "94")
 FLASH_WGMMA(192, T90 ",%90,%91,%92,%93,%94,%95", (F64(0), F32(64)), "96", "97", "98", "99", "100", "101", "102")
 FLASH_WGMMA(256, T90 "," T10("9") "," T10("10") "," T10("11") ",%120,%121,%122,%123,%124,%125,%126,%127", (F64(0), F64(64)), "128", "129", "130", "131", "132", "133", "134")
 #undef T10

@@ -189,8 +189,8 @@ __device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint
 }
 
 // Sixteen rows from a warp's registers straight to global memory, rounded to Element, in 16-byte
-// stores: the four lanes that hold a row exchange 4 x 4 pairs of columns, after which each has eight
-// neighbours.
+// stores: the four lanes that hold a row exchange 4 x 4 pairs of columns, after which each has
+// eight neighbours.
 template <class Element, class Accumulator>
 __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
                                            const Accumulator& acc) {

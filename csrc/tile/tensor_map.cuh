@@ -49,8 +49,6 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
     if (encode == nullptr) return cudaErrorNotSupported;
     constexpr uint64_t kNoBound = 0x7fffffff;
     const uint64_t row = row_bytes(view);
-    // An empty tensor has no memory, but TMA wants some address.
-    void* data = view.data != nullptr ? view.data : reinterpret_cast<void*>(16);
     const cuuint64_t sizes[4] = {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound};
     const cuuint64_t strides[3] = {row, 16, (uint64_t{1} << 34) - row};
     const cuuint32_t box[4] = {Tile::kPanelCols, Tile::kRows, 1, 1};
@@ -59,7 +57,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
         encode(&map,
                type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-               4, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                Tile::kPanelCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -76,6 +74,14 @@ struct TensorRows {
                                   (int64_t{begin} + rows) * row_bytes(view)) /
                                  16)),
           first(kRowBound - rows) {}
+
+    // To L2, ahead of a load.
+    template <class Tile>
+    __device__ __forceinline__ void prefetch(const CUtensorMap& map, int row) const {
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel)
+            ptx::tma_prefetch_4d(map, panel * Tile::kPanelCols, first + row, place, kRowBound);
+    }
 
     // A whole tile, panel by panel; `barrier` counts Tile::kBytes.
     template <class Tile>

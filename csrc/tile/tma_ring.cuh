@@ -57,6 +57,13 @@ struct TmaRing {
     __device__ __forceinline__ void wait(const Cursor& c) const {
         ptx::mbarrier_wait(full(c), c.round);
     }
+    // ... which they may have asked before, ...
+    __device__ __forceinline__ bool ready(const Cursor& c) const {
+        return ptx::mbarrier_test(full(c), c.round);
+    }
+    __device__ __forceinline__ void wait(const Cursor& c, bool ready) const {
+        if (!ready) wait(c);
+    }
     // ... and let go of it; by one lane of each warp.
     __device__ __forceinline__ void release(const Cursor& c) const {
         ptx::mbarrier_arrive(empty(c));

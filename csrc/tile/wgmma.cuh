@@ -1,5 +1,5 @@
-// C += A B of a warpgroup by wgmma: operands in shared memory as descriptors, the accumulator in the
-// registers of its four warps, each of which holds 16 of the 64 rows (as RegisterTile<16, N>).
+// C += A B of a warpgroup by wgmma: operands in shared memory as descriptors, the accumulator in
+// the registers of its four warps, each of which holds 16 of the 64 rows (as RegisterTile<16, N>).
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@ namespace flash_ext {
 //   bits  0-13  address
 //   bits 16-29  stride from panel to panel, where the matrix runs along N (or M) across panels
 //   bits 32-45  stride from one group of eight rows to the next
+//   bits 49-51  the tile's place within the swizzle's pattern: 0, since tiles begin at 1,024 bytes
 //   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes
 template <class Tile>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
@@ -35,8 +36,7 @@ struct AlongRows {
 
     __device__ __forceinline__ uint64_t at(int k) const {
         const int panel = k / Tile::kBlocksPerPanel;
-        return descriptor +
-               (panel * Tile::kPanelBytes + k % Tile::kBlocksPerPanel * 32) / 16;
+        return descriptor + (panel * Tile::kPanelBytes + k % Tile::kBlocksPerPanel * 32) / 16;
     }
 };
 
@@ -73,7 +73,7 @@ struct RegisterOperand {
 template <class Element, int kK, class Accumulator, class A, class B>
 __device__ __forceinline__ void start_gemm(Accumulator& c, const A& a, const B& b,
                                            bool accumulate) {
-    auto& d = reinterpret_cast<float(&)[Accumulator::kN * 4]>(c.v);
+    auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k)
@@ -102,7 +102,7 @@ __device__ __forceinline__ void finished(Accumulator& c) {
 #pragma unroll
     for (int n = 0; n < Accumulator::kN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c.v[0][n][i])::"memory");
+        for (int i = 0; i < 4; ++i) ptx::wgmma_finished(c.v[0][n][i]);
 }
 
 }  // namespace flash_ext

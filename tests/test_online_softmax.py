@@ -1,0 +1,154 @@
+"""Rows whose maximum moves from tile to tile, by much.
+
+Would catch an online softmax that keeps a maximum for too long (exp of the difference overflows
+fp16 after 16 powers of two, float32 after 128), that passes over a rescale of O or l, that vouches
+for a warp by one of its rows, or that starts from a tile in which a row sees no key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_testing import (
+    VARIANTS,
+    Inputs,
+    Problem,
+    assert_accurate,
+    attend,
+    make_inputs,
+    standard_attention,
+)
+from grids import HALF_TYPES
+
+# By so many powers of two the scores grow from one block of keys to the next: below and above what
+# a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
+STEPS = (1, 11, 12, 13, 17, 40, 127, 129, 300)
+BLOCKS = (16, 64, 100, 128)  # of keys; no kernel has tiles of 100
+MASKS = (
+    {},
+    {"causal": True},
+    {"window": (90, 20)},  # late rows of a Q tile see nothing of its first K tiles
+    {"window": (0, 400)},
+    {"seqused_k": (333, 560)},
+    {"lengths_q": (260, 0, 77), "lengths_k": (400, 60, 130)},
+)
+WHO = ("all", "some", "one")  # rows that grow; the others fall, or stay
+
+
+def growing(problem: Problem, step: int, block: int, who: str, device: str) -> Inputs:
+    """Inputs whose scores are step · (block number) · g in base 2, and noise of about 1.
+
+    g is 1 in rows that grow; of the others it is −1, 0 or 0.5. The first column of k holds the
+    block's number, that of q holds g, and the scale does the rest.
+    """
+    inputs = make_inputs(problem, device)
+    assert problem.scale is not None
+    with torch.no_grad():
+        q, k = inputs.q, inputs.k
+        queries, keys = (torch.arange(x.shape[-3], device=device) for x in (q, k))
+        g = torch.ones(len(queries), device=device)
+        if who != "all":
+            g = torch.tensor((-1.0, 0.0, 0.5), device=device)[queries % 3]
+            g[queries % (7 if who == "some" else 64) == 5] = 1
+        q /= problem.scale * problem.head_dim**0.5
+        for x, first in ((q, g), (k, keys // block)):
+            used = ~x[..., 0].isnan()  # NaN stays in the rows that no sequence has
+            x[..., 0] = torch.where(used, first[:, None].to(x.dtype), x[..., 0])
+    return inputs
+
+
+def cases() -> Iterator[tuple[Problem, int, int, str]]:
+    """Every step with every block, masks, head dims, types and rows in rotation."""
+    dims = ((64, 64), (128, 128), (40, 40), (256, 256), (192, 128), (96, 96), (192, 192), (128, 64))
+    grid = itertools.product(STEPS, BLOCKS, WHO)
+    for index, (step, block, who) in enumerate(grid):
+        d, dv = dims[index % len(dims)]
+        yield (
+            Problem(
+                **{"batch": 2, "seqlen_q": 270, "seqlen_k": 600} | MASKS[index % 11 % len(MASKS)],
+                heads_q=4,
+                head_dim=d,
+                head_dim_v=dv,
+                dtype=HALF_TYPES[index % 5 % 2],
+                scale=step * math.log(2),
+                sink=index % 7 == 3,
+                seed=index,
+            ),
+            step,
+            block,
+            who,
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("problem", "step", "block", "who"), list(cases()), ids=str)
+def test_scores_that_grow(
+    problem: Problem, step: int, block: int, who: str, variant: str, device: str
+) -> None:
+    inputs = growing(problem, step, block, who, device)
+    check_forward(problem, inputs, variant)
+
+
+def check_forward(problem: Problem, inputs: Inputs, variant: str) -> None:
+    """out and lse by the rule of attention_testing."""
+    out, lse = attend(problem, inputs, variant=variant, return_lse=True)
+    sides = [standard_attention(problem, inputs, x) for x in (torch.float64, problem.dtype)]
+    forward = {"out": out.detach(), "lse": lse.detach()}
+    assert_accurate(forward, *({n: s[n] for n in forward} for s in sides), problem.dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("key", (0, 15, 63, 64, 127, 128, 200, 511, 599))
+@pytest.mark.parametrize("height", (15.0, 90.0, 3000.0))
+def test_one_key_above_all_others(
+    height: float, key: int, head_dim: int, variant: str, device: str
+) -> None:
+    """A single peak, in any tile: before it nothing may be kept, after it nothing added."""
+    problem = Problem(1, 200, 600, head_dim=head_dim, scale=1.0, dtype=torch.float16)
+    inputs = make_inputs(problem, device)
+    with torch.no_grad():
+        inputs.q /= 8
+        inputs.q[..., 0] = height / 32
+        inputs.k[..., 0] = 0
+        inputs.k[:, key, :, 0] = 32
+    check_forward(problem, inputs, variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("low", (-20.0, -200.0, -50000.0))
+def test_a_first_tile_far_below(low: float, head_dim: int, variant: str, device: str) -> None:
+    """What the first tiles gave vanishes: beside the rest, or, where there is no rest, not."""
+    for window in ((-1, -1), (40, 0)):
+        problem = Problem(
+            1, 300, 300, head_dim=head_dim, window=window, scale=1.0, dtype=torch.float16
+        )
+        inputs = make_inputs(problem, device)
+        with torch.no_grad():
+            inputs.q /= 8
+            inputs.q[..., 0] = 16
+            inputs.k[..., 0] = 0
+            inputs.k[:, :130, :, 0] = low / 16
+        check_forward(problem, inputs, variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_infinite_scores(dtype: torch.dtype, variant: str, device: str) -> None:
+    """Keys of −inf are hidden, in whichever tile; one of +inf makes its rows NaN, as ∞ − ∞ is."""
+    problem = Problem(1, 70, 400, dtype=dtype, scale=1.0)
+    inputs = make_inputs(problem, device)
+    with torch.no_grad():
+        inputs.q[..., 0] = 1
+        inputs.k[:, :150, :, 0] = -torch.inf
+        inputs.k[:, 300:310, :, 0] = -torch.inf
+    check_forward(problem, inputs, variant)
+    with torch.no_grad():
+        inputs.k[:, 350, :, 0] = torch.inf
+    out, lse = attend(problem, inputs, variant=variant, return_lse=True)
+    assert out.isnan().all() and not lse.isfinite().any()
