@@ -19,7 +19,6 @@ __device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap& 
         : "memory");
 }
 
-<<<<<<< HEAD
 // Consecutive bytes, a multiple of 16 at addresses that are multiples of 16, to shared memory.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
                                           uint32_t barrier) {
@@ -35,7 +34,6 @@ __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-=======
 // The same as far as L2.
 __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap& map, int x, int y, int z,
                                                 int w) {
@@ -45,7 +43,6 @@ __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap& map, int x, i
         : "memory");
 }
 
->>>>>>> main
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
