@@ -5,8 +5,8 @@
     check(q, k, v, *, options) -> (variant, backward, why)
 
 check raises what fwd would, or gives the index in VARIANTS of the variant that runs, and of that
-whose kernels compute its gradients: fa2's where fa3's cannot, and `why` says why (else it is ""); or
--1 where none can.
+whose kernels compute its gradients. These are its own ("" for `why`), or fa2's where fa3's cannot;
+-1 stands for none.
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
 with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),
