@@ -182,7 +182,7 @@ def test_gradients_of_out_that_fa3_cannot_address(what: str, variant: str) -> No
     }[what]
     mine, fa2, copied, fa2_copied = (
         gradients(x, inputs, True, name)
-        for x in (dout, dout.contiguous())
+        for x in (dout, dout.clone(memory_format=torch.contiguous_format))
         for name in (variant, "fa2")
     )
     assert not torch.equal(copied["dq"], fa2_copied["dq"])

@@ -248,8 +248,14 @@ struct Fa3Backward {
     // loaded: a CTA that draws early takes work from others that will be free sooner.
     __device__ __forceinline__ void produce_tiles() const {
         const auto total = [&] { return cta_count(params.schedule); };
-        params.counter.start();
-        int linear = blockIdx.x;
+        // In deterministic mode the first tile is drawn too: so whatever a CTA waits for is already
+        // running, even where not all CTAs are.
+        const bool by_ticket = Config::kGeneral && params.deterministic;
+        const auto draw = [&] {
+            return by_ticket ? atomicAdd(params.turn, 1) : params.counter.draw(total());
+        };
+        if (!by_ticket) params.counter.start();
+        int linear = by_ticket ? draw() : blockIdx.x;
         for (TileCursor_ t;; t.advance()) {
             tile_ring.acquire(t);
             KeyTile& slot = *tile_slot(t);
@@ -261,12 +267,12 @@ struct Fa3Backward {
                 }
                 describe(slot, linear);
                 if (slot.first_key >= 0) break;  // not a spare number
-                linear = params.counter.draw(total());
+                linear = draw();
             }
             ptx::mbarrier_arrive(tile_ring.full(t));
             // Slots and parities both alternate.
             ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
-            linear = params.counter.draw(total());
+            linear = draw();
         }
     }
 
