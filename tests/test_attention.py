@@ -376,9 +376,9 @@ def test_strides_past_2_31_elements(dim: int, variant: str) -> None:
     """A stride that int32 does not hold, of the batch, the row or the head."""
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GiB of free GPU memory")
-    shape, strides = (2, 2, 2, 64), [8192, 2048, 512, 1]
-    strides[dim] = (1 << 31) + 4096
-    size = sum(strides) + 512
+    shape, strides = [8, 8, 8, 64], [64 * 512, 8 * 512, 512, 1]
+    shape[dim], strides[dim] = 2, (1 << 31) + 4096
+    size = 512 + sum((n - 1) * stride for n, stride in zip(shape[:3], strides[:3], strict=True))
     buffer = torch.full((size,), float("nan"), device="cuda", dtype=torch.bfloat16)
     generator = torch.Generator("cuda").manual_seed(dim)
     tensors = []
