@@ -444,14 +444,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.delta = workspace.allocate<float>(rows);
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         params.dq_accum = workspace.allocate<float>(rows * dim);
-        if (params.deterministic && variant != Variant::kFa1)
+        if (variant == Variant::kFa3 || (params.deterministic && variant != Variant::kFa1))
             params.turn = workspace.allocate<int>(1 + rows / tuning::kMinBackwardBlockQ);
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa2) {
             check_launch(fa2_backward<dim, dim_v>(params, stream));
         } else if constexpr (has_fa3_backward({dim, dim_v})) {
-            params.tile_counter = workspace.allocate_counter();
             check_launch(fa3_backward<dim, dim_v>(params, stream));
         }
         if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));

@@ -13,24 +13,24 @@
 //     S'^T  = K Q'^T               wgmma, asynchronous
 //     dV   += P^T dO               wgmma, asynchronous; P^T from registers
 //     dK   += dS^T Q               wgmma, asynchronous
-//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when all these are done; begins with -delta'
-//     P'    = 2^(S' scale - lse')  while dP' runs
-//     dS'   = P' * dP'             when dP' is there
-//     dQ    = dS K                 wgmma, asynchronous
+//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when all these are done; begins with
+//     -delta' P'    = 2^(S' scale - lse')  while dP' runs dS'   = P' * dP'             when dP' is
+//     there dQ    = dS K                 wgmma, asynchronous
 //
 // Beside what has no matmul of its own runs the other consumer's. dQ sums over the keys of both
 // consumers, so dS^T goes through shared memory, from which dK takes it too, and each consumer
 // computes a half of dQ: of the columns at head dim 128, of the rows at 64. dQ is summed over CTAs
 // in float32 in HBM: a consumer leaves its part in shared memory, in fragment order, and a producer
 // adds it by the copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass
-// behind converts it.
+// behind converts it. Short sequences need no zeros: the first KV tile of each head comes well
+// before the others, and stores.
 //
-// Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's part
-// of dQ; a ring of KV tiles' descriptions (KeyTile).
+// Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
+// part of dQ; a ring of KV tiles' descriptions (KeyTile).
 //
 //   barrier               arrives                      waits
 //   full(Q, dO, K, V)     TMA, by bytes                consumers, before the matmul that reads it
-//   empty(Q, dO, K, V)    each consumer warp, when     producer, before it loads the next
+//   empty(Q, dO, K, V)    each consumer thread, when   producer, before it loads the next
 //                         the matmul is done
 //   full, empty(tiles)    producer; all readers        all readers; producer
 //   draw                  producer of Q, before the    producer of tiles
@@ -56,7 +56,6 @@
 #include "../tile/tensor_map.cuh"
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
-#include "../tile_counter.cuh"
 #include "../tuning.h"
 #include "fa3_backward_passes.cuh"
 #include "launch.cuh"
@@ -129,7 +128,9 @@ struct Fa3BackwardConfig {
 };
 
 struct Fa3BackwardParams : BackwardParams {
-    TileCounter counter;
+    // Heads (of all batches) by which a head's first KV tile comes before its others. 0: no tile
+    // does.
+    int lead;
     CUtensorMap q_map;
     CUtensorMap do_map;
     CUtensorMap k_map;
@@ -190,16 +191,17 @@ struct Fa3Backward {
           tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
 
     __device__ __forceinline__ void init() const {
-        constexpr int kReaders = Config::kConsumers * 4;
+        constexpr int kReaders = Config::kConsumers * 128;
+        constexpr int kWarps = Config::kConsumers * 4;
         q_ring.init(kReaders);
         do_ring.init(kReaders);
         k_ring.init(kReaders);
         v_ring.init(kReaders);
-        tile_ring.init(kReaders + 3);  // and the producers
+        tile_ring.init(kWarps + 3);  // and the producers
         for (int i = 0; i < Config::kConsumers; ++i) dq_ring(i).init(1, 4);
         ptx::mbarrier_init(draw_barrier(), 1);
-        ptx::mbarrier_init(ds_barrier(0), kReaders);
-        ptx::mbarrier_init(ds_barrier(1), kReaders);
+        ptx::mbarrier_init(ds_barrier(0), kWarps);
+        ptx::mbarrier_init(ds_barrier(1), kWarps);
         ptx::mbarrier_fence_init();
     }
 
@@ -208,7 +210,8 @@ struct Fa3Backward {
                 shared + Config::kDQBarriers + i * Config::DQRing::kBarrierBytes};
     }
 
-    // Of a KV tile's round in what has one slot: numbers of tiles and of their slots both alternate.
+    // Of a KV tile's round in what has one slot: numbers of tiles and of their slots both
+    // alternate.
     static __device__ __forceinline__ uint32_t parity(const TileCursor_& t) { return t.slot % 2; }
 
     // --- Producer ---
@@ -216,7 +219,15 @@ struct Fa3Backward {
     // first_key stays as it is for a spare number. Written piece by piece: this warpgroup has few
     // registers.
     __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
-        const WorkTile work = work_tile(linear, params.schedule);
+        WorkTile work;
+        if (params.lead == 0) {
+            work = work_tile(linear, params.schedule);
+        } else {
+            const int rank = linear % params.schedule.tiles;
+            const int head = linear / params.schedule.tiles - (rank == 0 ? 0 : params.lead);
+            if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
+            work = {rank, head % params.schedule.heads, head / params.schedule.heads};
+        }
         key_tile.head = work.head;
         const SequenceTile tile =
             tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
@@ -233,15 +244,15 @@ struct Fa3Backward {
 
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
-    // visit(query head, its first row in the workspace, first row, is it the last?) for all steps of
-    // a KV tile, whose description stays in shared memory: this warpgroup has few registers.
+    // visit(query head, its first row in the workspace, first row, is it the last?) for all steps
+    // of a KV tile, whose description stays in shared memory: this warpgroup has few registers.
     template <class Visit>
     __device__ __forceinline__ void for_each_step(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
             const int head = (tile.head + 1) * group() - 1 - left;
-            const int block = static_cast<int>(workspace_row(params, tile.sequence, head, 0) /
-                                               kWorkspaceRows);
+            const int block =
+                static_cast<int>(workspace_row(params, tile.sequence, head, 0) / kWorkspaceRows);
             for (int row = tile.q_tiles.begin * Config::kBlockQ;
                  row < tile.q_tiles.end * Config::kBlockQ; row += Config::kBlockQ)
                 visit(head, int64_t{block} * kWorkspaceRows, row,
@@ -249,23 +260,18 @@ struct Fa3Backward {
         }
     }
 
-    // Chooses the KV tiles and loads K and V. A tile is drawn when the last Q tile of the one before
-    // is about to be loaded: a CTA that draws early takes work from others that will be free sooner.
+    // Chooses the KV tiles, by ticket: so all that a CTA waits for in add_dq() are running. And
+    // loads K and V. A tile is drawn when the last Q tile of the one before is about to be loaded:
+    // a CTA that draws early takes work from others that will be free sooner.
     __device__ __forceinline__ void produce_tiles() const {
-        const auto total = [&] { return cta_count(params.schedule); };
-        // In deterministic mode the first tile is drawn too: so whatever a CTA waits for is already
-        // running, even where not all CTAs are.
-        const auto draw = [&] {
-            return params.deterministic ? atomicAdd(params.turn, 1) : params.counter.draw(total());
-        };
-        if (!params.deterministic) params.counter.start();
-        int linear = params.deterministic ? draw() : blockIdx.x;
+        const auto draw = [&] { return atomicAdd(params.turn, 1); };
+        int linear = draw();
         for (TileCursor_ t;; t.advance()) {
             tile_ring.acquire(t);
             KeyTile& slot = *tile_slot(t);
             while (true) {
                 slot.first_key = -1;
-                if (linear >= total()) {
+                if (linear >= cta_count(params.schedule) + params.lead * params.schedule.tiles) {
                     tile_ring.publish(t);
                     return;
                 }
@@ -343,35 +349,42 @@ struct Fa3Backward {
         cursor.advance();
     }
 
-    // Adds the consumers' parts to dQ. In deterministic mode KV tiles take turns, in ascending
-    // order: params.turn counts those that have added to a Q tile. All that a CTA waits for were
-    // drawn before its own tile.
+    // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
+    // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
+    // where others wait for them: they were all drawn before.
     __device__ __forceinline__ void add_dq() const {
         typename Config::DQRing::Cursor c;
         for_each_tile([&](const KeyTile& tile) {
             for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
-                int* turn = nullptr;
-                if (params.deterministic) {
-                    turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
-                    const Interval keys =
-                        mask_of(tile).keys_of({first_row, first_row + Config::kBlockQ});
-                    const int before =
-                        tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
-                    while (ptx::load_acquire(turn) < before) __nanosleep(64);
+                int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
+                const Interval keys =
+                    mask_of(tile).keys_of({first_row, first_row + Config::kBlockQ});
+                const int before =
+                    tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
+                const bool stores = before == 0 && !params.dq_zeros;
+                const int awaited = params.deterministic ? before : !params.dq_zeros && before > 0;
+                if (awaited > 0) {
+                    while (ptx::load_acquire(turn) < awaited) __nanosleep(32);
+                    ptx::fence_proxy_async_global();
                 }
 #pragma unroll 1
                 for (int i = 0; i < Config::kConsumers; ++i) {
                     const typename Config::DQRing ring = dq_ring(i);
+                    float* part = accum + i * (Config::DQRing::kSlotBytes / 4);
                     ring.wait(c);
-                    ptx::bulk_add(accum + i * (Config::DQRing::kSlotBytes / 4), ring.tile(c),
-                                  Config::DQRing::kSlotBytes);
+                    if (stores) {
+                        ptx::bulk_store(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                    } else {
+                        ptx::bulk_add(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                    }
                     ptx::bulk_wait_read();
                     ring.release(c);
                 }
                 c.advance();
-                if (turn != nullptr) {
+                if (stores || params.deterministic) {
                     ptx::bulk_wait();
+                    ptx::fence_proxy_async_global();
                     __threadfence();
                     ptx::red_add_release(turn, 1);
                 }
@@ -398,8 +411,7 @@ struct Fa3Backward {
 
     template <class Ring>
     __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
-        __syncwarp();  // all lanes have read
-        if (leads_warp) ring.release(cursor);
+        ring.release(cursor);
         cursor.advance();
     }
 
@@ -421,9 +433,8 @@ struct Fa3Backward {
 
     // Two neighbouring columns' lse or delta.
     __device__ __forceinline__ float2 statistics(int offset, uint32_t slot, int n) const {
-        return *reinterpret_cast<const float2*>(dynamic_shared() + offset +
-                                                slot * Config::kStatisticsBytes +
-                                                (8 * n + lane_col()) * 4);
+        return *reinterpret_cast<const float2*>(
+            dynamic_shared() + offset + slot * Config::kStatisticsBytes + (8 * n + lane_col()) * 4);
     }
 
     // S^T to P^T.
@@ -443,8 +454,7 @@ struct Fa3Backward {
         if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
             const BandMask mask = mask_of(tile);
             const int first_key = tile.first_key + warp_key;
-            mask_scores(s, first_query,
-                        [&](int row) { return mask.query_range(first_key + row); });
+            mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
         }
         const float scale = Config::kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
@@ -476,21 +486,20 @@ struct Fa3Backward {
         const bool softcap = Config::kGeneral && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            float(&ds)[4] = dp.v[0][n];
+            float (&ds)[4] = dp.v[0][n];
 #pragma unroll
             for (int i = 0; i < 4; ++i) ds[i] *= p.v[0][n][i];
             if constexpr (Config::kGeneral)
                 if (softcap)
                     ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                        .softcap_gradient(
-                            reinterpret_cast<RegisterTile<16, 8>&>(ds),
-                            reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
-                            tile.first_key + warp_key, at.q_tile * Config::kBlockQ + 8 * n,
-                            [&](int col) {
-                                return reinterpret_cast<const float*>(
-                                    dynamic_shared() + Config::kLse +
-                                    lse_slot * Config::kStatisticsBytes)[8 * n + col];
-                            });
+                        .softcap_gradient(reinterpret_cast<RegisterTile<16, 8>&>(ds),
+                                          reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
+                                          tile.first_key + warp_key,
+                                          at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
+                                              return reinterpret_cast<const float*>(
+                                                  dynamic_shared() + Config::kLse +
+                                                  lse_slot * Config::kStatisticsBytes)[8 * n + col];
+                                          });
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 rP.v[n / 2][n % 2 * 2 + i] =
@@ -502,8 +511,7 @@ struct Fa3Backward {
 
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t slot) const {
         const int lane = lane_id();
-        const uint32_t address =
-            ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
+        const uint32_t address = ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k)
             ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerPanel * 32)) +
@@ -520,13 +528,14 @@ struct Fa3Backward {
     }
 
     // A consumer's part of dQ to shared memory, for the producer that adds it.
-    __device__ __forceinline__ void store_dq(const DQ& rdQ, typename Config::DQRing::Cursor& c) const {
+    __device__ __forceinline__ void store_dq(const DQ& rdQ,
+                                             typename Config::DQRing::Cursor& c) const {
         const auto ring = dq_ring(consumer);
         auto* slot = reinterpret_cast<float4*>(dynamic_shared() + (ring.tile(c) - shared)) +
                      (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
 #pragma unroll
         for (int n = 0; n < DQ::kN; ++n) {
-            const float(&x)[4] = rdQ.v[0][n];
+            const float (&x)[4] = rdQ.v[0][n];
             slot[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
         }
         ptx::fence_proxy_async();
@@ -743,23 +752,36 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
+// A first KV tile is to be done when the others of its head begin: so as many tiles lie between as
+// CTAs run, twice as many under a mask, where it is the longest. Not for long sequences, which
+// zeros cost little, nor where the heads between do not fit in L2 or are most of all (note 010).
+inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
+    constexpr int kMaxTiles = 16;
+    constexpr int64_t kL2Share = int64_t{67} << 19;  // 33.5 MB
+    const Schedule& schedule = params.schedule;
+    if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
+        schedule.tiles > kMaxTiles)
+        return 0;
+    const int lead = ceil_div(multiprocessors() * (masked ? 2 : 1), schedule.tiles);
+    const bool fits = lead * bytes_per_head <= kL2Share;
+    return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
+}
+
 template <class Config>
 cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
     Fa3BackwardParams params{call};
-    params.counter = {call.tile_counter, unique_launch_name() << TileCounter::kCountBits};
     const bool masked =
         params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
-    const int group = params.heads_q / params.heads_k;
+    // Q, dO and dQ.
+    const int64_t bytes_per_head = int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} *
+                                   params.seqlen_q * (params.heads_q / params.heads_k);
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
-        tensor_batches(params),
-        masked || params.cu_seqlens_q != nullptr || params.deterministic,
-        // Q, dO and dQ. Deterministic mode interleaves all heads, as in fa2_backward.cuh.
-        params.deterministic
-            ? 0
-            : int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group,
-        1,
-        section_fillings(params, masked));
+        tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,
+        // Deterministic mode interleaves all heads, as in fa2_backward.cuh.
+        params.deterministic ? 0 : bytes_per_head, 1, section_fillings(params, masked));
+    params.lead = lead_of(params, masked, bytes_per_head);
+    params.dq_zeros = params.lead == 0 && !params.deterministic;
     for (cudaError_t status :
          {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
                                                     params.head_dim),
@@ -770,15 +792,12 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
           encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
                                                     params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    cudaError_t status = launch_fa3_prepare<Config>(call, stream);
-    if (status == cudaSuccess && params.deterministic)
-        status = cudaMemsetAsync(
-            params.turn, 0, (1 + workspace_rows(params) / Config::kBlockQ) * sizeof(int), stream);
+    cudaError_t status = launch_fa3_prepare<Config>(params, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
             Config::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(call, stream);
+    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(params, stream);
     return status;
 }
 
@@ -791,11 +810,7 @@ cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
                               tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value)>;
         status = launch_fa3_backward<Config>(params, stream);
     };
-    if (params.deterministic) {  // an option that costs registers
-        dispatch_kernel<Features::kGeneral>(params, launch);
-    } else {
-        dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
-    }
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
     return status;
 }
 

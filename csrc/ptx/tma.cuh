@@ -29,18 +29,29 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
         : "memory");
 }
 
-// What this thread has written to shared memory by ordinary stores, for the copy engine and wgmma.
+// Orders this thread's ordinary accesses and those of the copy engine and wgmma: to shared memory,
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// ... and to global memory.
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
-// Adds consecutive floats from shared to global memory. Closes a group of what this thread has
-// started.
-__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     global),
+// Consecutive floats from shared to global memory. Closes a group of what this thread has started.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"(shared), "r"(bytes)
                  : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Adds them to what is there.
+__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+        "r"(shared), "r"(bytes)
+        : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
