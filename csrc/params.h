@@ -127,7 +127,7 @@ struct BackwardParams : AttentionParams {
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
     float* delta;         // (R), rowsum(dO * O) - dlse
     int* turn = nullptr;  // (1 + R / kBlockQ) zeros when deterministic: a ticket, then per Q tile
-                          // the number of KV tiles (FA3: of their parts) that have added their dQ
+                          // the number of KV tiles that have added their dQ
     float* dsink_parts = nullptr;                // (Hq, kSinkParts)
     unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
 };
