@@ -155,6 +155,21 @@ constexpr Backward fa1_backward(HeadDims dims) {
     }
 }
 
+struct Fa3Backward {
+    int block_q;
+    int q_stages;   // Q tiles in shared memory, with their lse
+    int do_stages;  // dO tiles, with their delta
+};
+
+constexpr Fa3Backward fa3_backward(HeadDims dims, Features) {
+    switch (dims.qk) {
+        case 64:
+            return {128, 3, 2};
+        default:
+            return {64, 3, 2};
+    }
+}
+
 // The fewest rows of a Q tile in any backward.
 inline constexpr int kMinBackwardBlockQ = 32;
 

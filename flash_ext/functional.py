@@ -97,12 +97,13 @@ def attention(
     Differentiable in q, k, v, bias and sink, through out and through lse. Any of the options go
     together. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
     "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3"
-    (2024), Algorithms 1 and 2 (variant "fa3").
+    (2024), Algorithms 1 to 3 (variant "fa3").
 
     The variant "fa3" runs on Hopper GPUs alone (compute capability 9.0). It leaves to the others
     dropout, a bias, and rows of q, k or v that its copy engine cannot address: those that do not
     start and end on 16-byte boundaries (D and Dv are multiples of 8 then), and one row expanded
-    over the sequence (a row stride of 0). Its gradients are fa2's.
+    over the sequence (a row stride of 0). At some head dims, and where the gradient of out has such
+    rows, fa2's kernels compute its gradients: `flash_ext.explain` says whose do.
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to

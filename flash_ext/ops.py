@@ -2,7 +2,11 @@
 
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
-    check(q, k, v, *, options) -> int    the index in VARIANTS of what fwd would run, or its error
+    check(q, k, v, *, options) -> (variant, backward, why)
+
+check raises what fwd would, or gives the index in VARIANTS of the variant that runs, and of that
+whose kernels compute its gradients. These are its own ("" for `why`), or fa2's where fa3's cannot;
+-1 stands for none.
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
 with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),
@@ -57,7 +61,7 @@ bwd = _define(
     ", bool need_dbias=True",
 )
 # Asks the device what it can do, so it has no fake kernel: it is never part of a graph.
-check = _define("check(Tensor q, Tensor k, Tensor v", "int")
+check = _define("check(Tensor q, Tensor k, Tensor v", "(int variant, int backward, str why)")
 
 
 # --- Fake kernels: shapes, dtypes and strides only ---
@@ -203,8 +207,9 @@ def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tens
     return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> int:
-    return VARIANTS.index(check_forward(q, k, v, Options(**given)))
+def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str]:
+    variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
+    return variant, variant, ""
 
 
 _library.impl("fwd", _fwd_cpu, "CPU")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -520,6 +521,54 @@ def test_two_streams_at_once(variant: str) -> None:
         for actual in results[which]:
             for a, e in zip(actual, wanted, strict=True):
                 assert_bitwise_equal(a, e)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_threads_that_have_not_used_the_device(variant: str) -> None:
+    """Such as autograd's, at the first backward pass: no CUDA context is current there."""
+    problem = Problem(2, 100, 130, 4, 2, 64)
+    inputs = make_inputs(problem, "cuda")
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    options = {"deterministic": True, "variant": variant}
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        return torch.ops.flash_ext.fwd(q, k, v, **options)
+
+    out, lse = forward()
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.ops.flash_ext.bwd(inputs.dout, None, q, k, v, out, lse, **options)
+
+    for step in (forward, backward):
+        step()  # leaves its memory to the allocator: the thread need ask the device for none
+        with ThreadPoolExecutor(1) as fresh:
+            results = fresh.submit(step).result()
+        for actual, expected in zip(results, step(), strict=True):
+            assert_bitwise_equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_deterministic_on_streams_of_two_priorities(head_dim: int, variant: str) -> None:
+    """More CTAs than the device holds, some kept waiting by those of the stream that goes first.
+
+    Would hang if CTAs that wait for their turn kept the one away whose turn it is.
+    """
+    problem = Problem(4, 1024, 1024, 16, 16, head_dim, causal=True)
+    inputs = make_inputs(problem, "cuda")
+    expected = device_step(inputs, problem, variant)
+    torch.cuda.synchronize()
+    results = []
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0, -1)]
+    for index in range(40):
+        with torch.cuda.stream(streams[index % len(streams)]):
+            results.append(device_step(inputs, problem, variant))
+    torch.cuda.synchronize()
+    for actual in results:
+        for a, e in zip(actual, expected, strict=True):
+            assert_bitwise_equal(a, e)
 
 
 @pytest.mark.gpu

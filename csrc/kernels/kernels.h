@@ -18,6 +18,8 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
 
 // After a variant's backward, whose workspace they read.
 template <int kHeadDim, int kHeadDimV>

@@ -42,6 +42,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     return packed;
 }
 
+// The inverse of pack().
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+    if constexpr (std::is_same_v<Element, __half>) {
+        return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+    } else {
+        return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+    }
+}
+
 template <class Element>
 __device__ __forceinline__ Element from_float(float x) {
     if constexpr (std::is_same_v<Element, __half>) {

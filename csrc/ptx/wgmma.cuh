@@ -31,6 +31,7 @@ __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ void wgmma_finished(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
+// mma_columns: so is A, [k][m].
 template <class Element, int kN, bool kTransposeB>
 struct Wgmma;
 
@@ -53,6 +54,14 @@ struct Wgmma;
             asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O2 ", 0; "                             \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE           \
                          " {" TEXT "}, %" O0 ", %" O1 ", p, 1, 1, 0, %" O3 "; }"                   \
+                         : LIST OPERANDS                                                           \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(int{kTransposeB}));                \
+        }                                                                                          \
+        static __device__ __forceinline__ void mma_columns(float (&d)[N / 2], uint64_t a,          \
+                                                           uint64_t b, int accumulate) {           \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O2 ", 0; "                             \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE           \
+                         " {" TEXT "}, %" O0 ", %" O1 ", p, 1, 1, 1, %" O3 "; }"                   \
                          : LIST OPERANDS                                                           \
                          : "l"(a), "l"(b), "r"(accumulate), "n"(int{kTransposeB}));                \
         }                                                                                          \

@@ -82,6 +82,20 @@ __device__ __forceinline__ void start_gemm(Accumulator& c, const A& a, const B& 
     ptx::wgmma_commit();
 }
 
+// The same for an A that is stored [k][m] in shared memory.
+template <class Element, int kK, class Accumulator, class A, class B>
+__device__ __forceinline__ void start_gemm_columns(Accumulator& c, const A& a, const B& b,
+                                                   bool accumulate) {
+    static_assert(A::kTranspose);
+    auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kK / 16; ++k)
+        ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose>::mma_columns(d, a.at(k), b.at(k),
+                                                                            accumulate || k > 0);
+    ptx::wgmma_commit();
+}
+
 // Tells the compiler that C was written up to here, after a wait.
 template <class Accumulator>
 __device__ __forceinline__ void finished(Accumulator& c) {

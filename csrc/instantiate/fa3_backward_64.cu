@@ -1,0 +1,3 @@
+#include "../kernels/fa3_backward.cuh"
+
+template cudaError_t flash_ext::fa3_backward<64, 64>(flash_ext::BackwardParams, cudaStream_t);

@@ -1,0 +1,817 @@
+// FlashAttention-3 backward (Shah et al. 2024, algorithm 3), for Hopper.
+//
+// One CTA per SM takes one KV tile after another; its inner loop goes over the Q tiles that see the
+// KV tile, for each query head of the group in turn. Everything is computed transposed, rows are
+// keys, as in backward_tile.cuh. Its warpgroups have roles:
+//
+//   producer       four threads: Q and lse; dO and delta; additions to dQ; the choice of the next
+//                  KV tile and its K and V
+//   two consumers  each owns 64 keys: S^T, dP^T, and the gradients dK and dV in registers
+//
+// A consumer's step, in the order in which it starts things; primes belong to the next Q tile:
+//
+//     S'^T  = K Q'^T               wgmma, asynchronous
+//     dV   += P^T dO               wgmma, asynchronous; P^T from registers
+//     dK   += dS^T Q               wgmma, asynchronous
+//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when all these are done; begins with
+//     -delta' P'    = 2^(S' scale - lse')  while dP' runs dS'   = P' * dP'             when dP' is
+//     there dQ    = dS K                 wgmma, asynchronous
+//
+// Beside what has no matmul of its own runs the other consumer's. dQ sums over the keys of both
+// consumers, so dS^T goes through shared memory, from which dK takes it too, and each consumer
+// computes a half of dQ: of the columns at head dim 128, of the rows at 64. dQ is summed over CTAs
+// in float32 in HBM: a consumer leaves its part in shared memory, in fragment order, and a producer
+// adds it by the copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass
+// behind converts it. Short sequences need no zeros: the first KV tile of each head comes well
+// before the others, and stores.
+//
+// Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
+// part of dQ; a ring of KV tiles' descriptions (KeyTile).
+//
+//   barrier               arrives                      waits
+//   full(Q, dO, K, V)     TMA, by bytes                consumers, before the matmul that reads it
+//   empty(Q, dO, K, V)    each consumer thread, when   producer, before it loads the next
+//                         the matmul is done
+//   full, empty(tiles)    producer; all readers        all readers; producer
+//   draw                  producer of Q, before the    producer of tiles
+//                         last load of a tile
+//   dS (of each slot)     each consumer warp, when     consumers, before dQ
+//                         its rows are written and
+//                         its dQ of the step before
+//                         is done
+//   full(dQ)              each warp of the consumer    producer, before it adds
+//   empty(dQ)             producer, when it is read    that consumer, before the next dQ
+#pragma once
+
+#include "../mask.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/memory.cuh"
+#include "../ptx/registers.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/uniform.cuh"
+#include "../scheduler.cuh"
+#include "../score.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/tensor_map.cuh"
+#include "../tile/tma_ring.cuh"
+#include "../tile/wgmma.cuh"
+#include "../tuning.h"
+#include "fa3_backward_passes.cuh"
+#include "launch.cuh"
+
+namespace flash_ext {
+
+// What a CTA works on next; written by a producer.
+struct KeyTile {
+    Sequence sequence;
+    int head;       // of K and V
+    int first_key;  // below 0: there is no more work
+    Interval q_tiles;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3Backward kTuning>
+struct Fa3BackwardConfig {
+    using Element = Element_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = 64 * kConsumers;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using DSTile = SharedTile<kBlockKV, kBlockQ>;
+    using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
+    using DORing = TmaRing<kTuning.do_stages, DOTile::kBytes>;
+    using KRing = TmaRing<1, KTile::kBytes>;
+    using VRing = TmaRing<1, VTile::kBytes>;
+    using DQRing = TmaRing<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
+    using TileRing = TmaRing<4, 64>;
+    static_assert(sizeof(KeyTile) <= TileRing::kSlotBytes);
+    static_assert(kWorkspaceRows % kBlockQ == 0);
+
+    // A consumer's part of dQ: 64 columns of 64 rows, or all columns of its half of the rows.
+    static constexpr bool kSplitColumns = kBlockQ == 64;
+    static constexpr int kDQCols = kSplitColumns ? kHeadDim / kConsumers : kHeadDim;
+    using DQ = RegisterTile<16, kDQCols>;
+    static_assert(kBlockQ == 64 || kBlockQ == 128);
+    static_assert(kDQCols % 64 == 0);
+
+    static constexpr int kStatisticsBytes = kBlockQ * 4;
+    static constexpr int kK = 0;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kQ = kV + VTile::kBytes;
+    static constexpr int kDO = kQ + QRing::kSlots * QTile::kBytes;
+    static constexpr int kDS = kDO + DORing::kSlots * DOTile::kBytes;
+    static constexpr int kDQ = kDS + 2 * DSTile::kBytes;
+    static constexpr int kLse = kDQ + kConsumers * DQRing::kSlotBytes;
+    static constexpr int kDelta = kLse + QRing::kSlots * kStatisticsBytes;
+    static constexpr int kTiles = kDelta + DORing::kSlots * kStatisticsBytes;
+    static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    static constexpr int kDOBarriers = kQBarriers + QRing::kBarrierBytes;
+    static constexpr int kKBarriers = kDOBarriers + DORing::kBarrierBytes;
+    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
+    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
+    static constexpr int kDQBarriers = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kDSBarriers = kDQBarriers + kConsumers * DQRing::kBarrierBytes;
+    static constexpr int kDrawBarrier = kDSBarriers + 2 * 8;
+    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static_assert(kSharedBytes <= 227 * 1024);
+};
+
+struct Fa3BackwardParams : BackwardParams {
+    // Heads (of all batches) by which a head's first KV tile comes before its others. 0: no tile
+    // does.
+    int lead;
+    CUtensorMap q_map;
+    CUtensorMap do_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+};
+
+// The inner loop's place: Q tile and query head.
+struct QTileStep {
+    int q_tile;
+    int head;
+
+    __device__ __forceinline__ void advance(const Interval& q_tiles) {
+        if (++q_tile == q_tiles.end) {
+            q_tile = q_tiles.begin;
+            ++head;
+        }
+    }
+};
+
+template <class Config>
+struct Fa3Backward {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using DOTile = typename Config::DOTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using DSTile = typename Config::DSTile;
+    using Scores = RegisterTile<16, Config::kBlockQ>;
+    using Operand = RegisterOperand<Config::kBlockQ>;
+    using GradientK = RegisterTile<16, Config::kHeadDim>;
+    using GradientV = RegisterTile<16, Config::kHeadDimV>;
+    using DQ = typename Config::DQ;
+    using QCursor = typename Config::QRing::Cursor;
+    using DOCursor = typename Config::DORing::Cursor;
+    using TileCursor_ = typename Config::TileRing::Cursor;
+
+    const Fa3BackwardParams& params;
+    uint32_t shared;
+    int consumer;     // number of this thread's warpgroup
+    int warp_key;     // first row of its warp within the KV tile
+    bool leads_warp;  // is it its warp's first?
+    typename Config::QRing q_ring;
+    typename Config::DORing do_ring;
+    typename Config::KRing k_ring;
+    typename Config::VRing v_ring;
+    typename Config::TileRing tile_ring;
+
+    __device__ __forceinline__ Fa3Backward(const Fa3BackwardParams& p, uint32_t shared_)
+        : params(p),
+          shared(shared_),
+          consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
+          warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
+          leads_warp(lane_id() == 0),
+          q_ring{shared + Config::kQ, shared + Config::kQBarriers},
+          do_ring{shared + Config::kDO, shared + Config::kDOBarriers},
+          k_ring{shared + Config::kK, shared + Config::kKBarriers},
+          v_ring{shared + Config::kV, shared + Config::kVBarriers},
+          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+
+    __device__ __forceinline__ void init() const {
+        constexpr int kReaders = Config::kConsumers * 128;
+        constexpr int kWarps = Config::kConsumers * 4;
+        q_ring.init(kReaders);
+        do_ring.init(kReaders);
+        k_ring.init(kReaders);
+        v_ring.init(kReaders);
+        tile_ring.init(kWarps + 3);  // and the producers
+        for (int i = 0; i < Config::kConsumers; ++i) dq_ring(i).init(1, 4);
+        ptx::mbarrier_init(draw_barrier(), 1);
+        ptx::mbarrier_init(ds_barrier(0), kWarps);
+        ptx::mbarrier_init(ds_barrier(1), kWarps);
+        ptx::mbarrier_fence_init();
+    }
+
+    __device__ __forceinline__ typename Config::DQRing dq_ring(int i) const {
+        return {shared + Config::kDQ + i * Config::DQRing::kSlotBytes,
+                shared + Config::kDQBarriers + i * Config::DQRing::kBarrierBytes};
+    }
+
+    // Of a KV tile's round in what has one slot: numbers of tiles and of their slots both
+    // alternate.
+    static __device__ __forceinline__ uint32_t parity(const TileCursor_& t) { return t.slot % 2; }
+
+    // --- Producer ---
+
+    // first_key stays as it is for a spare number. Written piece by piece: this warpgroup has few
+    // registers.
+    __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
+        WorkTile work;
+        if (params.lead == 0) {
+            work = work_tile(linear, params.schedule);
+        } else {
+            const int rank = linear % params.schedule.tiles;
+            const int head = linear / params.schedule.tiles - (rank == 0 ? 0 : params.lead);
+            if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
+            work = {rank, head % params.schedule.heads, head / params.schedule.heads};
+        }
+        key_tile.head = work.head;
+        const SequenceTile tile =
+            tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
+        const Sequence& s = tile.sequence;
+        key_tile.sequence = s;
+        const int first_key = tile.tile * Config::kBlockKV;
+        if (first_key >= s.rows_k) return;
+        key_tile.first_key = first_key;
+        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
+        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
+        if (first_key >= s.seqlen_k) queries.end = 0;  // not in use
+        key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
+    }
+
+    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
+
+    // visit(query head, its first row in the workspace, first row, is it the last?) for all steps
+    // of a KV tile, whose description stays in shared memory: this warpgroup has few registers.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_step(const KeyTile& tile, Visit visit) const {
+        if (tile.q_tiles.empty()) return;
+        for (int left = group() - 1; left >= 0; --left) {
+            const int head = (tile.head + 1) * group() - 1 - left;
+            const int block =
+                static_cast<int>(workspace_row(params, tile.sequence, head, 0) / kWorkspaceRows);
+            for (int row = tile.q_tiles.begin * Config::kBlockQ;
+                 row < tile.q_tiles.end * Config::kBlockQ; row += Config::kBlockQ)
+                visit(head, int64_t{block} * kWorkspaceRows, row,
+                      left == 0 && row + Config::kBlockQ == tile.q_tiles.end * Config::kBlockQ);
+        }
+    }
+
+    // Chooses the KV tiles, by ticket: so all that a CTA waits for in add_dq() are running. And
+    // loads K and V. A tile is drawn when the last Q tile of the one before is about to be loaded:
+    // a CTA that draws early takes work from others that will be free sooner.
+    __device__ __forceinline__ void produce_tiles() const {
+        const auto draw = [&] { return atomicAdd(params.turn, 1); };
+        int linear = draw();
+        for (TileCursor_ t;; t.advance()) {
+            tile_ring.acquire(t);
+            KeyTile& slot = *tile_slot(t);
+            while (true) {
+                slot.first_key = -1;
+                if (linear >= cta_count(params.schedule) + params.lead * params.schedule.tiles) {
+                    tile_ring.publish(t);
+                    return;
+                }
+                describe(slot, linear);
+                if (slot.first_key >= 0) break;  // not a spare number
+                linear = draw();
+            }
+            tile_ring.publish(t);
+            load_keys<VTile>(v_ring, t, params.v_map, params.v, slot);
+            load_keys<KTile>(k_ring, t, params.k_map, params.k, slot);
+            ptx::mbarrier_wait(draw_barrier(), parity(t));
+            linear = draw();
+        }
+    }
+
+    template <class Tile, class Ring>
+    __device__ __forceinline__ void load_keys(const Ring& ring, const TileCursor_& t,
+                                              const CUtensorMap& map, const TensorView& view,
+                                              const KeyTile& tile) const {
+        const typename Ring::Cursor cursor{0, parity(t)};
+        const Sequence& s = tile.sequence;
+        const TensorRows rows(view, s.batch, tile.head, s.k_begin, s.seqlen_k);
+        ring.acquire(cursor);
+        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
+        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), tile.first_key);
+    }
+
+    // The KV tiles in their order, for the other producers.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_tile(Visit visit) const {
+        for (TileCursor_ t;; t.advance()) {
+            tile_ring.wait(t);
+            const KeyTile& tile = *tile_slot(t);
+            if (tile.first_key < 0) return;
+            visit(tile);
+            tile_ring.release(t);
+        }
+    }
+
+    __device__ __forceinline__ void produce_q() const {
+        QCursor q;
+        for_each_tile([&](const KeyTile& tile) {
+            if (tile.q_tiles.empty()) ptx::mbarrier_arrive(draw_barrier());
+            for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool last) {
+                if (last) ptx::mbarrier_arrive(draw_barrier());
+                load_queries<QTile>(q_ring, q, params.q_map, params.q, tile, head, first_row,
+                                    Config::kLse, params.lse_log2 + workspace);
+            });
+        });
+    }
+
+    __device__ __forceinline__ void produce_do() const {
+        DOCursor d;
+        for_each_tile([&](const KeyTile& tile) {
+            for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool) {
+                load_queries<DOTile>(do_ring, d, params.do_map, params.dout, tile, head, first_row,
+                                     Config::kDelta, params.delta + workspace);
+            });
+        });
+    }
+
+    // A Q or dO tile and its lse or delta.
+    template <class Tile, class Ring>
+    __device__ __forceinline__ void load_queries(const Ring& ring, typename Ring::Cursor& cursor,
+                                                 const CUtensorMap& map, const TensorView& view,
+                                                 const KeyTile& tile, int head, int first_row,
+                                                 int statistics, const float* source) const {
+        const Sequence& s = tile.sequence;
+        const TensorRows rows(view, s.batch, head, s.q_begin, s.seqlen_q);
+        ring.acquire(cursor);
+        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes + Config::kStatisticsBytes);
+        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
+        ptx::bulk_load(shared + statistics + cursor.slot * Config::kStatisticsBytes,
+                       source + first_row, Config::kStatisticsBytes, ring.full(cursor));
+        cursor.advance();
+    }
+
+    // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
+    // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
+    // where others wait for them: they were all drawn before.
+    __device__ __forceinline__ void add_dq() const {
+        typename Config::DQRing::Cursor c;
+        for_each_tile([&](const KeyTile& tile) {
+            for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
+                float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
+                int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
+                const Interval keys =
+                    mask_of(tile).keys_of({first_row, first_row + Config::kBlockQ});
+                const int before =
+                    tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
+                const bool stores = before == 0 && !params.dq_zeros;
+                const int awaited = params.deterministic ? before : !params.dq_zeros && before > 0;
+                if (awaited > 0) {
+                    while (ptx::load_acquire(turn) < awaited) __nanosleep(32);
+                    ptx::fence_proxy_async_global();
+                }
+#pragma unroll 1
+                for (int i = 0; i < Config::kConsumers; ++i) {
+                    const typename Config::DQRing ring = dq_ring(i);
+                    float* part = accum + i * (Config::DQRing::kSlotBytes / 4);
+                    ring.wait(c);
+                    if (stores) {
+                        ptx::bulk_store(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                    } else {
+                        ptx::bulk_add(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                    }
+                    ptx::bulk_wait_read();
+                    ring.release(c);
+                }
+                c.advance();
+                if (stores || params.deterministic) {
+                    ptx::bulk_wait();
+                    ptx::fence_proxy_async_global();
+                    __threadfence();
+                    ptx::red_add_release(turn, 1);
+                }
+            });
+        });
+        ptx::bulk_wait();
+    }
+
+    __device__ __forceinline__ void produce() const {
+        if (lane_id() != 0) return;
+        switch (warp_id()) {
+            case 0:
+                return produce_q();
+            case 1:
+                return produce_do();
+            case 2:
+                return add_dq();
+            case 3:
+                return produce_tiles();
+        }
+    }
+
+    // --- Consumers ---
+
+    template <class Ring>
+    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
+        ring.release(cursor);
+        cursor.advance();
+    }
+
+    __device__ __forceinline__ BandMask mask_of(const KeyTile& tile) const {
+        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
+                params.window_right};
+    }
+
+    // The Q tiles that see all of this consumer's keys. Queries past the sequence do not count.
+    __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
+        const BandMask mask = mask_of(tile);
+        const int first_key = tile.first_key + consumer * 64;
+        const int begin = mask.query_range(first_key + 63).begin;
+        const int end =
+            min_of(mask.query_range(first_key).end, mask.query_range(first_key + 63).end);
+        return {ceil_div(begin, Config::kBlockQ),
+                end == mask.seqlen_q ? ceil_div(end, Config::kBlockQ) : end / Config::kBlockQ};
+    }
+
+    // Two neighbouring columns' lse or delta.
+    __device__ __forceinline__ float2 statistics(int offset, uint32_t slot, int n) const {
+        return *reinterpret_cast<const float2*>(
+            dynamic_shared() + offset + slot * Config::kStatisticsBytes + (8 * n + lane_col()) * 4);
+    }
+
+    // S^T to P^T.
+    __device__ __forceinline__ void exponentiate(Scores& s, uint32_t slot, const KeyTile& tile,
+                                                 const QTileStep& at, const Interval& full) const {
+        const int first_query = at.q_tile * Config::kBlockQ;
+        if constexpr (Config::kGeneral) {
+            // A part at a time, since softcap takes registers.
+            using Part = RegisterTile<16, 32>;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; n += Part::kN) {
+                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}.apply(
+                    reinterpret_cast<Part&>(s.v[0][n]), tile.first_key + warp_key,
+                    first_query + 8 * n);
+            }
+        }
+        if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
+            const BandMask mask = mask_of(tile);
+            const int first_key = tile.first_key + warp_key;
+            mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
+        }
+        const float scale = Config::kGeneral ? 1.f : params.scale_log2;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const float2 lse = statistics(Config::kLse, slot, n);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                s.v[0][n][2 * i] = ptx::ex2(s.v[0][n][2 * i] * scale - lse.x);
+                s.v[0][n][2 * i + 1] = ptx::ex2(s.v[0][n][2 * i + 1] * scale - lse.y);
+            }
+        }
+    }
+
+    // dP^T begins with -delta.
+    __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t slot) const {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const float2 delta = statistics(Config::kDelta, slot, n);
+            dp.v[0][n][0] = dp.v[0][n][2] = -delta.x;
+            dp.v[0][n][1] = dp.v[0][n][3] = -delta.y;
+        }
+    }
+
+    // From P^T and dP^T - delta: P^T and dS^T as operands.
+    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
+                                                     Operand& rdS, uint32_t lse_slot,
+                                                     const KeyTile& tile,
+                                                     const QTileStep& at) const {
+        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            float (&ds)[4] = dp.v[0][n];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ds[i] *= p.v[0][n][i];
+            if constexpr (Config::kGeneral)
+                if (softcap)
+                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
+                        .softcap_gradient(reinterpret_cast<RegisterTile<16, 8>&>(ds),
+                                          reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
+                                          tile.first_key + warp_key,
+                                          at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
+                                              return reinterpret_cast<const float*>(
+                                                  dynamic_shared() + Config::kLse +
+                                                  lse_slot * Config::kStatisticsBytes)[8 * n + col];
+                                          });
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                rP.v[n / 2][n % 2 * 2 + i] =
+                    ptx::pack<Element>(p.v[0][n][2 * i], p.v[0][n][2 * i + 1]);
+                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(ds[2 * i], ds[2 * i + 1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t slot) const {
+        const int lane = lane_id();
+        const uint32_t address = ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
+#pragma unroll
+        for (int k = 0; k < Config::kBlockQ / 16; ++k)
+            ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerPanel * 32)) +
+                                 k / DSTile::kBlocksPerPanel * DSTile::kPanelBytes,
+                             rdS.v[k]);
+        ptx::fence_proxy_async();
+    }
+
+    // An operand, moved from a ring's first slot to another.
+    template <int kSlotBytes, class Operand_>
+    static __device__ __forceinline__ Operand_ in_slot(Operand_ operand, uint32_t slot) {
+        operand.descriptor += slot * (kSlotBytes / 16);
+        return operand;
+    }
+
+    // A consumer's part of dQ to shared memory, for the producer that adds it.
+    __device__ __forceinline__ void store_dq(const DQ& rdQ,
+                                             typename Config::DQRing::Cursor& c) const {
+        const auto ring = dq_ring(consumer);
+        auto* slot = reinterpret_cast<float4*>(dynamic_shared() + (ring.tile(c) - shared)) +
+                     (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
+#pragma unroll
+        for (int n = 0; n < DQ::kN; ++n) {
+            const float (&x)[4] = rdQ.v[0][n];
+            slot[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (leads_warp) ring.publish(c);
+        c.advance();
+    }
+
+    // dK and dV of keys that no query sees.
+    __device__ __forceinline__ void store_zeros(const KeyTile& tile) const {
+        const Sequence& s = tile.sequence;
+        const auto clear = [&](const TensorView& view, int cols) {
+            const int first_row = tile.first_key + warp_key;
+            const auto g = global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
+                                                s.rows_k - first_row, cols);
+            for (int row = 0; row < min_of(16, g.rows); ++row)
+                if (lane_id() * 8 < cols)
+                    *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
+        };
+        clear(params.dk, params.head_dim);
+        clear(params.dv, params.head_dim_v);
+    }
+
+    __device__ __forceinline__ void store(GradientK& rdK, GradientV& rdV,
+                                          const KeyTile& tile) const {
+        const Sequence& s = tile.sequence;
+        const int first_row = tile.first_key + warp_key;
+        rdK.scale(params.scale);
+        store_rows(global_tile<Element>(params.dv, s.batch, s.k_begin + first_row, tile.head,
+                                        s.rows_k - first_row, params.head_dim_v),
+                   rdV);
+        store_rows(global_tile<Element>(params.dk, s.batch, s.k_begin + first_row, tile.head,
+                                        s.rows_k - first_row, params.head_dim),
+                   rdK);
+    }
+
+    __device__ __forceinline__ void consume() const {
+        QCursor q;           // of the scores, or, where dK is behind them, ...
+        QCursor q_done;      // of dK
+        DOCursor d, d_done;  // the same of dP and dV
+        TileCursor_ t;
+        typename Config::DQRing::Cursor part;  // of dQ
+        uint32_t ds = 0;                       // slot of dS
+        uint32_t ds_parity = 0;                // of dQ's slot
+        GradientK rdK;
+        GradientV rdV;
+        // Operands in shared memory, of rings in their first slots.
+        const AlongRows<KTile> k_rows(shared + Config::kK, consumer * 64);
+        const AlongRows<VTile> v_rows(shared + Config::kV, consumer * 64);
+        const AlongRows<QTile> q_rows(shared + Config::kQ);
+        const AlongRows<DOTile> do_rows(shared + Config::kDO);
+        const AlongColumns<QTile> q_columns(shared + Config::kQ);
+        const AlongColumns<DOTile> do_columns(shared + Config::kDO);
+        const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
+        const AlongColumns<DSTile> ds_columns(
+            ds_tile(0) + (Config::kSplitColumns ? 0 : consumer * DSTile::kPanelBytes));
+        const AlongColumns<KTile> k_columns(
+            shared + Config::kK +
+            (Config::kSplitColumns ? consumer * (Config::kDQCols / 64) * KTile::kPanelBytes : 0));
+
+        for (;; t.advance()) {
+            tile_ring.wait(t);
+            const KeyTile& tile = *tile_slot(t);
+            if (ptx::warp_uniform(tile.first_key) < 0) return;
+            const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
+                                   ptx::warp_uniform(tile.q_tiles.end)};
+            typename Config::KRing::Cursor k{0, parity(t)};
+            typename Config::VRing::Cursor v{0, parity(t)};
+            if (q_tiles.empty()) [[unlikely]] {
+                k_ring.wait(k);
+                v_ring.wait(v);
+                release(k_ring, k);
+                release(v_ring, v);
+                store_zeros(tile);
+            } else {
+                const Interval full = full_tiles(tile);
+                int steps = (q_tiles.end - q_tiles.begin) * group();
+                QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
+                Scores rS, rdP;
+                Operand rP, rdS;
+                DQ rdQ;
+
+                const auto start_scores = [&] {
+                    q_ring.wait(q);
+                    start_gemm<Element, Config::kHeadDim>(
+                        rS, k_rows, in_slot<QTile::kBytes>(q_rows, q.slot), false);
+                };
+                const auto start_dp = [&] {
+                    do_ring.wait(d);
+                    subtract_delta(rdP, d.slot);
+                    start_gemm<Element, Config::kHeadDimV>(
+                        rdP, v_rows, in_slot<DOTile::kBytes>(do_rows, d.slot), true);
+                };
+                const auto start_dv_dk = [&](bool accumulate) {
+                    start_gemm<Element, Config::kBlockQ>(
+                        rdV, rP, in_slot<DOTile::kBytes>(do_columns, d_done.slot), accumulate);
+                    ptx::barrier_sync(1 + consumer, 128);  // all of its dS is there
+                    start_gemm<Element, Config::kBlockQ>(
+                        rdK, in_slot<DSTile::kBytes>(ds_rows, ds),
+                        in_slot<QTile::kBytes>(q_columns, q_done.slot), accumulate);
+                };
+                // This consumer's part of dQ.
+                const auto start_dq = [&] {
+                    dq_ring(consumer).acquire(part);
+                    start_gemm_columns<Element, Config::kBlockKV>(
+                        rdQ, in_slot<DSTile::kBytes>(ds_columns, ds), k_columns, false);
+                };
+                const auto finish_dv_dk = [&] {
+                    ptx::wgmma_wait<0>();
+                    finished(rdV);
+                    finished(rdK);
+                    release(q_ring, q_done);
+                    release(do_ring, d_done);
+                };
+                const auto finish_dp = [&] {
+                    ptx::wgmma_wait<0>();
+                    finished(rdP);
+                };
+                // Both consumers' dS is there, and their dQ of the step before done.
+                const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_parity); };
+                const auto publish_ds = [&] {
+                    __syncwarp();
+                    if (leads_warp) ptx::mbarrier_arrive(ds_barrier(ds));
+                };
+                const auto next_ds = [&] {
+                    ds_parity ^= ds;
+                    ds ^= 1;
+                };
+
+                k_ring.wait(k);
+                start_scores();
+                ptx::wgmma_wait<0>();
+                finished(rS);
+                v_ring.wait(v);
+                start_dp();
+                exponentiate(rS, q.slot, tile, at, full);
+                finish_dp();
+                softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
+                store_ds(rdS, ds);
+                publish_ds();
+                bool accumulate = false;
+
+                while (--steps > 0) {
+                    q.advance();
+                    d.advance();
+                    at.advance(q_tiles);
+                    start_scores();
+                    start_dv_dk(accumulate);
+                    accumulate = true;
+                    finish_dv_dk();
+                    finished(rS);
+                    start_dp();
+                    exponentiate(rS, q.slot, tile, at, full);
+                    finish_dp();
+                    wait_ds();
+                    softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
+                    store_ds(rdS, ds ^ 1);
+                    start_dq();
+                    ptx::wgmma_wait<0>();
+                    finished(rdQ);
+                    next_ds();
+                    publish_ds();
+                    store_dq(rdQ, part);
+                }
+
+                release(v_ring, v);
+                start_dv_dk(accumulate);
+                wait_ds();
+                start_dq();
+                finish_dv_dk();
+                finished(rdQ);
+                next_ds();
+                release(k_ring, k);
+                q.advance();
+                d.advance();
+                store_dq(rdQ, part);
+                store(rdK, rdV, tile);
+            }
+            __syncwarp();
+            if (leads_warp) tile_ring.release(t);
+        }
+    }
+
+ private:
+    __device__ __forceinline__ KeyTile* tile_slot(const TileCursor_& t) const {
+        return reinterpret_cast<KeyTile*>(dynamic_shared() + Config::kTiles +
+                                          t.slot * Config::TileRing::kSlotBytes);
+    }
+    __device__ __forceinline__ uint32_t ds_tile(uint32_t slot) const {
+        return shared + Config::kDS + slot * DSTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t draw_barrier() const {
+        return shared + Config::kDrawBarrier;
+    }
+    __device__ __forceinline__ uint32_t ds_barrier(uint32_t slot) const {
+        return shared + Config::kDSBarriers + 8 * slot;
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    fa3_backward_kernel(const __grid_constant__ Fa3BackwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+    const Fa3Backward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
+    if (threadIdx.x == 0) kernel.init();
+    __syncthreads();  // the barriers are there
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        kernel.produce();
+    } else {
+        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        kernel.consume();
+    }
+#endif
+}
+
+// A first KV tile is to be done when the others of its head begin: so as many tiles lie between as
+// CTAs run, twice as many under a mask, where it is the longest. Not for long sequences, which
+// zeros cost little, nor where the heads between do not fit in L2 or are most of all (note 010).
+inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
+    constexpr int kMaxTiles = 16;
+    constexpr int64_t kL2Share = int64_t{67} << 19;  // 33.5 MB
+    const Schedule& schedule = params.schedule;
+    if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
+        schedule.tiles > kMaxTiles)
+        return 0;
+    const int lead = ceil_div(multiprocessors() * (masked ? 2 : 1), schedule.tiles);
+    const bool fits = lead * bytes_per_head <= kL2Share;
+    return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
+}
+
+template <class Config>
+cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
+    Fa3BackwardParams params{call};
+    const bool masked =
+        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    // Q, dO and dQ.
+    const int64_t bytes_per_head = int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} *
+                                   params.seqlen_q * (params.heads_q / params.heads_k);
+    params.schedule = make_schedule(
+        tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
+        tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,
+        // Deterministic mode interleaves all heads, as in fa2_backward.cuh.
+        params.deterministic ? 0 : bytes_per_head, 1, section_fillings(params, masked));
+    params.lead = lead_of(params, masked, bytes_per_head);
+    params.dq_zeros = params.lead == 0 && !params.deterministic;
+    for (cudaError_t status :
+         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::DOTile>(params.do_map, params.dout,
+                                                     params.element_type, params.head_dim_v),
+          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
+                                                    params.head_dim_v)})
+        if (status != cudaSuccess) return status;
+    cudaError_t status = launch_fa3_prepare<Config>(params, stream);
+    if (status == cudaSuccess)
+        status = launch_kernel<fa3_backward_kernel<Config>>(
+            min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
+            Config::kSharedBytes, params, stream);
+    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(params, stream);
+    return status;
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    const auto launch = [&](auto element, auto features) {
+        using Config =
+            Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                              tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value)>;
+        status = launch_fa3_backward<Config>(params, stream);
+    };
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
+    return status;
+}
+
+}  // namespace flash_ext

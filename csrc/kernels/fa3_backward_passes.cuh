@@ -1,0 +1,123 @@
+// The passes before and behind the FA3 backward: row statistics, zeros in params.turn and, if that
+// is wanted, in dq_accum before it; dq_accum to dQ behind it. Each is a CTA per Q tile.
+#pragma once
+
+#include "backward_delta.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kFa3PassThreads = 256;
+
+// delta = rowsum(dO * O) - dlse and lse in base 2, as row_statistics(), but a row takes only as
+// many lanes as it has 16-byte chunks.
+template <class Config>
+__global__ void __launch_bounds__(kFa3PassThreads)
+    fa3_prepare_kernel(const __grid_constant__ BackwardParams params) {
+    using Element = typename Config::Element;
+    constexpr int kLanes = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
+    constexpr int kRowsPerPass = kFa3PassThreads / kLanes;
+    constexpr int kPasses = Config::kBlockQ / kRowsPerPass;
+    const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
+    const auto [sequence, q_tile] = tile;
+    const int64_t first = int64_t{blockIdx.x} * Config::kBlockQ;  // row of the workspace
+    const int first_query = q_tile * Config::kBlockQ;
+    const int chunk = threadIdx.x % kLanes;
+    const int row = threadIdx.x / kLanes;
+    const int rows = sequence.seqlen_q - first_query;
+    const auto gO = global_tile<const Element>(
+        params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const auto gdO = global_tile<const Element>(
+        params.dout, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const int64_t index = statistics_offset(params, sequence, head) + first_query;
+
+    uint4 o[kPasses], d_o[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const int r = row + i * kRowsPerPass;
+        const bool valid = r < rows && chunk * 8 < params.head_dim_v;
+        o[i] = d_o[i] = make_uint4(0, 0, 0, 0);
+        if (valid) {
+            o[i] = *reinterpret_cast<const uint4*>(gO.data + r * gO.row_stride + chunk * 8);
+            d_o[i] = *reinterpret_cast<const uint4*>(gdO.data + r * gdO.row_stride + chunk * 8);
+        }
+    }
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) params.turn[0] = 0;
+        params.turn[1 + blockIdx.x] = 0;
+    }
+    if (params.dq_zeros) {
+        auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * Config::kHeadDim);
+#pragma unroll
+        for (int i = 0; i < Config::kBlockQ * Config::kHeadDim / 4 / kFa3PassThreads; ++i)
+            accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const auto* x = reinterpret_cast<const Element*>(&o[i]);
+        const auto* y = reinterpret_cast<const Element*>(&d_o[i]);
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
+#pragma unroll
+        for (int offset = kLanes / 2; offset > 0; offset /= 2)
+            sum += __shfl_xor_sync(0xffffffff, sum, offset);
+        const int r = row + i * kRowsPerPass;
+        if (chunk != 0) continue;
+        RowStatistics statistics{INFINITY, 0.f};
+        if (r < rows) {
+            const float lse = params.lse[index + r];
+            const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index + r];
+            if (lse != -INFINITY) statistics = {lse * kLog2e, sum - dlse};
+        }
+        params.lse_log2[first + r] = statistics.lse_log2;
+        params.delta[first + r] = statistics.delta;
+    }
+}
+
+// Its warps are those of the kernel's consumers.
+template <class Config>
+__global__ void __launch_bounds__(kFa3PassThreads)
+    fa3_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+    using Element = typename Config::Element;
+    using DQ = typename Config::DQ;
+    const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
+    const auto [sequence, q_tile] = tile;
+    const float* accum = params.dq_accum +
+                         int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
+                         warp_id() * (DQ::kN * 128) + lane_id() * 4;
+    const int warp_row = Config::kSplitColumns ? warp_id() % 4 * 16 : warp_id() * 16;
+    const int first_col = Config::kSplitColumns ? warp_id() / 4 * Config::kDQCols : 0;
+    const int first_query = q_tile * Config::kBlockQ + warp_row;
+    if (first_query >= sequence.seqlen_q) return;
+    const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
+    DQ rdQ;
+#pragma unroll
+    for (int n = 0; n < DQ::kN; ++n) {
+        if (!stored) continue;
+        const float4 x = __ldcs(reinterpret_cast<const float4*>(accum + n * 128));
+        rdQ.v[0][n][0] = x.x;
+        rdQ.v[0][n][1] = x.y;
+        rdQ.v[0][n][2] = x.z;
+        rdQ.v[0][n][3] = x.w;
+    }
+    if (!stored) rdQ.clear();
+    rdQ.scale(params.scale);
+    auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
+                                    sequence.seqlen_q - first_query, params.head_dim - first_col);
+    gdQ.data += first_col;
+    store_rows(gdQ, rdQ);
+}
+
+template <class Config>
+cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream) {
+    return launch_kernel<fa3_prepare_kernel<Config>>(workspace_rows(params) / Config::kBlockQ,
+                                                     kFa3PassThreads, 0, params, stream);
+}
+
+template <class Config>
+cudaError_t launch_fa3_convert_dq(const BackwardParams& params, cudaStream_t stream) {
+    return launch_kernel<fa3_convert_dq_kernel<Config>>(workspace_rows(params) / Config::kBlockQ,
+                                                        kFa3PassThreads, 0, params, stream);
+}
+
+}  // namespace flash_ext
