@@ -391,12 +391,7 @@ struct Fa3BackwardKeys {
         return shared + Config::kP + slot * Config::kPBytes + k * 2048 + threadIdx.x % 128 * 16;
     }
 
-    // An operand, moved from a ring's first slot to another.
-    template <class Operand_>
-    static __device__ __forceinline__ Operand_ in_slot(Operand_ operand, uint32_t slot) {
-        operand.descriptor += slot * (Pool::kSlotBytes / 16);
-        return operand;
-    }
+    __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const { return pool.tile({slot, 0}); }
 
     // A gradient's zeros, of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const TensorView& view, const KeyTile& tile,
@@ -482,9 +477,6 @@ struct Fa3BackwardKeys {
         Scores rS;
         Operand rP;
         GradientV rdV;
-        const AlongRows<KTile> k_rows(shared + Config::kK);
-        const AlongRows<QTile> q_rows(shared + Config::kPool);
-        const AlongColumns<DOTile> do_columns(shared + Config::kPool);
 
         const auto begin_tile = [&] {
             full = full_tiles(*tile_slot(walk.tile));
@@ -492,12 +484,14 @@ struct Fa3BackwardKeys {
         };
         const auto start_scores = [&] {
             wait(place.q(), place);
-            start_gemm<Element, Config::kHeadDim>(rS, k_rows, in_slot(q_rows, place.q()), false);
+            const AlongRows<KTile> k_rows(shared + Config::kK);
+            const AlongRows<QTile> q_rows(tile_in(place.q()));
+            start_gemm<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
         const auto start_gradient = [&](const Place& at, bool accumulate) {
             wait(at.dout(), at);
-            start_gemm<Element, Config::kBlockQ>(rdV, rP, in_slot(do_columns, at.dout()),
-                                                 accumulate);
+            const AlongColumns<DOTile> do_columns(tile_in(at.dout()));
+            start_gemm<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
         };
         const auto probabilities = [&] {
             finished(rS);
@@ -555,18 +549,17 @@ struct Fa3BackwardKeys {
         Scores rdP;
         Operand rdS;
         GradientK rdK;
-        const AlongRows<VTile> v_rows(shared + Config::kV);
-        const AlongRows<DOTile> do_rows(shared + Config::kPool);
-        const AlongColumns<QTile> q_columns(shared + Config::kPool);
 
         const auto start_dp = [&] {
             wait(place.dout(), place);
-            start_gemm<Element, Config::kHeadDimV>(rdP, v_rows, in_slot(do_rows, place.dout()),
-                                                   false);
+            const AlongRows<VTile> v_rows(shared + Config::kV);
+            const AlongRows<DOTile> do_rows(tile_in(place.dout()));
+            start_gemm<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
         const auto start_gradient = [&](const Place& at, bool accumulate) {
             wait(at.q(), at);
-            start_gemm<Element, Config::kBlockQ>(rdK, rdS, in_slot(q_columns, at.q()), accumulate);
+            const AlongColumns<QTile> q_columns(tile_in(at.q()));
+            start_gemm<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
         const auto gradient_of_scores = [&] {
             finished(rdP);

@@ -50,8 +50,9 @@ struct Fa3BackwardQueriesConfig {
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
     static constexpr int kDrawAhead = 2;
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kConsumerRegisters = 240;
+    // As many for the consumers as they need.
+    static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
+    static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
 
     // A consumer's.
     using QTile = SharedTile<64, kHeadDim>;
@@ -238,14 +239,14 @@ struct Fa3BackwardQueries {
                 ring.acquire(d);
                 ptx::mbarrier_arrive_expect(ring.full(d),
                                             DOTile::kBytes + 2 * Config::kStatisticsBytes);
-                rows.load<DOTile>(params.do_map, ring.tile(d), ring.full(d), first_query);
-                const int64_t row = workspace_row(params, s, tile.head, first_query);
                 const auto load_statistics = [&](int offset, const float* source) {
-                    ptx::bulk_load(shared + offset + i * Config::kStatisticsBytes, source + row,
+                    ptx::bulk_load(shared + offset + i * Config::kStatisticsBytes,
+                                   source + workspace_row(params, s, tile.head, first_query),
                                    Config::kStatisticsBytes, ring.full(d));
                 };
                 load_statistics(Config::kLse, params.lse_log2);
                 load_statistics(Config::kDelta, params.delta);
+                rows.load<DOTile>(params.do_map, ring.tile(d), ring.full(d), first_query);
             }
             round ^= 1;
         });
@@ -464,13 +465,6 @@ struct Fa3BackwardQueries {
                                     s.seqlen_q - first_row, params.head_dim);
     }
 
-    // An operand, moved from a ring's first slot to another.
-    template <int kSlotBytes, class Operand_>
-    static __device__ __forceinline__ Operand_ in_slot(Operand_ operand, uint32_t slot) {
-        operand.descriptor += slot * (kSlotBytes / 16);
-        return operand;
-    }
-
     __device__ __forceinline__ void consume() const {
         Walk walk;
         typename QRing::Cursor q;  // and of dO
@@ -479,26 +473,25 @@ struct Fa3BackwardQueries {
         Scores rS, rdP;
         Operand rdS;
         DQ rdQ;
-        const AlongRows<QTile> q_rows(q_ring(consumer()).slots);
-        const AlongRows<DOTile> do_rows(do_ring(consumer()).slots);
-        const AlongRows<KTile> k_rows(shared + Config::kK);
-        const AlongColumns<KTile> k_columns(shared + Config::kK);
-        const AlongRows<VTile> v_rows(shared + Config::kV);
 
+        // Descriptors are made where they are used: the compiler would hold those of every 16
+        // columns in registers over the loop.
         const auto start_scores = [&] {
+            const AlongRows<QTile> q_rows(q_ring(consumer()).slots);
+            const AlongRows<KTile> k_rows(k_ring.tile(k));
             k_ring.wait(k);
-            start_gemm<Element, Config::kHeadDim>(
-                rS, q_rows, in_slot<KTile::kBytes>(k_rows, k.slot), false);
+            start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
         };
         const auto start_dp = [&](bool first) {
+            const AlongRows<DOTile> do_rows(do_ring(consumer()).slots);
+            const AlongRows<VTile> v_rows(v_ring.tile(v));
             if (first) do_ring(consumer()).wait({0, q.round});
             v_ring.wait(v);
-            start_gemm<Element, Config::kHeadDimV>(
-                rdP, do_rows, in_slot<VTile::kBytes>(v_rows, v.slot), false);
+            start_gemm<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
         };
-        const auto start_gradient = [&](uint32_t k_slot, bool accumulate) {
-            start_gemm<Element, Config::kBlockKV>(
-                rdQ, rdS, in_slot<KTile::kBytes>(k_columns, k_slot), accumulate);
+        const auto start_gradient = [&](bool accumulate) {
+            const AlongColumns<KTile> k_columns(k_ring.tile(k));
+            start_gemm<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
         };
         const auto probabilities = [&] {
             if (walk.kv_tile == walk.last && leads_warp) q_ring(consumer()).release(q);
@@ -536,7 +529,7 @@ struct Fa3BackwardQueries {
                 const TileCursor_ tile = walk.tile;
                 const bool last = walk.kv_tile == walk.last;
                 if (!advance(walk)) break;
-                start_gradient(k.slot, accumulate);
+                start_gradient(accumulate);
                 if (last) q_ring(consumer()).wait(q);
                 k.advance();
                 start_scores();
@@ -555,7 +548,7 @@ struct Fa3BackwardQueries {
                 ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
-            start_gradient(k.slot, accumulate);
+            start_gradient(accumulate);
             ptx::wgmma_wait<0>();
             finished(rdQ);
             release(k_ring, k);
