@@ -44,6 +44,7 @@
 // pair's dO was until "keys" had read the P before.
 #pragma once
 
+#include "../ptx/grid_dependency.cuh"
 #include "fa3_backward.cuh"
 
 namespace flash_ext {
@@ -637,6 +638,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const Fa3BackwardKeys<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
     __syncthreads();  // the barriers are there
+    ptx::wait_for_grid_before();  // the statistics are there
+    ptx::launch_dependents();
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         kernel.produce();
@@ -671,7 +674,7 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, cudaStream_t st
         if (status != cudaSuccess) return status;
     return launch_kernel<fa3_backward_keys_kernel<Config>>(
         min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
-        Config::kSharedBytes, params, stream);
+        Config::kSharedBytes, params, stream, true);
 }
 
 }  // namespace flash_ext

@@ -33,6 +33,7 @@
 //                        tile's last loads
 #pragma once
 
+#include "../ptx/grid_dependency.cuh"
 #include "fa3_backward.cuh"
 #include "fa3_forward.cuh"
 
@@ -583,6 +584,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
         kernel.consume();
     }
+    // Needs nothing of the kernel before but the statistics that this one had read, and so begins
+    // while that one's last CTAs run; but what comes behind needs both.
+    ptx::wait_for_grid_before();
 #endif
 }
 
@@ -593,7 +597,7 @@ cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.counter = {call.tile_counter, unique_launch_name() << TileCounter::kCountBits};
+    params.counter = {call.tile_counter + 1, unique_launch_name() << TileCounter::kCountBits};
     params.schedule =
         forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
     for (cudaError_t status :
@@ -608,7 +612,7 @@ cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t
         if (status != cudaSuccess) return status;
     return launch_kernel<fa3_backward_queries_kernel<Config>>(
         min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
-        Config::kSharedBytes, params, stream);
+        Config::kSharedBytes, params, stream, true);
 }
 
 }  // namespace flash_ext

@@ -1,6 +1,7 @@
 // The FA3 backward for heads that are too wide for fa3_backward.cuh: row statistics, then dK and dV,
 // then dQ, each a kernel. Nothing is summed in memory, so there is no other mode for deterministic
-// results.
+// results. The two kernels overlap: each draws tiles from a counter of its own, of the two that
+// tile_counter points to here.
 #pragma once
 
 #include "fa3_backward_keys.cuh"
@@ -16,6 +17,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of a row
     constexpr int kRowsPerPass = kFa3PassThreads / kLanes;
     constexpr int kPasses = kRows / kRowsPerPass;
+    ptx::launch_dependents();
     const auto [tile, head] = q_tile_index<true, kRows>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
     const int first_query = q_tile * kRows;
