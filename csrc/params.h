@@ -130,6 +130,8 @@ struct BackwardParams : AttentionParams {
                           // the number of KV tiles that have added their dQ
     float* dsink_parts = nullptr;  // (Hq, kSinkParts)
     unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
+    void* ds = nullptr;    // FA3 for wide heads: memory for dS of some heads, or null; ...
+    int64_t ds_bytes = 0;  // ... see kept_ds_bytes()
 };
 
 }  // namespace flash_ext

@@ -223,6 +223,12 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params)
     return int64_t{params.q_blocks} * kWorkspaceRows * params.heads_q * tensor_batches(params);
 }
 
+// The dS of one head (of K and V) of a dense batch, in tiles of 64 x 64 of 16-bit numbers.
+FLASH_HOST_DEVICE constexpr int64_t kept_ds_bytes(const BackwardParams& params) {
+    const int64_t tiles = int64_t{ceil_div(params.seqlen_q, 64)} * ceil_div(params.seqlen_k, 64);
+    return max_of<int64_t>(tiles * (params.heads_q / params.heads_k) * 64 * 64 * 2, 1);
+}
+
 // Parts of a head's rows in the sum of sink's gradient.
 inline constexpr int kSinkParts = 32;
 

@@ -21,7 +21,8 @@
 //     S'^T  = K Q'^T     wgmma, asynchronous     dP'^T  = V dO'^T    wgmma, asynchronous
 //     P'                 when both are done      dS'                 when P' is there as well
 //
-// so that each one's arithmetic has the other's matmuls beside it. The steps of all the CTA's KV
+// They take turns at starting their matmuls, so that each one's arithmetic has the other's matmuls
+// beside it. The steps of all the CTA's KV
 // tiles form one sequence: behind a tile's last dV comes the first S of the next tile, so that
 // tensor cores have work while a gradient is written.
 //
@@ -39,6 +40,8 @@
 //   draw                 producer of Q, before the  producer of tiles
 //                        last load of a tile
 //   P (of each pair)     each warp of "values"      "keys", before dS
+//   turn (named)         the other consumer, when   consumers, before they start theirs
+//                        its matmuls are started
 //
 // P's slots need no barrier for "empty": the next P of a pair needs the next Q, which lies where the
 // pair's dO was until "keys" had read the P before.
@@ -67,9 +70,35 @@ struct PoolCursor {
     __device__ __forceinline__ uint32_t dout() const { return 2 * pair + (round ^ 1); }
 };
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_>
+// A part of dS^T: 64 keys, 64 queries.
+using DSTile = SharedTile<64, 64>;
+
+// Memory in which dS^T is kept for fa3_backward_product.cuh, tile by tile as in shared memory: of
+// some of the heads (of K and V, of all batches, flattened), [query heads][Q tiles][KV tiles].
+struct KeptDS {
+    char* data = nullptr;
+    int first_head = 0;
+    int heads = 0;
+    int q_tiles = 0;
+    int kv_tiles = 0;
+
+    __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
+                                          int q_tile, int kv_tile) const {
+        const int group = params.heads_q / params.heads_k;
+        const int head = batch * params.heads_q + head_q - first_head * group;
+        return data + ((int64_t{head} * q_tiles + q_tile) * kv_tiles + kv_tile) * DSTile::kBytes;
+    }
+};
+
+struct Fa3BackwardKeepingParams : Fa3BackwardParams {
+    KeptDS kept;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_,
+          bool kKeepsDS_>
 struct Fa3BackwardKeysConfig {
     using Element = Element_;
+    static constexpr bool kKeepsDS = kKeepsDS_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -124,7 +153,7 @@ struct Fa3BackwardKeys {
     using Place = PoolCursor<Config::kPairs>;
     using TileCursor_ = typename Config::TileRing::Cursor;
 
-    const Fa3BackwardParams& params;
+    const Fa3BackwardKeepingParams& params;
     uint32_t shared;
     int warp_key;     // first row of this thread's warp within the KV tile
     bool leads_warp;  // is it its warp's first?
@@ -133,7 +162,8 @@ struct Fa3BackwardKeys {
     typename Config::VRing v_ring;
     typename Config::TileRing tile_ring;
 
-    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardParams& p, uint32_t shared_)
+    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p,
+                                               uint32_t shared_)
         : params(p),
           shared(shared_),
           warp_key(ptx::warp_uniform(threadIdx.x / 32) % 4 * 16),
@@ -157,7 +187,12 @@ struct Fa3BackwardKeys {
 
     // first_key stays as it is for a spare number.
     __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
-        const WorkTile work = work_tile(linear, params.schedule);
+        WorkTile work = work_tile(linear, params.schedule);
+        if constexpr (Config::kKeepsDS) {
+            const int flat_head = params.kept.first_head + work.head;
+            work.head = flat_head % params.heads_k;
+            work.batch = flat_head / params.heads_k;
+        }
         key_tile.head = work.head;
         const SequenceTile tile =
             tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
@@ -298,6 +333,15 @@ struct Fa3BackwardKeys {
                 params.window_right};
     }
 
+    // Consumers take turns at starting their matmuls.
+    enum Consumer { kValues, kKeys };
+    static __device__ __forceinline__ void take_turn(Consumer consumer) {
+        ptx::barrier_sync(1 + consumer, 256);
+    }
+    static __device__ __forceinline__ void pass_turn(Consumer consumer) {
+        ptx::barrier_arrive(1 + consumer, 256);
+    }
+
     // The Q tiles that see all keys. Queries past the sequence do not count.
     __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
         const BandMask mask = mask_of(tile);
@@ -385,6 +429,34 @@ struct Fa3BackwardKeys {
                 rdS.v[k][n % 2 * 2 + 1] = ptx::pack<Element>(dp.v[0][n][2], dp.v[0][n][3]);
             }
         }
+    }
+
+    // For fa3_backward_product.cuh: as in store_rows(), lanes exchange what they have of a row, until
+    // each has 16 bytes.
+    __device__ __forceinline__ void keep(const Operand& rdS, const KeyTile& tile,
+                                         const QTileStep& at) const {
+        char* ds = params.kept.tile(params, tile.sequence.batch, at.head, at.q_tile,
+                                    tile.first_key / Config::kBlockKV);
+        const int lane = lane_id() % 4;
+        const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
+            const bool high = lane & bit;
+            const uint32_t got = __shfl_xor_sync(0xffffffff, high ? x : y, bit);
+            (high ? x : y) = got;
+        };
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int k = 0; k < Config::kBlockQ / 16; k += 2) {
+                uint32_t pairs[4] = {rdS.v[k][i], rdS.v[k][2 + i], rdS.v[k + 1][i],
+                                     rdS.v[k + 1][2 + i]};
+                exchange(pairs[0], pairs[1], 1);
+                exchange(pairs[2], pairs[3], 1);
+                exchange(pairs[0], pairs[2], 2);
+                exchange(pairs[1], pairs[3], 2);
+                *reinterpret_cast<uint4*>(
+                    ds + DSTile::offset(warp_key + lane_row() + 8 * i, 2 * k + lane)) = {
+                    pairs[0], pairs[1], pairs[2], pairs[3]};
+            }
     }
 
     // Where this thread's part of 16 of P's columns lies, for the thread of its number in "keys".
@@ -484,13 +556,11 @@ struct Fa3BackwardKeys {
             k_ring.wait(k);
         };
         const auto start_scores = [&] {
-            wait(place.q(), place);
             const AlongRows<KTile> k_rows(shared + Config::kK);
             const AlongRows<QTile> q_rows(tile_in(place.q()));
             start_gemm<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
         const auto start_gradient = [&](const Place& at, bool accumulate) {
-            wait(at.dout(), at);
             const AlongColumns<DOTile> do_columns(tile_in(at.dout()));
             start_gemm<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
         };
@@ -509,7 +579,10 @@ struct Fa3BackwardKeys {
 
         while (find_tile(walk, params.dv, params.head_dim_v)) {
             begin_tile();
+            wait(place.q(), place);
+            take_turn(kValues);
             start_scores();
+            pass_turn(kKeys);
             ptx::wgmma_wait<0>();
             probabilities();
             bool accumulate = false;
@@ -519,9 +592,13 @@ struct Fa3BackwardKeys {
                 if (!advance(walk)) break;
                 if (last) begin_tile();
                 const Place before = place;
-                start_gradient(before, accumulate);
                 place.advance();
+                wait(before.dout(), before);
+                wait(place.q(), place);
+                take_turn(kValues);
+                start_gradient(before, accumulate);
                 start_scores();
+                pass_turn(kKeys);
                 ptx::wgmma_wait<0>();
                 finished(rdV);
                 release(before.dout());
@@ -532,7 +609,10 @@ struct Fa3BackwardKeys {
                 }
                 probabilities();
             }
+            wait(place.dout(), place);
+            take_turn(kValues);
             start_gradient(place, accumulate);
+            pass_turn(kKeys);
             ptx::wgmma_wait<0>();
             finished(rdV);
             release(place.dout());
@@ -552,13 +632,11 @@ struct Fa3BackwardKeys {
         GradientK rdK;
 
         const auto start_dp = [&] {
-            wait(place.dout(), place);
             const AlongRows<VTile> v_rows(shared + Config::kV);
             const AlongRows<DOTile> do_rows(tile_in(place.dout()));
             start_gemm<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
         const auto start_gradient = [&](const Place& at, bool accumulate) {
-            wait(at.q(), at);
             const AlongColumns<QTile> q_columns(tile_in(at.q()));
             start_gemm<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
@@ -569,15 +647,20 @@ struct Fa3BackwardKeys {
             softmax_gradient(rdP, rdS, place, *tile_slot(walk.tile), walk.at);
             __syncwarp();
             release(place.dout());
+            if constexpr (Config::kKeepsDS) keep(rdS, *tile_slot(walk.tile), walk.at);
         };
         const auto store_dk = [&](const KeyTile& tile) {
             rdK.scale(params.scale);
             store(params.dk, tile, params.head_dim, rdK);
         };
 
+        pass_turn(kValues);  // the first one's
         while (find_tile(walk, params.dk, params.head_dim)) {
             v_ring.wait(v);
+            wait(place.dout(), place);
+            take_turn(kKeys);
             start_dp();
+            pass_turn(kValues);
             ptx::wgmma_wait<0>();
             gradient_of_scores();
             bool accumulate = false;
@@ -587,9 +670,13 @@ struct Fa3BackwardKeys {
                 if (!advance(walk)) break;
                 if (last) v_ring.wait(v);
                 const Place before = place;
-                start_gradient(before, accumulate);
                 place.advance();
+                wait(before.q(), before);
+                wait(place.dout(), place);
+                take_turn(kKeys);
+                start_gradient(before, accumulate);
                 start_dp();
+                pass_turn(kValues);
                 ptx::wgmma_wait<0>();
                 finished(rdK);
                 release(before.q());
@@ -600,7 +687,10 @@ struct Fa3BackwardKeys {
                 }
                 gradient_of_scores();
             }
+            wait(place.q(), place);
+            take_turn(kKeys);
             start_gradient(place, accumulate);
+            pass_turn(kValues);
             ptx::wgmma_wait<0>();
             finished(rdK);
             release(place.q());
@@ -633,7 +723,7 @@ struct Fa3BackwardKeys {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_keys_kernel(const __grid_constant__ Fa3BackwardParams params) {
+    fa3_backward_keys_kernel(const __grid_constant__ Fa3BackwardKeepingParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3BackwardKeys<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
@@ -651,15 +741,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config>
-cudaError_t launch_fa3_backward_keys(const BackwardParams& call, cudaStream_t stream) {
-    Fa3BackwardParams params{call};
+cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& kept,
+                                     cudaStream_t stream) {
+    Fa3BackwardKeepingParams params{call};
+    params.kept = kept;
     params.counter = {call.tile_counter, unique_launch_name() << TileCounter::kCountBits};
     const bool masked =
         params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
     const int group = params.heads_q / params.heads_k;
     params.schedule = make_schedule(
-        tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
-        tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+        tile_numbers(params, params.seqlen_k, Config::kBlockKV),
+        Config::kKeepsDS ? kept.heads : params.heads_k,
+        Config::kKeepsDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
         int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
         1, section_fillings(params, masked));
     for (cudaError_t status :

@@ -1,10 +1,15 @@
 // The FA3 backward for heads that are too wide for fa3_backward.cuh: row statistics, then dK and dV,
 // then dQ, each a kernel. Nothing is summed in memory, so there is no other mode for deterministic
-// results. The two kernels overlap: each draws tiles from a counter of its own, of the two that
-// tile_counter points to here.
+// results.
+//
+// Where there is memory for the dS of one head or more, the kernel for dK and dV leaves it there,
+// and dQ = dS K takes one matmul; for as many heads at a time as fit. Else dQ's kernel computes dS
+// again, and begins while the other ends. So each draws tiles from a counter of its own, of the two
+// that tile_counter points to here.
 #pragma once
 
 #include "fa3_backward_keys.cuh"
+#include "fa3_backward_product.cuh"
 #include "fa3_backward_queries.cuh"
 
 namespace flash_ext {
@@ -65,16 +70,41 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     }
 }
 
+// Heads (of K and V, of all batches) whose dS fits into params.ds at a time, evenly.
+inline int heads_with_kept_ds(const BackwardParams& params) {
+    if (params.cu_seqlens_q != nullptr || params.ds == nullptr) return 0;
+    const int64_t bytes = kept_ds_bytes(params);
+    const int heads = params.heads_k * params.batch;
+    const auto fitting = static_cast<int>(min_of<int64_t>(params.ds_bytes / bytes, heads));
+    return fitting == 0 ? 0 : ceil_div(heads, ceil_div(heads, fitting));
+}
+
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
     using Keys =
-        Fa3BackwardKeysConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs>;
+        Fa3BackwardKeysConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, false>;
+    using KeepingKeys =
+        Fa3BackwardKeysConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
+    using Product = Fa3BackwardProductConfig<Element, kHeadDim, kTuning.product_stages>;
     using Queries = Fa3BackwardQueriesConfig<Element, kHeadDim, kHeadDimV, kFeatures,
                                              kTuning.k_stages, kTuning.v_stages>;
     cudaError_t status = launch_kernel<fa3_statistics_kernel<Element, kHeadDimV>>(
         workspace_rows(params) / 64, kFa3PassThreads, 0, params, stream);
-    if (status == cudaSuccess) status = launch_fa3_backward_keys<Keys>(params, stream);
+    const int heads = params.heads_k * params.batch;
+    const int heads_at_a_time = heads_with_kept_ds(params);
+    if (heads_at_a_time > 0) {
+        for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
+            const KeptDS kept{static_cast<char*>(params.ds), head,
+                              min_of(heads_at_a_time, heads - head), ceil_div(params.seqlen_q, 64),
+                              ceil_div(params.seqlen_k, 64)};
+            status = launch_fa3_backward_keys<KeepingKeys>(params, kept, stream);
+            if (status == cudaSuccess)
+                status = launch_fa3_backward_product<Product>(params, kept, stream);
+        }
+        return status;
+    }
+    if (status == cudaSuccess) status = launch_fa3_backward_keys<Keys>(params, KeptDS{}, stream);
     if (status == cudaSuccess) status = launch_fa3_backward_queries<Queries>(params, stream);
     return status;
 }
