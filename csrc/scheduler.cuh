@@ -223,10 +223,33 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params)
     return int64_t{params.q_blocks} * kWorkspaceRows * params.heads_q * tensor_batches(params);
 }
 
-// The dS of one head (of K and V) of a dense batch, in tiles of 64 x 64 of 16-bit numbers.
-FLASH_HOST_DEVICE constexpr int64_t kept_ds_bytes(const BackwardParams& params) {
-    const int64_t tiles = int64_t{ceil_div(params.seqlen_q, 64)} * ceil_div(params.seqlen_k, 64);
-    return max_of<int64_t>(tiles * (params.heads_q / params.heads_k) * 64 * 64 * 2, 1);
+// Where in memory the dS of one query head of a dense batch is kept (fa3_backward_product.cuh): in
+// tiles of 64 x 64 of 16-bit numbers, Q tile by Q tile. Without those above the diagonal, where a
+// mask hides them all.
+struct KeptTiles {
+    static constexpr int kBytes = 64 * 64 * 2;
+
+    int q_tiles;
+    int kv_tiles;
+    bool triangle;
+
+    FLASH_HOST_DEVICE constexpr explicit KeptTiles(const AttentionParams& params)
+        : q_tiles(ceil_div(params.seqlen_q, 64)),
+          kv_tiles(ceil_div(params.seqlen_k, 64)),
+          triangle(params.window_right <= params.seqlen_q - params.seqlen_k) {}
+
+    // The number of a Q tile's first; that of number q_tiles is how many there are.
+    FLASH_HOST_DEVICE constexpr int64_t first(int q_tile) const {
+        return triangle ? int64_t{q_tile} * (q_tile + 1) / 2 : int64_t{q_tile} * kv_tiles;
+    }
+};
+
+// The dS of a head of K and V, and so of its group.
+FLASH_HOST_DEVICE constexpr int64_t kept_ds_bytes(const AttentionParams& params) {
+    const KeptTiles tiles(params);
+    return max_of<int64_t>(tiles.first(tiles.q_tiles) * KeptTiles::kBytes *
+                               (params.heads_q / params.heads_k),
+                           1);
 }
 
 // Parts of a head's rows in the sum of sink's gradient.

@@ -74,21 +74,22 @@ struct PoolCursor {
 using DSTile = SharedTile<64, 64>;
 
 // Memory in which dS^T is kept for fa3_backward_product.cuh, tile by tile as in shared memory: of
-// some of the heads (of K and V, of all batches, flattened), [query heads][Q tiles][KV tiles].
+// some of the heads (of K and V, of all batches, flattened).
 struct KeptDS {
     char* data = nullptr;
     int first_head = 0;
     int heads = 0;
-    int q_tiles = 0;
-    int kv_tiles = 0;
 
     __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
                                           int q_tile, int kv_tile) const {
+        const KeptTiles tiles(params);
         const int group = params.heads_q / params.heads_k;
         const int head = batch * params.heads_q + head_q - first_head * group;
-        return data + ((int64_t{head} * q_tiles + q_tile) * kv_tiles + kv_tile) * DSTile::kBytes;
+        return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
+                          KeptTiles::kBytes;
     }
 };
+static_assert(DSTile::kBytes == KeptTiles::kBytes);
 
 struct Fa3BackwardKeepingParams : Fa3BackwardParams {
     KeptDS kept;

@@ -13,6 +13,8 @@
 //   full(stages)         TMA, by bytes                 consumers, before the matmul
 //   empty(stages)        each consumer warp, when      producer, before it loads the next
 //                        the matmul is done
+//   lead (of each tile)  first consumer's warps, a     second consumer, before it begins
+//                        few steps into a Q tile       that Q tile
 //   full, empty(tiles)   producer; all readers         all readers; producer
 //   draw                 producer of stages, before a  producer of tiles
 //                        tile's last loads
@@ -44,7 +46,8 @@ struct Fa3BackwardProductConfig {
     static constexpr int kBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
     static constexpr int kTileBarriers = kBarriers + Ring::kBarrierBytes;
     static constexpr int kDrawBarrier = kTileBarriers + TileRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static constexpr int kLeadBarriers = kDrawBarrier + 8;  // of each tile of the ring
+    static constexpr int kSharedBytes = kLeadBarriers + TileRing::kSlots * 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -76,6 +79,7 @@ struct Fa3BackwardProduct {
         ring.init(Config::kConsumers * 4);
         tile_ring.init(Config::kConsumers * 4 + 1);  // and the producer of stages
         ptx::mbarrier_init(draw_barrier(), 1);
+        for (TileCursor_ t; t.round == 0; t.advance()) ptx::mbarrier_init(lead_barrier(t), 4);
         ptx::mbarrier_fence_init();
     }
 
@@ -124,8 +128,9 @@ struct Fa3BackwardProduct {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
             const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
-            const char* ds = kept.tile(params, tile.sequence.batch, tile.head,
-                                       tile.first_query / 64, 0);
+            const auto ds = [&](int of, int kv_tile) {
+                return kept.tile(params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
+            };
             const Interval kv = tile.kv_tiles;
             if (kv.empty()) ptx::mbarrier_arrive(draw_barrier());
             for (int i = kv.begin; i < kv.end; ++i) {
@@ -140,9 +145,7 @@ struct Fa3BackwardProduct {
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     if (i >= own[j].begin && i < own[j].end)
-                        ptx::bulk_load(ds_tile(c, j),
-                                       ds + (int64_t{j} * kept.kv_tiles + i) * DSTile::kBytes,
-                                       DSTile::kBytes, ring.full(c));
+                        ptx::bulk_load(ds_tile(c, j), ds(j, i), DSTile::kBytes, ring.full(c));
                 rows.load<KTile>(params.k_map, ring.tile(c), ring.full(c), i * Config::kBlockKV);
                 c.advance();
             }
@@ -179,6 +182,16 @@ struct Fa3BackwardProduct {
                    rdQ);
     }
 
+    // The second consumer begins a Q tile a few steps behind the first, so that the one writes its
+    // dQ while the other has matmuls under way.
+    static constexpr int kLead = 2;
+    __device__ __forceinline__ void lead(const TileCursor_& t) const {
+        if (leads_warp) ptx::mbarrier_arrive(lead_barrier(t));
+    }
+    __device__ __forceinline__ void follow(const TileCursor_& t) const {
+        ptx::mbarrier_wait(lead_barrier(t), t.round);
+    }
+
     __device__ __forceinline__ void consume() const {
         const int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
         Cursor c;
@@ -201,10 +214,13 @@ struct Fa3BackwardProduct {
             Interval own = kv_tiles_of(tile, consumer);
             own = {ptx::warp_uniform(own.begin), ptx::warp_uniform(own.end)};
             if (own.empty()) {
+                if (consumer == 1) follow(t);
+                if (consumer == 0) lead(t);
                 skip(kv.end - kv.begin);
                 rdQ.clear();
             } else {
                 skip(own.begin - kv.begin);
+                if (consumer == 1) follow(t);
                 uint32_t before = 0;
                 for (int i = own.begin; i < own.end; ++i, c.advance()) {
                     ring.wait(c);
@@ -215,6 +231,7 @@ struct Fa3BackwardProduct {
                     ptx::wgmma_wait<1>();
                     if (i > own.begin) release(before);
                     before = c.slot;
+                    if (consumer == 0 && i == min_of(own.begin + kLead, own.end) - 1) lead(t);
                 }
                 ptx::wgmma_wait<0>();
                 finished(rdQ);
@@ -234,6 +251,9 @@ struct Fa3BackwardProduct {
     }
     __device__ __forceinline__ uint32_t ds_tile(const Cursor& c, int consumer) const {
         return ring.tile(c) + KTile::kBytes + consumer * DSTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t lead_barrier(const TileCursor_& t) const {
+        return shared + Config::kLeadBarriers + 8 * t.slot;
     }
     __device__ __forceinline__ uint32_t draw_barrier() const {
         return shared + Config::kDrawBarrier;

@@ -15,6 +15,7 @@
 //     P'   = 2^(S' scale - lse)    when S' is there, while dP' runs
 //     dS'  = P' * (dP' - delta)    when dP' is there, beside the other consumer's matmuls
 //
+// They take turns at starting their matmuls, so that one's arithmetic runs beside the other's.
 // dS goes from the registers into dQ. The steps of all the CTA's Q tiles form one sequence: behind a
 // tile's last dQ come the first S and dP of the next tile, so that tensor cores have work while a
 // gradient is written. Only where there are KV tiles between that the other consumer alone sees,
@@ -28,6 +29,8 @@
 //                        the matmul is done
 //   empty(Q, dO)         each warp of the consumer     its producer
 //                        whose rows they are
+//   turn (named)         the other consumer, when      consumers, before they start theirs
+//                        its matmuls are started
 //   full, empty(tiles)   producer; all readers         all readers; producer
 //   draw                 producer of K, before a       producer of tiles
 //                        tile's last loads
@@ -298,17 +301,20 @@ struct Fa3BackwardQueries {
         cursor.advance();
     }
 
-    static __device__ __forceinline__ uint32_t previous(const KCursor& k) {
-        return (k.slot == 0 ? Config::KRing::kSlots : k.slot) - 1;
-    }
+    // Consumers take turns at starting their matmuls, one for each KV tile.
+    __device__ __forceinline__ void take_turn() const { ptx::barrier_sync(1 + consumer(), 256); }
+    __device__ __forceinline__ void pass_turn() const { ptx::barrier_arrive(2 - consumer(), 256); }
 
     // Lets go of KV tiles that it has no use for.
-    template <class Ring>
-    __device__ __forceinline__ void skip(const Ring& ring, typename Ring::Cursor& cursor,
+    __device__ __forceinline__ void skip(KCursor& k, typename Config::VRing::Cursor& v,
                                          int tiles) const {
         for (; tiles > 0; --tiles) {
-            ring.wait(cursor);  // or its writer would count this reader twice
-            release(ring, cursor);
+            take_turn();
+            pass_turn();
+            k_ring.wait(k);  // or its writer would count this reader twice
+            release(k_ring, k);
+            v_ring.wait(v);
+            release(v_ring, v);
         }
     }
 
@@ -480,18 +486,17 @@ struct Fa3BackwardQueries {
         const auto start_scores = [&] {
             const AlongRows<QTile> q_rows(q_ring(consumer()).slots);
             const AlongRows<KTile> k_rows(k_ring.tile(k));
-            k_ring.wait(k);
             start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
         };
         const auto start_dp = [&](bool first) {
-            const AlongRows<DOTile> do_rows(do_ring(consumer()).slots);
-            const AlongRows<VTile> v_rows(v_ring.tile(v));
             if (first) do_ring(consumer()).wait({0, q.round});
             v_ring.wait(v);
+            const AlongRows<DOTile> do_rows(do_ring(consumer()).slots);
+            const AlongRows<VTile> v_rows(v_ring.tile(v));
             start_gemm<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
         };
-        const auto start_gradient = [&](bool accumulate) {
-            const AlongColumns<KTile> k_columns(k_ring.tile(k));
+        const auto start_gradient = [&](uint32_t k_slot, bool accumulate) {
+            const AlongColumns<KTile> k_columns(k_ring.tile({k_slot, 0}));
             start_gemm<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
         };
         const auto probabilities = [&] {
@@ -514,12 +519,15 @@ struct Fa3BackwardQueries {
             store_rows(gradient_rows(tile), rdQ);
         };
 
+        if (consumer() == 1) pass_turn();  // the first one's
         while (find_tile(walk)) {
-            skip(k_ring, k, hidden_before(walk));
-            skip(v_ring, v, hidden_before(walk));
+            skip(k, v, hidden_before(walk));
             q_ring(consumer()).wait(q);
+            k_ring.wait(k);
+            take_turn();
             start_scores();
             start_dp(true);
+            pass_turn();
             ptx::wgmma_wait<1>();
             finished(rS);
             probabilities();
@@ -530,14 +538,18 @@ struct Fa3BackwardQueries {
                 const TileCursor_ tile = walk.tile;
                 const bool last = walk.kv_tile == walk.last;
                 if (!advance(walk)) break;
-                start_gradient(accumulate);
                 if (last) q_ring(consumer()).wait(q);
+                const uint32_t k_slot = k.slot;
                 k.advance();
+                k_ring.wait(k);
+                take_turn();
+                start_gradient(k_slot, accumulate);
                 start_scores();
                 ptx::wgmma_wait<1>();
                 finished(rdQ);
-                if (leads_warp) k_ring.release({previous(k), 0});
+                if (leads_warp) k_ring.release({k_slot, 0});
                 start_dp(last);
+                pass_turn();
                 accumulate = !last;
                 if (last) {
                     store(*tile_slot(tile));
@@ -549,13 +561,12 @@ struct Fa3BackwardQueries {
                 ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
-            start_gradient(accumulate);
+            start_gradient(k.slot, accumulate);
             ptx::wgmma_wait<0>();
             finished(rdQ);
             release(k_ring, k);
             store(*tile_slot(walk.tile));
-            skip(k_ring, k, hidden_behind(walk));
-            skip(v_ring, v, hidden_behind(walk));
+            skip(k, v, hidden_behind(walk));
             end_tile(walk);
         }
     }
