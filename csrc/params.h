@@ -128,7 +128,7 @@ struct BackwardParams : AttentionParams {
     float* delta;         // (R), rowsum(dO * O) - dlse
     int* turn = nullptr;  // (1 + R / kBlockQ) zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ
-    float* dsink_parts = nullptr;  // (Hq, kSinkParts)
+    float* dsink_parts = nullptr;                // (Hq, kSinkParts)
     unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
     void* ds = nullptr;    // FA3 for wide heads: memory for dS of some heads, or null; ...
     int64_t ds_bytes = 0;  // ... see kept_ds_bytes()

@@ -247,9 +247,8 @@ struct KeptTiles {
 // The dS of a head of K and V, and so of its group.
 FLASH_HOST_DEVICE constexpr int64_t kept_ds_bytes(const AttentionParams& params) {
     const KeptTiles tiles(params);
-    return max_of<int64_t>(tiles.first(tiles.q_tiles) * KeptTiles::kBytes *
-                               (params.heads_q / params.heads_k),
-                           1);
+    return max_of<int64_t>(
+        tiles.first(tiles.q_tiles) * KeptTiles::kBytes * (params.heads_q / params.heads_k), 1);
 }
 
 // Parts of a head's rows in the sum of sink's gradient.

@@ -169,9 +169,9 @@ constexpr Fa3Backward fa3_backward(HeadDims dims, Features) {
 }
 
 struct Fa3BackwardWide {
-    int pool_pairs;  // dK and dV: Q and dO tiles in shared memory
-    int k_stages;    // dQ: K tiles ...
-    int v_stages;    // ... and V tiles
+    int pool_pairs;      // dK and dV: Q and dO tiles in shared memory
+    int k_stages;        // dQ: K tiles ...
+    int v_stages;        // ... and V tiles
     int product_stages;  // dS K: tiles of both
 };
 

@@ -1,9 +1,10 @@
 // FlashAttention-3 backward for wide heads, part one: dK and dV. For Hopper.
 //
-// Where dK and dV of 64 keys fill the registers, a KV tile cannot be larger, and adding dQ to memory
-// would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ has a kernel of
-// its own (fa3_backward_queries.cuh), which computes S and dP again: seven matmuls instead of five,
-// but no sum in memory, no passes for it, and results that do not depend on any order.
+// Where dK and dV of 64 keys fill the registers, a KV tile cannot be larger, and adding dQ to
+// memory would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ has a
+// kernel of its own (fa3_backward_queries.cuh), which computes S and dP again: seven matmuls
+// instead of five, but no sum in memory, no passes for it, and results that do not depend on any
+// order.
 //
 // One CTA per SM takes one KV tile of 64 keys after another; its inner loop goes over the Q tiles
 // that see the KV tile, for each query head of the group in turn. Everything is computed
@@ -26,8 +27,8 @@
 // tiles form one sequence: behind a tile's last dV comes the first S of the next tile, so that
 // tensor cores have work while a gradient is written.
 //
-// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolCursor), for each pair a P^T; a ring
-// of KV tiles' descriptions (KeyTile).
+// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolCursor), for each pair a P^T; a
+// ring of KV tiles' descriptions (KeyTile).
 //
 //   barrier              arrives                    waits
 //   full(pool, K, V)     TMA, by bytes              consumers, before the matmul that reads it
@@ -43,8 +44,8 @@
 //   turn (named)         the other consumer, when   consumers, before they start theirs
 //                        its matmuls are started
 //
-// P's slots need no barrier for "empty": the next P of a pair needs the next Q, which lies where the
-// pair's dO was until "keys" had read the P before.
+// P's slots need no barrier for "empty": the next P of a pair needs the next Q, which lies where
+// the pair's dO was until "keys" had read the P before.
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -163,8 +164,7 @@ struct Fa3BackwardKeys {
     typename Config::VRing v_ring;
     typename Config::TileRing tile_ring;
 
-    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p,
-                                               uint32_t shared_)
+    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p, uint32_t shared_)
         : params(p),
           shared(shared_),
           warp_key(ptx::warp_uniform(threadIdx.x / 32) % 4 * 16),
@@ -377,8 +377,7 @@ struct Fa3BackwardKeys {
         if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
             const BandMask mask = mask_of(tile);
             const int first_key = tile.first_key + warp_key;
-            mask_scores(s, first_query,
-                        [&](int row) { return mask.query_range(first_key + row); });
+            mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
         }
         const float scale = Config::kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
@@ -418,13 +417,13 @@ struct Fa3BackwardKeys {
                     if (softcap) {
                         auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(dp.v[0][n]);
                         ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                            .softcap_gradient(ds, p, tile.first_key + warp_key,
-                                              at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
-                                                  return reinterpret_cast<const float*>(
-                                                      dynamic_shared() + Config::kStatistics +
-                                                      place.q() *
-                                                          Config::kStatisticsBytes)[8 * n + col];
-                                              });
+                            .softcap_gradient(
+                                ds, p, tile.first_key + warp_key,
+                                at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
+                                    return reinterpret_cast<const float*>(
+                                        dynamic_shared() + Config::kStatistics +
+                                        place.q() * Config::kStatisticsBytes)[8 * n + col];
+                                });
                     }
                 rdS.v[k][n % 2 * 2] = ptx::pack<Element>(dp.v[0][n][0], dp.v[0][n][1]);
                 rdS.v[k][n % 2 * 2 + 1] = ptx::pack<Element>(dp.v[0][n][2], dp.v[0][n][3]);
@@ -432,8 +431,8 @@ struct Fa3BackwardKeys {
         }
     }
 
-    // For fa3_backward_product.cuh: as in store_rows(), lanes exchange what they have of a row, until
-    // each has 16 bytes.
+    // For fa3_backward_product.cuh: as in store_rows(), lanes exchange what they have of a row,
+    // until each has 16 bytes.
     __device__ __forceinline__ void keep(const Operand& rdS, const KeyTile& tile,
                                          const QTileStep& at) const {
         char* ds = params.kept.tile(params, tile.sequence.batch, at.head, at.q_tile,
@@ -465,7 +464,9 @@ struct Fa3BackwardKeys {
         return shared + Config::kP + slot * Config::kPBytes + k * 2048 + threadIdx.x % 128 * 16;
     }
 
-    __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const { return pool.tile({slot, 0}); }
+    __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const {
+        return pool.tile({slot, 0});
+    }
 
     // A gradient's zeros, of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const TensorView& view, const KeyTile& tile,
@@ -728,7 +729,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3BackwardKeys<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
-    __syncthreads();  // the barriers are there
+    __syncthreads();              // the barriers are there
     ptx::wait_for_grid_before();  // the statistics are there
     ptx::launch_dependents();
     if (threadIdx.x < 128) {

@@ -289,9 +289,9 @@ cudaError_t launch_fa3_backward_product(const BackwardParams& call, const KeptDS
     const int group = params.heads_q / params.heads_k;
     const bool masked =
         params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
-    params.schedule = make_schedule(
-        ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group, 1, masked,
-        int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
+    params.schedule =
+        make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group, 1, masked,
+                      int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
     const cudaError_t status = encode_tensor_map<typename Config::KTile>(
         params.k_map, params.k, params.element_type, params.head_dim);
     if (status != cudaSuccess) return status;

@@ -1,8 +1,8 @@
 // FlashAttention-3 backward for wide heads, part two: dQ. For Hopper. Part one, and why there are
 // two, is fa3_backward_keys.cuh.
 //
-// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh), and goes over
-// the KV tiles that it sees. Its warpgroups have roles:
+// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh), and goes
+// over the KV tiles that it sees. Its warpgroups have roles:
 //
 //   producer       four threads: K; V; Q and dO; the choice of Q tiles
 //   two consumers  each owns 64 queries, with dQ in registers
@@ -16,12 +16,13 @@
 //     dS'  = P' * (dP' - delta)    when dP' is there, beside the other consumer's matmuls
 //
 // They take turns at starting their matmuls, so that one's arithmetic runs beside the other's.
-// dS goes from the registers into dQ. The steps of all the CTA's Q tiles form one sequence: behind a
-// tile's last dQ come the first S and dP of the next tile, so that tensor cores have work while a
+// dS goes from the registers into dQ. The steps of all the CTA's Q tiles form one sequence: behind
+// a tile's last dQ come the first S and dP of the next tile, so that tensor cores have work while a
 // gradient is written. Only where there are KV tiles between that the other consumer alone sees,
 // that one has to give the tensor cores work.
 //
-// Shared memory: Q and dO, with lse and delta; rings of K and V tiles, and of Q tiles' descriptions (QueryTile).
+// Shared memory: Q and dO, with lse and delta; rings of K and V tiles, and of Q tiles' descriptions
+// (QueryTile).
 //
 //   barrier              arrives                       waits
 //   full(Q, dO, K, V)    TMA, by bytes                 consumers, before the matmul that reads it
@@ -155,8 +156,8 @@ struct Fa3BackwardQueries {
             (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
         query_tile.first_query = first_query;
         const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
-        query_tile.kv_tiles = tiles_of(
-            mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
+        query_tile.kv_tiles =
+            tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
     }
 
     // Chooses the Q tiles. One is drawn a few steps before it is needed: a CTA that draws early
@@ -327,7 +328,7 @@ struct Fa3BackwardQueries {
     struct Walk {
         TileCursor_ tile;
         int kv_tile;
-        int last;       // of its KV tiles
+        int last;  // of its KV tiles
     };
 
     // Has this Q tile KV tiles? Then the walk begins there.
@@ -386,7 +387,8 @@ struct Fa3BackwardQueries {
         return true;
     }
 
-    // KV tiles of the Q tile that this consumer does not see, where it is at its first, at its last.
+    // KV tiles of the Q tile that this consumer does not see, where it is at its first, at its
+    // last.
     __device__ __forceinline__ int hidden_before(const Walk& walk) const {
         return walk.kv_tile - ptx::warp_uniform(tile_slot(walk.tile)->kv_tiles.begin);
     }
@@ -399,8 +401,8 @@ struct Fa3BackwardQueries {
         float x[2];
     };
     __device__ __forceinline__ Statistics statistics(int offset) const {
-        const auto* x = reinterpret_cast<const float*>(dynamic_shared() + offset) +
-                        warp_row() + lane_row();
+        const auto* x =
+            reinterpret_cast<const float*>(dynamic_shared() + offset) + warp_row() + lane_row();
         return {{x[0], x[8]}};
     }
 
@@ -446,9 +448,9 @@ struct Fa3BackwardQueries {
                 const QueryTile& tile = *tile_slot(walk.tile);
                 const Statistics lse = statistics(Config::kLse);
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .softcap_gradient(
-                        dp, p, tile.first_query + warp_row(), walk.kv_tile * Config::kBlockKV,
-                        [&](int row) { return row < 8 ? lse.x[0] : lse.x[1]; });
+                    .softcap_gradient(dp, p, tile.first_query + warp_row(),
+                                      walk.kv_tile * Config::kBlockKV,
+                                      [&](int row) { return row < 8 ? lse.x[0] : lse.x[1]; });
             }
         rdS.template round<Element>(dp);
     }
@@ -461,7 +463,8 @@ struct Fa3BackwardQueries {
         for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) bits |= __float_as_uint(p.v[0][n][i]);
-        if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]] __nanosleep(1);
+        if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]]
+            __nanosleep(1);
     }
 
     // Where this warp's rows of dQ go.

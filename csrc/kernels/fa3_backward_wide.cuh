@@ -1,6 +1,6 @@
-// The FA3 backward for heads that are too wide for fa3_backward.cuh: row statistics, then dK and dV,
-// then dQ, each a kernel. Nothing is summed in memory, so there is no other mode for deterministic
-// results.
+// The FA3 backward for heads that are too wide for fa3_backward.cuh: row statistics, then dK and
+// dV, then dQ, each a kernel. Nothing is summed in memory, so there is no other mode for
+// deterministic results.
 //
 // Where there is memory for the dS of one head or more, the kernel for dK and dV leaves it there,
 // and dQ = dS K takes one matmul; for as many heads at a time as fit. Else dQ's kernel computes dS
@@ -111,11 +111,11 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(
-        params, [&](auto element, auto features) {
-            status = launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV,
-                                              features.value>(params, stream);
-        });
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        status = launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV, features.value>(
+            params, stream);
+    });
     return status;
 }
 
