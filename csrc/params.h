@@ -131,7 +131,7 @@ struct BackwardParams : AttentionParams {
     float* dsink_parts = nullptr;                // (Hq, kSinkParts)
     unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
     void* ds = nullptr;    // FA3 for wide heads: memory for dS of some heads, or null; ...
-    int64_t ds_bytes = 0;  // ... see kept_ds_bytes()
+    int64_t ds_bytes = 0;  // ... see ds_workspace_bytes()
 };
 
 }  // namespace flash_ext

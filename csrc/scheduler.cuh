@@ -251,6 +251,18 @@ FLASH_HOST_DEVICE constexpr int64_t kept_ds_bytes(const AttentionParams& params)
         tiles.first(tiles.q_tiles) * KeptTiles::kBytes * (params.heads_q / params.heads_k), 1);
 }
 
+// Memory that a call wants for it: that of all heads, or of equal parts of them, so many at a time
+// as fit; 0 where one does not, or where sequences are packed, whose lengths the host does not know.
+inline constexpr int64_t kMostKeptDS = 576 << 20;
+
+FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& params) {
+    const int64_t bytes = kept_ds_bytes(params);
+    if (params.cu_seqlens_q != nullptr || bytes > kMostKeptDS) return 0;
+    const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);
+    const int64_t parts = ceil_div(heads, min_of(kMostKeptDS / bytes, heads));
+    return ceil_div(heads, parts) * bytes;
+}
+
 // Parts of a head's rows in the sum of sink's gradient.
 inline constexpr int kSinkParts = 32;
 
