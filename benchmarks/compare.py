@@ -77,6 +77,7 @@ GOALS = (
     Goal("fa2", "flash", "forward", 1.0, 1.15),
     Goal("fa2", "flash", "backward", 1.0, 1.10),
     Goal("fa3", BEST, "forward", 0.98, None),
+    Goal("fa3", BEST, "backward", 0.98, None),
 )
 WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1  # relative errors beyond which a result is wrong
 

@@ -71,8 +71,8 @@ class Workspace {
         return static_cast<T*>(tensors_.back().data_ptr());
     }
 
-    unsigned long long* allocate_counter() {
-        return reinterpret_cast<unsigned long long*>(allocate<int>(2));
+    unsigned long long* allocate_counters(int count) {
+        return reinterpret_cast<unsigned long long*>(allocate<int>(2 * count));
     }
 
  private:
@@ -220,12 +220,6 @@ std::string obstacle(Variant variant, Pass pass, std::span<const NamedTensor> in
                    std::to_string(limits.major) + "." + std::to_string(limits.minor);
         if (options.dropout_p > 0) return "has no dropout";
         if (options.bias) return "has no bias";
-        if (backward) {
-            bool exists = false;
-            dispatch_head_dims(
-                sizes, [&](auto dim, auto dim_v) { exists = has_fa3_backward({dim, dim_v}); });
-            if (!exists) return "has no backward " + at_head_dims();
-        }
         for (const auto& [name, x] : inputs) {
             // A tensor map wants memory.
             if (backward && x.numel() == 0)
@@ -238,13 +232,14 @@ std::string obstacle(Variant variant, Pass pass, std::span<const NamedTensor> in
                        " that are not one row repeated, within 32 GiB of memory";
         }
         // What tile_counter.cuh can count, of the smallest tiles.
-        const int64_t heads = backward ? sizes.heads_k : sizes.heads_q;
-        const int64_t rows = backward ? sizes.seqlen_k : sizes.seqlen_q;
-        const int64_t tiles =
-            heads * sizes.tensor_batches() * (rows / 128 + 1 + (sizes.packed ? sizes.batch : 0));
-        if (tiles >= int64_t{1} << 24)
-            return std::string("needs fewer than 2^24 tiles of 128 ") +
-                   (backward ? "keys" : "queries");
+        const int rows = backward ? 64 : 128;
+        const auto tiles = [&](int64_t heads, int64_t length) {
+            return heads * sizes.tensor_batches() *
+                   (length / rows + 1 + (sizes.packed ? sizes.batch : 0));
+        };
+        const int64_t keys = backward ? tiles(sizes.heads_k, sizes.seqlen_k) : 0;
+        if (std::max(keys, tiles(sizes.heads_q, sizes.seqlen_q)) >= int64_t{1} << 24)
+            return "needs fewer than 2^24 tiles of " + std::to_string(rows) + " rows";
     }
     // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
     int needed = 0;
@@ -383,7 +378,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *
                                   tile_numbers(params, params.seqlen_q, tuning::kMinFa3BlockQ);
             if (tiles > device_limits(q.get_device_index()).multiprocessors)
-                params.tile_counter = workspace.allocate_counter();
+                params.tile_counter = workspace.allocate_counters(1);
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));
@@ -445,17 +440,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
     const int64_t rows = workspace_rows(params);
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
+        const bool sums_dq = variant != Variant::kFa3 || dim <= 128;
+        // fa3 runs its kernel for 128 at 96.
+        const int columns = variant == Variant::kFa3 && dim == 96 ? 128 : dim;
         const int64_t turns = 1 + rows / tuning::kMinBackwardBlockQ;
-        params.dq_accum = workspace.allocate<float>(rows * (dim + 2) + turns);
-        params.lse_log2 = params.dq_accum + rows * dim;
+        params.lse_log2 = workspace.allocate<float>(rows * 2 + (sums_dq ? rows * columns + turns : 0));
         params.delta = params.lse_log2 + rows;
-        params.turn = reinterpret_cast<int*>(params.delta + rows);
+        if (sums_dq) {
+            params.dq_accum = params.delta + rows;
+            params.turn = reinterpret_cast<int*>(params.dq_accum + rows * columns);
+        }
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa2) {
             check_launch(fa2_backward<dim, dim_v>(params, stream));
-        } else if constexpr (has_fa3_backward({dim, dim_v})) {
+        } else if constexpr (dim > 128) {
+            params.tile_counter = workspace.allocate_counters(2);
+            params.ds_bytes = ds_workspace_bytes(params);
+            if (params.ds_bytes > 0) params.ds = workspace.allocate<int>(params.ds_bytes / 4);
             check_launch(fa3_backward<dim, dim_v>(params, stream));
+        } else {
+            check_launch(fa3_backward<dim == 96 ? 128 : dim, dim == 96 ? 128 : dim>(params, stream));
         }
         if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));
     });

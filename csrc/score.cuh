@@ -38,10 +38,11 @@ struct ScoreFunction {
     }
 
     // ds becomes the gradient of scale q k, by the factor 1 - tanh^2. p is the softmax's value,
-    // from which tanh is found again: log2(p) + lse_of(column) is what apply() returned.
-    template <class Scores, class LseOfColumn>
+    // from which tanh is found again: log2(p) + lse_of(query) is what apply() returned, with the
+    // query's row or column in the tile.
+    template <class Scores, class LseOfQuery>
     __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p, int first_row,
-                                                     int first_col, LseOfColumn lse_of) const {
+                                                     int first_col, LseOfQuery lse_of) const {
         const float inverse_cap = 1.f / (params.softcap * kLog2e);
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
@@ -49,8 +50,11 @@ struct ScoreFunction {
             for (int n = 0; n < Scores::kN; ++n) {
                 RegisterTile<16, 8> t;
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    t.v[0][0][i] = ptx::lg2(p.v[m][n][i]) + lse_of(8 * n + lane_col() + i % 2);
+                for (int i = 0; i < 4; ++i) {
+                    const int query = kRows == Rows::kQueries ? 16 * m + lane_row() + i / 2 * 8
+                                                              : 8 * n + lane_col() + i % 2;
+                    t.v[0][0][i] = ptx::lg2(p.v[m][n][i]) + lse_of(query);
+                }
                 add_offsets(t, first_row + 16 * m, first_col + 8 * n, -1.f);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

@@ -1,6 +1,7 @@
 // Hands out tiles to the CTAs of a persistent grid, whoever is free first.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace flash_ext {
@@ -37,5 +38,12 @@ struct TileCounter {
         return count + static_cast<int>(gridDim.x);
     }
 };
+
+// Of a launch in this process.
+inline TileCounter new_count(unsigned long long* word) {
+    static std::atomic<uint64_t> launches{0};
+    // The factor is odd: different launches have different names.
+    return {word, ++launches * 0x9e3779b97f4a7c15 << TileCounter::kCountBits};
+}
 
 }  // namespace flash_ext

@@ -170,6 +170,18 @@ constexpr Fa3Backward fa3_backward(HeadDims dims, Features) {
     }
 }
 
+struct Fa3BackwardWide {
+    int pool_pairs;      // dK and dV: Q and dO tiles in shared memory
+    int k_stages;        // dQ: K tiles ...
+    int v_stages;        // ... and V tiles
+    int product_stages;  // dS K: tiles of both
+};
+
+// As much as shared memory holds.
+constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
+    return dims.qk == 256 ? Fa3BackwardWide{2, 2, 1, 4} : Fa3BackwardWide{3, 3, 2, 5};
+}
+
 // The fewest rows of a Q tile in any backward.
 inline constexpr int kMinBackwardBlockQ = 32;
 

@@ -29,12 +29,6 @@ constexpr int padded_head_dims(int head_dim, int head_dim_v) {
     return -1;
 }
 
-// Of these, the pairs at which fa3 has a backward of its own. At the others fa2's kernels compute
-// its gradients.
-constexpr bool has_fa3_backward(HeadDims dims) {
-    return dims.v == dims.qk && (dims.qk == 64 || dims.qk == 128);
-}
-
 // A kernel exists in up to three forms, so that the common case pays for no option: kPlain has
 // masks (full, causal, window) and sinks; kPacked finds its sequences on the device besides;
 // kGeneral has all options, as branches that are uniform over the grid.

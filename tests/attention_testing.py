@@ -38,7 +38,6 @@ from flash_ext import CPU_VARIANTS, VARIANTS
 
 __all__ = [
     "CPU_VARIANTS",
-    "FA3_BACKWARD_DIMS",
     "KERNEL_DIMS",
     "LAYOUTS",
     "VARIANTS",
@@ -78,9 +77,6 @@ UNALIGNED_LAYOUTS = ("odd_row", "odd_offset")
 
 KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """Head dims, of q and of v, that have kernels; others are padded to the first that holds them."""
-
-FA3_BACKWARD_DIMS = ((64, 64), (128, 128))
-"""Those at which fa3 has a backward of its own."""
 
 HANDFUL = 32
 """Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
@@ -282,9 +278,8 @@ def backward_of(variant: str, problem: Problem) -> str:
     The mirror of `choose_backward` in csrc/attention.cpp, for inputs of `make_inputs`.
     """
     p = problem
-    dims = next(x for x in KERNEL_DIMS if p.head_dim <= x[0] and p.dim_v <= x[1])
     empty = p.heads_q == 0 or not all(p.used_rows(side).numel() for side in "qk")
-    return "fa2" if variant == "fa3" and (empty or dims not in FA3_BACKWARD_DIMS) else variant
+    return "fa2" if variant == "fa3" and empty else variant
 
 
 def fastest(problem: Problem, device: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_testing import (
-    FA3_BACKWARD_DIMS,
+    KERNEL_DIMS,
     LAYOUTS,
     VARIANTS,
     Problem,
@@ -262,11 +262,11 @@ def test_against_float64(device: str, problem: Problem, variant: str) -> None:
 
 
 def gradients_of_fa3() -> Iterator[Problem]:
-    """Pairs of options, and several more, at every head dim where fa3 has a backward of its own.
+    """Pairs of options, and several more, at every pair of head dims.
 
     Lengths are about whole tiles, and a group has more than one query head.
     """
-    for (d, dv), (index, fields) in itertools.product(FA3_BACKWARD_DIMS, option_pairs("cuda")):
+    for (d, dv), (index, fields) in itertools.product(KERNEL_DIMS, option_pairs("cuda")):
         yield Problem(
             **{"heads_q": 4, "head_dim_v": dv} | fields,
             head_dim=d, dtype=HALF_TYPES[index % 2], seed=index,
@@ -285,7 +285,7 @@ def gradients_of_fa3() -> Iterator[Problem]:
         },
     )
     lengths = ((127, 129), (128, 128), (129, 127), (256, 384), (384, 255), (64, 640), (640, 63))
-    grid = itertools.product(FA3_BACKWARD_DIMS, several, lengths)
+    grid = itertools.product(KERNEL_DIMS, several, lengths)
     for index, ((d, dv), options, (sq, sk)) in enumerate(grid):
         fields = {"batch": 3, "seqlen_q": sq, "seqlen_k": sk, "heads_q": 6} | options
         yield Problem(

@@ -165,7 +165,6 @@ def test_whose_kernels_compute_the_gradients(head_dim: int, causal: bool, varian
         assert "gradients:  fa3\n" in str(explanation)
     else:
         assert_all_bitwise_equal(own, fa2)
-        assert f"'fa3' has no backward at head dimensions {head_dim} and" in str(explanation)
 
 
 @pytest.mark.gpu

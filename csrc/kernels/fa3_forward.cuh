@@ -549,12 +549,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
-// Of a launch in this process.
-inline uint64_t unique_name() {
-    static std::atomic<uint64_t> launches{0};
-    return ++launches * 0x9e3779b97f4a7c15;  // odd: different for different launches
-}
-
 template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     Fa3ForwardParams params{call};
@@ -562,7 +556,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.counter = {call.tile_counter, unique_name() << TileCounter::kCountBits};
+    params.counter = new_count(call.tile_counter);
     params.schedule =
         forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile>(

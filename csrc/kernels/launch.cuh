@@ -61,10 +61,11 @@ cudaError_t launch_fitting(Launch launch) {
 }
 
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
-// KB of shared memory must be asked for, once per kernel and device.
+// KB of shared memory must be asked for, once per kernel and device. `early`: the kernel may begin
+// before the one that it follows has ended (ptx/grid_dependency.cuh).
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
-                          cudaStream_t stream) {
+                          cudaStream_t stream, bool early = false) {
     if (ctas == 0) return cudaSuccess;
     if (shared_bytes > 48 * 1024) {
         static std::atomic<uint64_t> devices_done{0};
@@ -80,6 +81,19 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
             cudaGetLastError();  // clears it, lest the next launch report it
             return status;
         }
+    }
+    if (early) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = static_cast<unsigned>(ctas);
+        config.blockDim = threads;
+        config.dynamicSmemBytes = shared_bytes;
+        config.stream = stream;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        return cudaLaunchKernelEx(&config, kKernel, params);
     }
     kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(params);
     return cudaGetLastError();

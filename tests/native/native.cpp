@@ -207,10 +207,6 @@ PYBIND11_MODULE(flash_ext_native, m) {
     std::vector<Pair> head_dims;
     for (const HeadDims& dims : kHeadDims) head_dims.emplace_back(dims.qk, dims.v);
     m.attr("head_dims") = head_dims;
-    std::vector<Pair> fa3_backward_dims;
-    for (const HeadDims& dims : kHeadDims)
-        if (has_fa3_backward(dims)) fa3_backward_dims.emplace_back(dims.qk, dims.v);
-    m.attr("fa3_backward_dims") = fa3_backward_dims;
     m.attr("max_head_dim") = kMaxHeadDim;
     m.def("padded_head_dims", &padded_head_dims);
 }

@@ -1,0 +1,6 @@
+#include "../kernels/fa3_backward_wide.cuh"
+
+template <>
+cudaError_t flash_ext::fa3_backward<192, 128>(BackwardParams params, cudaStream_t stream) {
+    return fa3_backward_wide<192, 128>(params, stream);
+}

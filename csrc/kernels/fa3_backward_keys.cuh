@@ -1,0 +1,776 @@
+// FlashAttention-3 backward for wide heads, part one: dK and dV. For Hopper.
+//
+// Where dK and dV of 64 keys fill the registers, a KV tile cannot be larger, and adding dQ to
+// memory would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ has a
+// kernel of its own (fa3_backward_queries.cuh), which computes S and dP again: seven matmuls
+// instead of five, but no sum in memory, no passes for it, and results that do not depend on any
+// order.
+//
+// One CTA per SM takes one KV tile of 64 keys after another; its inner loop goes over the Q tiles
+// that see the KV tile, for each query head of the group in turn. Everything is computed
+// transposed: rows are keys. Its warpgroups have roles:
+//
+//   producer   three threads: Q and dO with their statistics; K and V; the choice of KV tiles
+//   values     S^T = K Q^T, P^T = 2^(S^T scale - lse), and dV += P^T dO in registers
+//   keys       dP^T = V dO^T, dS^T = P^T * (dP^T - delta), and dK += dS^T Q in registers
+//
+// P^T goes from the one to the other through shared memory, in the order of the registers. In the
+// order in which things are started; primes belong to the next step:
+//
+//     values                                     keys
+//     dV   += P^T dO     wgmma, asynchronous     dK    += dS^T Q     wgmma, asynchronous
+//     S'^T  = K Q'^T     wgmma, asynchronous     dP'^T  = V dO'^T    wgmma, asynchronous
+//     P'                 when both are done      dS'                 when P' is there as well
+//
+// They take turns at starting their matmuls, so that each one's arithmetic has the other's matmuls
+// beside it. The steps of all the CTA's KV
+// tiles form one sequence: behind a tile's last dV comes the first S of the next tile, so that
+// tensor cores have work while a gradient is written.
+//
+// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolCursor), for each pair a P^T; a
+// ring of KV tiles' descriptions (KeyTile).
+//
+//   barrier              arrives                    waits
+//   full(pool, K, V)     TMA, by bytes              consumers, before the matmul that reads it
+//   empty(pool)          each consumer warp, when   producer, before it loads the next
+//                        its matmuls and its
+//                        arithmetic are done
+//   empty(K), empty(V)   each warp of "values", of  producer
+//                        "keys"
+//   full, empty(tiles)   producer; all readers      all readers; producer
+//   draw                 producer of Q, before the  producer of tiles
+//                        last load of a tile
+//   P (of each pair)     each warp of "values"      "keys", before dS
+//   turn (named)         the other consumer, when   consumers, before they start theirs
+//                        its matmuls are started
+//
+// P's slots need no barrier for "empty": the next P of a pair needs the next Q, which lies where
+// the pair's dO was until "keys" had read the P before.
+#pragma once
+
+#include "../ptx/grid_dependency.cuh"
+#include "../tile_counter.cuh"
+#include "fa3_backward.cuh"
+
+namespace flash_ext {
+
+// A step's place in the pool, whose slots are pairs for Q and dO. dO of a step is done with before
+// its Q is, and Q of a later step needed before its dO: so Q comes to lie where dO was and dO where
+// Q was, at every round through the pairs.
+template <int kPairs>
+struct PoolCursor {
+    uint32_t pair = 0;
+    uint32_t round = 0;  // parity
+
+    __device__ __forceinline__ void advance() {
+        if (++pair == kPairs) {
+            pair = 0;
+            round ^= 1;
+        }
+    }
+    __device__ __forceinline__ uint32_t q() const { return 2 * pair + round; }
+    __device__ __forceinline__ uint32_t dout() const { return 2 * pair + (round ^ 1); }
+};
+
+// A part of dS^T: 64 keys, 64 queries.
+using DSTile = SharedTile<64, 64>;
+
+// Memory in which dS^T is kept for fa3_backward_product.cuh, tile by tile as in shared memory: of
+// some of the heads (of K and V, of all batches, flattened).
+struct KeptDS {
+    char* data = nullptr;
+    int first_head = 0;
+    int heads = 0;
+
+    __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
+                                          int q_tile, int kv_tile) const {
+        const KeptTiles tiles(params);
+        const int group = params.heads_q / params.heads_k;
+        const int head = batch * params.heads_q + head_q - first_head * group;
+        return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
+                          KeptTiles::kBytes;
+    }
+};
+static_assert(DSTile::kBytes == KeptTiles::kBytes);
+
+struct Fa3BackwardKeepingParams : Fa3BackwardParams {
+    KeptDS kept;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_,
+          bool kKeepsDS_>
+struct Fa3BackwardKeysConfig {
+    using Element = Element_;
+    static constexpr bool kKeepsDS = kKeepsDS_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kPairs = kPairs_;
+    static constexpr int kThreads = 3 * 128;
+    static constexpr int kBlockQ = 64;
+    static constexpr int kBlockKV = 64;
+    static constexpr int kProducerRegisters = 40;
+    static constexpr int kConsumerRegisters = 232;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using Pool = TmaRing<2 * kPairs, max_of(QTile::kBytes, DOTile::kBytes)>;
+    using KRing = TmaRing<1, KTile::kBytes>;
+    using VRing = TmaRing<1, VTile::kBytes>;
+    using TileRing = TmaRing<4, 64>;
+    static_assert(sizeof(KeyTile) <= TileRing::kSlotBytes);
+    static_assert(kWorkspaceRows % kBlockQ == 0);
+
+    static constexpr int kStatisticsBytes = kBlockQ * 4;
+    static constexpr int kPBytes = kBlockKV * kBlockQ * 2;
+    static constexpr int kK = 0;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kPool = kV + VTile::kBytes;
+    static constexpr int kP = kPool + Pool::kSlots * Pool::kSlotBytes;
+    static constexpr int kStatistics = kP + kPairs * kPBytes;  // of each of the pool's slots
+    static constexpr int kTiles = kStatistics + Pool::kSlots * kStatisticsBytes;
+    static constexpr int kPoolBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    static constexpr int kKBarriers = kPoolBarriers + Pool::kBarrierBytes;
+    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
+    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
+    static constexpr int kPBarriers = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kDrawBarrier = kPBarriers + kPairs * 8;
+    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static_assert(kSharedBytes <= 227 * 1024);
+};
+
+template <class Config>
+struct Fa3BackwardKeys {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using DOTile = typename Config::DOTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using Pool = typename Config::Pool;
+    using Scores = RegisterTile<16, Config::kBlockQ>;
+    using Operand = RegisterOperand<Config::kBlockQ>;
+    using GradientK = RegisterTile<16, Config::kHeadDim>;
+    using GradientV = RegisterTile<16, Config::kHeadDimV>;
+    using Place = PoolCursor<Config::kPairs>;
+    using TileCursor_ = typename Config::TileRing::Cursor;
+
+    const Fa3BackwardKeepingParams& params;
+    uint32_t shared;
+    int warp_key;     // first row of this thread's warp within the KV tile
+    bool leads_warp;  // is it its warp's first?
+    Pool pool;
+    typename Config::KRing k_ring;
+    typename Config::VRing v_ring;
+    typename Config::TileRing tile_ring;
+
+    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p, uint32_t shared_)
+        : params(p),
+          shared(shared_),
+          warp_key(ptx::warp_uniform(threadIdx.x / 32) % 4 * 16),
+          leads_warp(lane_id() == 0),
+          pool{shared + Config::kPool, shared + Config::kPoolBarriers},
+          k_ring{shared + Config::kK, shared + Config::kKBarriers},
+          v_ring{shared + Config::kV, shared + Config::kVBarriers},
+          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+
+    __device__ __forceinline__ void init() const {
+        pool.init(8);
+        k_ring.init(4);
+        v_ring.init(4);
+        tile_ring.init(8 + 2);  // and the producers that load
+        ptx::mbarrier_init(draw_barrier(), 1);
+        for (int i = 0; i < Config::kPairs; ++i) ptx::mbarrier_init(p_barrier(i), 4);
+        ptx::mbarrier_fence_init();
+    }
+
+    // --- Producer ---
+
+    // first_key stays as it is for a spare number.
+    __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
+        WorkTile work = work_tile(linear, params.schedule);
+        if constexpr (Config::kKeepsDS) {
+            const int flat_head = params.kept.first_head + work.head;
+            work.head = flat_head % params.heads_k;
+            work.batch = flat_head / params.heads_k;
+        }
+        key_tile.head = work.head;
+        const SequenceTile tile =
+            tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
+        const Sequence& s = tile.sequence;
+        key_tile.sequence = s;
+        const int first_key = tile.tile * Config::kBlockKV;
+        if (first_key >= s.rows_k) return;
+        key_tile.first_key = first_key;
+        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
+        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
+        if (first_key >= s.seqlen_k) queries.end = 0;  // not in use
+        key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
+    }
+
+    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
+
+    // Chooses the KV tiles. One is drawn when the last Q tile of the one before is about to be
+    // loaded: a CTA that draws early takes work from others that will be free sooner.
+    __device__ __forceinline__ void produce_tiles() const {
+        const int total = cta_count(params.schedule);
+        params.counter.start();
+        int linear = blockIdx.x;
+        for (TileCursor_ t;; t.advance()) {
+            tile_ring.acquire(t);
+            KeyTile& slot = *tile_slot(t);
+            slot.first_key = -1;
+            for (; linear < total; linear = params.counter.draw(total)) {
+                describe(slot, linear);
+                if (slot.first_key >= 0) break;  // not a spare number
+            }
+            ptx::mbarrier_arrive(tile_ring.full(t));
+            if (slot.first_key < 0) return;
+            // Slots and parities both alternate.
+            ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
+            linear = params.counter.draw(total);
+        }
+    }
+
+    // The KV tiles in their order, for a producer that loads.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_tile(Visit visit) const {
+        for (TileCursor_ t;; t.advance()) {
+            tile_ring.wait(t);
+            const KeyTile& tile = *tile_slot(t);
+            if (tile.first_key < 0) return;
+            visit(tile);
+            tile_ring.release(t);
+        }
+    }
+
+    __device__ __forceinline__ void produce_q_do() const {
+        Place at;
+        for_each_tile([&](const KeyTile& tile) {
+            if (tile.q_tiles.empty()) {
+                ptx::mbarrier_arrive(draw_barrier());
+                return;
+            }
+            const Sequence& s = tile.sequence;
+            for (int left = group() - 1; left >= 0; --left) {
+                const int head = (tile.head + 1) * group() - 1 - left;
+                const TensorRows q_rows(params.q, s.batch, head, s.q_begin, s.seqlen_q);
+                const TensorRows do_rows(params.dout, s.batch, head, s.q_begin, s.seqlen_q);
+                const int64_t statistics = workspace_row(params, s, head, 0);
+                for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
+                    if (left == 0 && i == tile.q_tiles.end - 1)
+                        ptx::mbarrier_arrive(draw_barrier());
+                    const int row = i * Config::kBlockQ;
+                    load<QTile>(at.q(), at.round, params.q_map, q_rows, row,
+                                params.lse_log2 + statistics + row);
+                    load<DOTile>(at.dout(), at.round, params.do_map, do_rows, row,
+                                 params.delta + statistics + row);
+                    at.advance();
+                }
+            }
+        });
+    }
+
+    // A Q or dO tile and its lse or delta.
+    template <class Tile>
+    __device__ __forceinline__ void load(uint32_t slot, uint32_t round, const CUtensorMap& map,
+                                         const TensorRows& rows, int first_row,
+                                         const float* statistics) const {
+        const typename Pool::Cursor c{slot, round};
+        pool.acquire(c);
+        ptx::mbarrier_arrive_expect(pool.full(c), Tile::kBytes + Config::kStatisticsBytes);
+        rows.load<Tile>(map, pool.tile(c), pool.full(c), first_row);
+        ptx::bulk_load(shared + Config::kStatistics + slot * Config::kStatisticsBytes, statistics,
+                       Config::kStatisticsBytes, pool.full(c));
+    }
+
+    __device__ __forceinline__ void produce_kv() const {
+        typename Config::KRing::Cursor k;
+        typename Config::VRing::Cursor v;
+        for_each_tile([&](const KeyTile& tile) {
+            if (tile.q_tiles.empty()) return;
+            const Sequence& s = tile.sequence;
+            const TensorRows k_rows(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            k_ring.acquire(k);
+            ptx::mbarrier_arrive_expect(k_ring.full(k), KTile::kBytes);
+            k_rows.load<KTile>(params.k_map, k_ring.tile(k), k_ring.full(k), tile.first_key);
+            k.advance();
+            const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            v_ring.acquire(v);
+            ptx::mbarrier_arrive_expect(v_ring.full(v), VTile::kBytes);
+            v_rows.load<VTile>(params.v_map, v_ring.tile(v), v_ring.full(v), tile.first_key);
+            v.advance();
+        });
+    }
+
+    __device__ __forceinline__ void produce() const {
+        if (lane_id() != 0) return;
+        switch (warp_id()) {
+            case 0:
+                return produce_q_do();
+            case 1:
+                return produce_kv();
+            case 2:
+                return produce_tiles();
+        }
+    }
+
+    // --- Consumers ---
+
+    __device__ __forceinline__ void wait(uint32_t slot, const Place& at) const {
+        pool.wait({slot, at.round});
+    }
+    __device__ __forceinline__ void release(uint32_t slot) const {
+        if (leads_warp) pool.release({slot, 0});
+    }
+    template <class Ring>
+    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
+        if (leads_warp) ring.release(cursor);
+        cursor.advance();
+    }
+
+    __device__ __forceinline__ BandMask mask_of(const KeyTile& tile) const {
+        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
+                params.window_right};
+    }
+
+    // Consumers take turns at starting their matmuls.
+    enum Consumer { kValues, kKeys };
+    static __device__ __forceinline__ void take_turn(Consumer consumer) {
+        ptx::barrier_sync(1 + consumer, 256);
+    }
+    static __device__ __forceinline__ void pass_turn(Consumer consumer) {
+        ptx::barrier_arrive(1 + consumer, 256);
+    }
+
+    // The Q tiles that see all keys. Queries past the sequence do not count.
+    __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
+        const BandMask mask = mask_of(tile);
+        const int last_key = tile.first_key + Config::kBlockKV - 1;
+        const int begin = mask.query_range(last_key).begin;
+        const int end =
+            min_of(mask.query_range(tile.first_key).end, mask.query_range(last_key).end);
+        return {ceil_div(begin, Config::kBlockQ),
+                end == mask.seqlen_q ? ceil_div(end, Config::kBlockQ) : end / Config::kBlockQ};
+    }
+
+    // Two neighbouring columns' lse or delta.
+    __device__ __forceinline__ float2 statistics(uint32_t slot, int n) const {
+        return *reinterpret_cast<const float2*>(dynamic_shared() + Config::kStatistics +
+                                                slot * Config::kStatisticsBytes +
+                                                (8 * n + lane_col()) * 4);
+    }
+
+    // S^T to P^T.
+    __device__ __forceinline__ void exponentiate(Scores& s, uint32_t slot, const KeyTile& tile,
+                                                 const QTileStep& at, const Interval& full) const {
+        const int first_query = at.q_tile * Config::kBlockQ;
+        if constexpr (Config::kGeneral) {
+            // A part at a time, since softcap takes registers.
+            using Part = RegisterTile<16, 32>;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; n += Part::kN)
+                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}.apply(
+                    reinterpret_cast<Part&>(s.v[0][n]), tile.first_key + warp_key,
+                    first_query + 8 * n);
+        }
+        if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
+            const BandMask mask = mask_of(tile);
+            const int first_key = tile.first_key + warp_key;
+            mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
+        }
+        const float scale = Config::kGeneral ? 1.f : params.scale_log2;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const float2 lse = statistics(slot, n);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                s.v[0][n][2 * i] = ptx::ex2(s.v[0][n][2 * i] * scale - lse.x);
+                s.v[0][n][2 * i + 1] = ptx::ex2(s.v[0][n][2 * i + 1] * scale - lse.y);
+            }
+        }
+    }
+
+    // dP^T to dS^T, as an operand, with P^T from shared memory.
+    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const Place& place,
+                                                     const KeyTile& tile,
+                                                     const QTileStep& at) const {
+        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+#pragma unroll
+        for (int k = 0; k < Config::kBlockQ / 16; ++k) {
+            uint32_t packed[4];
+            ptx::ld_shared_v4(packed, p_address(place.pair, k));
+#pragma unroll
+            for (int n = 2 * k; n < 2 * k + 2; ++n) {
+                const float2 delta = statistics(place.dout(), n);
+                RegisterTile<16, 8> p;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float2 pair = ptx::unpack<Element>(packed[n % 2 * 2 + i]);
+                    p.v[0][0][2 * i] = pair.x;
+                    p.v[0][0][2 * i + 1] = pair.y;
+                    float* x = &dp.v[0][n][2 * i];
+                    x[0] = pair.x * (x[0] - delta.x);
+                    x[1] = pair.y * (x[1] - delta.y);
+                }
+                if constexpr (Config::kGeneral)
+                    if (softcap) {
+                        auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(dp.v[0][n]);
+                        ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
+                            .softcap_gradient(
+                                ds, p, tile.first_key + warp_key,
+                                at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
+                                    return reinterpret_cast<const float*>(
+                                        dynamic_shared() + Config::kStatistics +
+                                        place.q() * Config::kStatisticsBytes)[8 * n + col];
+                                });
+                    }
+                rdS.v[k][n % 2 * 2] = ptx::pack<Element>(dp.v[0][n][0], dp.v[0][n][1]);
+                rdS.v[k][n % 2 * 2 + 1] = ptx::pack<Element>(dp.v[0][n][2], dp.v[0][n][3]);
+            }
+        }
+    }
+
+    // For fa3_backward_product.cuh: as in store_rows(), lanes exchange what they have of a row,
+    // until each has 16 bytes.
+    __device__ __forceinline__ void keep(const Operand& rdS, const KeyTile& tile,
+                                         const QTileStep& at) const {
+        char* ds = params.kept.tile(params, tile.sequence.batch, at.head, at.q_tile,
+                                    tile.first_key / Config::kBlockKV);
+        const int lane = lane_id() % 4;
+        const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
+            const bool high = lane & bit;
+            const uint32_t got = __shfl_xor_sync(0xffffffff, high ? x : y, bit);
+            (high ? x : y) = got;
+        };
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int k = 0; k < Config::kBlockQ / 16; k += 2) {
+                uint32_t pairs[4] = {rdS.v[k][i], rdS.v[k][2 + i], rdS.v[k + 1][i],
+                                     rdS.v[k + 1][2 + i]};
+                exchange(pairs[0], pairs[1], 1);
+                exchange(pairs[2], pairs[3], 1);
+                exchange(pairs[0], pairs[2], 2);
+                exchange(pairs[1], pairs[3], 2);
+                *reinterpret_cast<uint4*>(
+                    ds + DSTile::offset(warp_key + lane_row() + 8 * i, 2 * k + lane)) = {
+                    pairs[0], pairs[1], pairs[2], pairs[3]};
+            }
+    }
+
+    // Where this thread's part of 16 of P's columns lies, for the thread of its number in "keys".
+    __device__ __forceinline__ uint32_t p_address(uint32_t slot, int k) const {
+        return shared + Config::kP + slot * Config::kPBytes + k * 2048 + threadIdx.x % 128 * 16;
+    }
+
+    __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const {
+        return pool.tile({slot, 0});
+    }
+
+    // A gradient's zeros, of keys that no query sees.
+    __device__ __forceinline__ void store_zeros(const TensorView& view, const KeyTile& tile,
+                                                int cols) const {
+        const Sequence& s = tile.sequence;
+        const int first_row = tile.first_key + warp_key;
+        const auto g = global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
+                                            s.rows_k - first_row, cols);
+        for (int row = 0; row < min_of(16, g.rows); ++row)
+            if (lane_id() * 8 < cols)
+                *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
+    }
+
+    template <class Gradient>
+    __device__ __forceinline__ void store(const TensorView& view, const KeyTile& tile, int cols,
+                                          const Gradient& gradient) const {
+        const Sequence& s = tile.sequence;
+        const int first_row = tile.first_key + warp_key;
+        store_rows(global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
+                                        s.rows_k - first_row, cols),
+                   gradient);
+    }
+
+    // A consumer's way through the KV tiles: where its scores are.
+    struct Walk {
+        TileCursor_ tile;
+        Interval q_tiles;
+        QTileStep at;
+        int left;  // steps of the tile behind this one
+    };
+
+    // Has this KV tile steps? Then the walk begins there.
+    __device__ __forceinline__ bool enter(Walk& walk, const TileCursor_& cursor) const {
+        tile_ring.wait(cursor);
+        const KeyTile& tile = *tile_slot(cursor);
+        const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
+                               ptx::warp_uniform(tile.q_tiles.end)};
+        if (ptx::warp_uniform(tile.first_key) < 0 || q_tiles.empty()) return false;
+        walk = {cursor,
+                q_tiles,
+                {q_tiles.begin, ptx::warp_uniform(tile.head) * group()},
+                (q_tiles.end - q_tiles.begin) * group() - 1};
+        return true;
+    }
+
+    // The next KV tile that has steps; a gradient of those that have none is written as zeros.
+    __device__ __forceinline__ bool find_tile(Walk& walk, const TensorView& view, int cols) const {
+        for (; !enter(walk, walk.tile); end_tile(walk)) {
+            const KeyTile& tile = *tile_slot(walk.tile);
+            if (ptx::warp_uniform(tile.first_key) < 0) return false;
+            store_zeros(view, tile, cols);
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ void end_tile(const TileCursor_& tile) const {
+        __syncwarp();
+        if (leads_warp) tile_ring.release(tile);
+    }
+    __device__ __forceinline__ void end_tile(Walk& walk) const {
+        end_tile(walk.tile);
+        walk.tile.advance();
+    }
+
+    // One step on; false where the next KV tile has no steps.
+    __device__ __forceinline__ bool advance(Walk& walk) const {
+        if (walk.left > 0) {
+            --walk.left;
+            walk.at.advance(walk.q_tiles);
+            return true;
+        }
+        TileCursor_ next = walk.tile;
+        next.advance();
+        return enter(walk, next);
+    }
+
+    // S, P and dV.
+    __device__ __forceinline__ void consume_values() const {
+        Walk walk;
+        Place place;  // of the scores
+        typename Config::KRing::Cursor k;
+        Interval full;
+        Scores rS;
+        Operand rP;
+        GradientV rdV;
+
+        const auto begin_tile = [&] {
+            full = full_tiles(*tile_slot(walk.tile));
+            k_ring.wait(k);
+        };
+        const auto start_scores = [&] {
+            const AlongRows<KTile> k_rows(shared + Config::kK);
+            const AlongRows<QTile> q_rows(tile_in(place.q()));
+            start_gemm<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
+        };
+        const auto start_gradient = [&](const Place& at, bool accumulate) {
+            const AlongColumns<DOTile> do_columns(tile_in(at.dout()));
+            start_gemm<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
+        };
+        const auto probabilities = [&] {
+            finished(rS);
+            if (walk.left == 0) release(k_ring, k);
+            exponentiate(rS, place.q(), *tile_slot(walk.tile), walk.at, full);
+            rP.template round<Element>(rS);
+#pragma unroll
+            for (int i = 0; i < Config::kBlockQ / 16; ++i)
+                ptx::st_shared_v4(p_address(place.pair, i), rP.v[i]);
+            __syncwarp();
+            if (leads_warp) ptx::mbarrier_arrive(p_barrier(place.pair));
+            release(place.q());
+        };
+
+        while (find_tile(walk, params.dv, params.head_dim_v)) {
+            begin_tile();
+            wait(place.q(), place);
+            take_turn(kValues);
+            start_scores();
+            pass_turn(kKeys);
+            ptx::wgmma_wait<0>();
+            probabilities();
+            bool accumulate = false;
+            while (true) {
+                const TileCursor_ tile = walk.tile;
+                const bool last = walk.left == 0;
+                if (!advance(walk)) break;
+                if (last) begin_tile();
+                const Place before = place;
+                place.advance();
+                wait(before.dout(), before);
+                wait(place.q(), place);
+                take_turn(kValues);
+                start_gradient(before, accumulate);
+                start_scores();
+                pass_turn(kKeys);
+                ptx::wgmma_wait<0>();
+                finished(rdV);
+                release(before.dout());
+                accumulate = !last;
+                if (last) {
+                    store(params.dv, *tile_slot(tile), params.head_dim_v, rdV);
+                    end_tile(tile);
+                }
+                probabilities();
+            }
+            wait(place.dout(), place);
+            take_turn(kValues);
+            start_gradient(place, accumulate);
+            pass_turn(kKeys);
+            ptx::wgmma_wait<0>();
+            finished(rdV);
+            release(place.dout());
+            place.advance();
+            store(params.dv, *tile_slot(walk.tile), params.head_dim_v, rdV);
+            end_tile(walk);
+        }
+    }
+
+    // dP, dS and dK.
+    __device__ __forceinline__ void consume_keys() const {
+        Walk walk;
+        Place place;  // of dP
+        typename Config::VRing::Cursor v;
+        Scores rdP;
+        Operand rdS;
+        GradientK rdK;
+
+        const auto start_dp = [&] {
+            const AlongRows<VTile> v_rows(shared + Config::kV);
+            const AlongRows<DOTile> do_rows(tile_in(place.dout()));
+            start_gemm<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
+        };
+        const auto start_gradient = [&](const Place& at, bool accumulate) {
+            const AlongColumns<QTile> q_columns(tile_in(at.q()));
+            start_gemm<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
+        };
+        const auto gradient_of_scores = [&] {
+            finished(rdP);
+            if (walk.left == 0) release(v_ring, v);
+            ptx::mbarrier_wait(p_barrier(place.pair), place.round);
+            softmax_gradient(rdP, rdS, place, *tile_slot(walk.tile), walk.at);
+            __syncwarp();
+            release(place.dout());
+            if constexpr (Config::kKeepsDS) keep(rdS, *tile_slot(walk.tile), walk.at);
+        };
+        const auto store_dk = [&](const KeyTile& tile) {
+            rdK.scale(params.scale);
+            store(params.dk, tile, params.head_dim, rdK);
+        };
+
+        pass_turn(kValues);  // the first one's
+        while (find_tile(walk, params.dk, params.head_dim)) {
+            v_ring.wait(v);
+            wait(place.dout(), place);
+            take_turn(kKeys);
+            start_dp();
+            pass_turn(kValues);
+            ptx::wgmma_wait<0>();
+            gradient_of_scores();
+            bool accumulate = false;
+            while (true) {
+                const TileCursor_ tile = walk.tile;
+                const bool last = walk.left == 0;
+                if (!advance(walk)) break;
+                if (last) v_ring.wait(v);
+                const Place before = place;
+                place.advance();
+                wait(before.q(), before);
+                wait(place.dout(), place);
+                take_turn(kKeys);
+                start_gradient(before, accumulate);
+                start_dp();
+                pass_turn(kValues);
+                ptx::wgmma_wait<0>();
+                finished(rdK);
+                release(before.q());
+                accumulate = !last;
+                if (last) {
+                    store_dk(*tile_slot(tile));
+                    end_tile(tile);
+                }
+                gradient_of_scores();
+            }
+            wait(place.q(), place);
+            take_turn(kKeys);
+            start_gradient(place, accumulate);
+            pass_turn(kValues);
+            ptx::wgmma_wait<0>();
+            finished(rdK);
+            release(place.q());
+            place.advance();
+            store_dk(*tile_slot(walk.tile));
+            end_tile(walk);
+        }
+    }
+
+    __device__ __forceinline__ void consume() const {
+        if (ptx::warp_uniform(threadIdx.x / 128) == 1) {
+            consume_values();
+        } else {
+            consume_keys();
+        }
+    }
+
+ private:
+    __device__ __forceinline__ KeyTile* tile_slot(const TileCursor_& t) const {
+        return reinterpret_cast<KeyTile*>(dynamic_shared() + Config::kTiles +
+                                          t.slot * Config::TileRing::kSlotBytes);
+    }
+    __device__ __forceinline__ uint32_t draw_barrier() const {
+        return shared + Config::kDrawBarrier;
+    }
+    __device__ __forceinline__ uint32_t p_barrier(uint32_t slot) const {
+        return shared + Config::kPBarriers + 8 * slot;
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    fa3_backward_keys_kernel(const __grid_constant__ Fa3BackwardKeepingParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+    const Fa3BackwardKeys<Config> kernel(params, ptx::shared_address(dynamic_shared()));
+    if (threadIdx.x == 0) kernel.init();
+    __syncthreads();              // the barriers are there
+    ptx::wait_for_grid_before();  // the statistics are there
+    ptx::launch_dependents();
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        kernel.produce();
+    } else {
+        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        kernel.consume();
+    }
+#endif
+}
+
+template <class Config>
+cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& kept,
+                                     cudaStream_t stream) {
+    Fa3BackwardKeepingParams params{call};
+    params.kept = kept;
+    params.counter = new_count(call.tile_counter);
+    const bool masked =
+        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    const int group = params.heads_q / params.heads_k;
+    params.schedule = make_schedule(
+        tile_numbers(params, params.seqlen_k, Config::kBlockKV),
+        Config::kKeepsDS ? kept.heads : params.heads_k,
+        Config::kKeepsDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+        int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
+        1, section_fillings(params, masked));
+    for (cudaError_t status :
+         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::DOTile>(params.do_map, params.dout,
+                                                     params.element_type, params.head_dim_v),
+          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
+                                                    params.head_dim_v)})
+        if (status != cudaSuccess) return status;
+    return launch_kernel<fa3_backward_keys_kernel<Config>>(
+        min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
+        Config::kSharedBytes, params, stream, true);
+}
+
+}  // namespace flash_ext

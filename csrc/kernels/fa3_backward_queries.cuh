@@ -1,0 +1,632 @@
+// FlashAttention-3 backward for wide heads, part two: dQ. For Hopper. Part one, and why there are
+// two, is fa3_backward_keys.cuh.
+//
+// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh), and goes
+// over the KV tiles that it sees. Its warpgroups have roles:
+//
+//   producer       four threads: K; V; Q and dO; the choice of Q tiles
+//   two consumers  each owns 64 queries, with dQ in registers
+//
+// A consumer's step, in the order in which it starts things; primes belong to the next KV tile:
+//
+//     dQ  += dS K                  wgmma, asynchronous
+//     S'   = Q K'^T                wgmma, asynchronous
+//     dP'  = dO V'^T               wgmma, asynchronous, when dQ is done
+//     P'   = 2^(S' scale - lse)    when S' is there, while dP' runs
+//     dS'  = P' * (dP' - delta)    when dP' is there, beside the other consumer's matmuls
+//
+// They take turns at starting their matmuls, so that one's arithmetic runs beside the other's.
+// dS goes from the registers into dQ. The steps of all the CTA's Q tiles form one sequence: behind
+// a tile's last dQ come the first S and dP of the next tile, so that tensor cores have work while a
+// gradient is written. Only where there are KV tiles between that the other consumer alone sees,
+// that one has to give the tensor cores work.
+//
+// Shared memory: Q and dO, with lse and delta; rings of K and V tiles, and of Q tiles' descriptions
+// (QueryTile).
+//
+//   barrier              arrives                       waits
+//   full(Q, dO, K, V)    TMA, by bytes                 consumers, before the matmul that reads it
+//   empty(K, V)          each consumer warp, when      its producer, before it loads the next
+//                        the matmul is done
+//   empty(Q, dO)         each warp of the consumer     its producer
+//                        whose rows they are
+//   turn (named)         the other consumer, when      consumers, before they start theirs
+//                        its matmuls are started
+//   full, empty(tiles)   producer; all readers         all readers; producer
+//   draw                 producer of K, before a       producer of tiles
+//                        tile's last loads
+#pragma once
+
+#include "../ptx/grid_dependency.cuh"
+#include "fa3_backward.cuh"
+#include "fa3_forward.cuh"
+
+namespace flash_ext {
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kStagesK,
+          int kStagesV>
+struct Fa3BackwardQueriesConfig {
+    using Element = Element_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kConsumers * 64;
+    static constexpr int kBlockKV = 64;
+    static constexpr int kDrawAhead = 2;
+    // As many for the consumers as they need.
+    static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
+    static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
+
+    // A consumer's.
+    using QTile = SharedTile<64, kHeadDim>;
+    using DOTile = SharedTile<64, kHeadDimV>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using QRing = TmaRing<1, QTile::kBytes>;
+    using DORing = TmaRing<1, DOTile::kBytes>;
+    using KRing = TmaRing<kStagesK, KTile::kBytes>;
+    using VRing = TmaRing<kStagesV, VTile::kBytes>;
+    using TileRing = TmaRing<4, 64>;
+    static_assert(sizeof(QueryTile) <= TileRing::kSlotBytes);
+    static_assert(kStagesK >= 2);  // of this step and of the next
+
+    static constexpr int kQ = 0;
+    static constexpr int kDO = kQ + kConsumers * QTile::kBytes;
+    static constexpr int kK = kDO + kConsumers * DOTile::kBytes;
+    static constexpr int kV = kK + KRing::kSlots * KTile::kBytes;
+    static constexpr int kStatisticsBytes = 64 * 4;  // a consumer's
+    static constexpr int kLse = kV + VRing::kSlots * VTile::kBytes;
+    static constexpr int kDelta = kLse + kConsumers * kStatisticsBytes;
+    static constexpr int kTiles = kDelta + kConsumers * kStatisticsBytes;
+    static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    static constexpr int kDOBarriers = kQBarriers + kConsumers * QRing::kBarrierBytes;
+    static constexpr int kKBarriers = kDOBarriers + kConsumers * DORing::kBarrierBytes;
+    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
+    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
+    static constexpr int kDrawBarrier = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static_assert(kSharedBytes <= 227 * 1024);
+};
+
+template <class Config>
+struct Fa3BackwardQueries {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using DOTile = typename Config::DOTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using QRing = typename Config::QRing;
+    using DORing = typename Config::DORing;
+    using KCursor = typename Config::KRing::Cursor;
+    using TileCursor_ = typename Config::TileRing::Cursor;
+    using Scores = RegisterTile<16, Config::kBlockKV>;
+    using Operand = RegisterOperand<Config::kBlockKV>;
+    using DQ = RegisterTile<16, Config::kHeadDim>;
+
+    const Fa3BackwardParams& params;
+    uint32_t shared;
+    bool leads_warp;  // is it its warp's first?
+    typename Config::KRing k_ring;
+    typename Config::VRing v_ring;
+    typename Config::TileRing tile_ring;
+
+    __device__ __forceinline__ Fa3BackwardQueries(const Fa3BackwardParams& p, uint32_t shared_)
+        : params(p),
+          shared(shared_),
+          leads_warp(lane_id() == 0),
+          k_ring{shared + Config::kK, shared + Config::kKBarriers},
+          v_ring{shared + Config::kV, shared + Config::kVBarriers},
+          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+
+    __device__ __forceinline__ QRing q_ring(int of) const {
+        return {shared + Config::kQ + of * QTile::kBytes,
+                shared + Config::kQBarriers + of * QRing::kBarrierBytes};
+    }
+    __device__ __forceinline__ DORing do_ring(int of) const {
+        return {shared + Config::kDO + of * DOTile::kBytes,
+                shared + Config::kDOBarriers + of * DORing::kBarrierBytes};
+    }
+
+    __device__ __forceinline__ void init() const {
+        constexpr int kReaders = Config::kConsumers * 4;
+        for (int i = 0; i < Config::kConsumers; ++i) {
+            q_ring(i).init(4);
+            do_ring(i).init(4);
+        }
+        k_ring.init(kReaders);
+        v_ring.init(kReaders);
+        tile_ring.init(kReaders + 3);  // and the other producers
+        ptx::mbarrier_init(draw_barrier(), 1);
+        ptx::mbarrier_fence_init();
+    }
+
+    // --- Producer ---
+
+    // first_query is below 0 for a spare number.
+    __device__ __forceinline__ void describe(QueryTile& query_tile, int linear) const {
+        const WorkTile work = work_tile(linear, params.schedule);
+        query_tile.head = work.head;
+        const SequenceTile tile =
+            tile_of<true, Rows::kQueries>(params, work.batch, work.rank, Config::kBlockQ);
+        const Sequence& s = tile.sequence;
+        query_tile.sequence = s;
+        const int first_query =
+            (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
+        query_tile.first_query = first_query;
+        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
+        query_tile.kv_tiles =
+            tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
+    }
+
+    // Chooses the Q tiles. One is drawn a few steps before it is needed: a CTA that draws early
+    // takes work from others that will be free sooner.
+    __device__ __forceinline__ void produce_tiles() const {
+        const auto total = [&] { return cta_count(params.schedule); };
+        params.counter.start();
+        int linear = blockIdx.x;
+        for (TileCursor_ t;; t.advance()) {
+            tile_ring.acquire(t);
+            QueryTile& slot = *tile_slot(t);
+            while (true) {
+                slot.first_query = -1;
+                if (linear >= total()) {
+                    ptx::mbarrier_arrive(tile_ring.full(t));
+                    return;
+                }
+                describe(slot, linear);
+                if (slot.first_query >= 0) break;  // not a spare number
+                linear = params.counter.draw(total());
+            }
+            ptx::mbarrier_arrive(tile_ring.full(t));
+            // Slots and parities both alternate.
+            ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
+            linear = params.counter.draw(total());
+        }
+    }
+
+    // The Q tiles in their order, for a producer that loads.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_tile(Visit visit) const {
+        for (TileCursor_ t;; t.advance()) {
+            tile_ring.wait(t);
+            const QueryTile& tile = *tile_slot(t);
+            if (tile.first_query < 0) return;
+            visit(tile);
+            tile_ring.release(t);
+        }
+    }
+
+    __device__ __forceinline__ void produce_k() const {
+        KCursor k;
+        for_each_tile([&](const QueryTile& tile) {
+            const Sequence& s = tile.sequence;
+            const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            int first_key = tile.kv_tiles.begin * Config::kBlockKV;
+            int left = tile.kv_tiles.end - tile.kv_tiles.begin;
+            int until_draw = max_of(left - 1 - Config::kDrawAhead, 0);
+            if (left == 0) ptx::mbarrier_arrive(draw_barrier());
+            for (; left > 0; --left, --until_draw, first_key += Config::kBlockKV) {
+                if (until_draw == 0) ptx::mbarrier_arrive(draw_barrier());
+                load<KTile>(k_ring, k, params.k_map, rows, first_key);
+            }
+        });
+    }
+
+    __device__ __forceinline__ void produce_v() const {
+        typename Config::VRing::Cursor v;
+        for_each_tile([&](const QueryTile& tile) {
+            const Sequence& s = tile.sequence;
+            const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i)
+                load<VTile>(v_ring, v, params.v_map, rows, i * Config::kBlockKV);
+        });
+    }
+
+    __device__ __forceinline__ void produce_q_do() const {
+        uint32_t round = 0;
+        for_each_tile([&](const QueryTile& tile) {
+            if (tile.kv_tiles.empty()) return;
+            const Sequence& s = tile.sequence;
+            {
+                const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+                for (int i = 0; i < Config::kConsumers; ++i) {
+                    typename QRing::Cursor q{0, round};
+                    load<QTile>(q_ring(i), q, params.q_map, rows, tile.first_query + i * 64);
+                }
+            }
+            const TensorRows rows(params.dout, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            for (int i = 0; i < Config::kConsumers; ++i) {
+                const int first_query = tile.first_query + i * 64;
+                const DORing ring = do_ring(i);
+                const typename DORing::Cursor d{0, round};
+                ring.acquire(d);
+                ptx::mbarrier_arrive_expect(ring.full(d),
+                                            DOTile::kBytes + 2 * Config::kStatisticsBytes);
+                const auto load_statistics = [&](int offset, const float* source) {
+                    ptx::bulk_load(shared + offset + i * Config::kStatisticsBytes,
+                                   source + workspace_row(params, s, tile.head, first_query),
+                                   Config::kStatisticsBytes, ring.full(d));
+                };
+                load_statistics(Config::kLse, params.lse_log2);
+                load_statistics(Config::kDelta, params.delta);
+                rows.load<DOTile>(params.do_map, ring.tile(d), ring.full(d), first_query);
+            }
+            round ^= 1;
+        });
+    }
+
+    __device__ __forceinline__ int head_k(const QueryTile& tile) const {
+        return tile.head / (params.heads_q / params.heads_k);
+    }
+
+    template <class Tile, class Ring>
+    __device__ __forceinline__ void load(const Ring& ring, typename Ring::Cursor& cursor,
+                                         const CUtensorMap& map, const TensorRows& rows,
+                                         int first_row) const {
+        ring.acquire(cursor);
+        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
+        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
+        cursor.advance();
+    }
+
+    __device__ __forceinline__ void produce() const {
+        if (lane_id() != 0) return;
+        switch (warp_id()) {
+            case 0:
+                return produce_k();
+            case 1:
+                return produce_v();
+            case 2:
+                return produce_q_do();
+            case 3:
+                return produce_tiles();
+        }
+    }
+
+    // --- Consumers ---
+
+    // The number of this thread's warpgroup, and the first row of its warp within the Q tile; not
+    // kept in registers over the loop.
+    __device__ __forceinline__ int consumer() const {
+        return ptx::not_hoisted(threadIdx.x) / 128 - 1;
+    }
+    __device__ __forceinline__ int warp_row() const {
+        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
+    }
+
+    template <class Ring>
+    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
+        if (leads_warp) ring.release(cursor);
+        cursor.advance();
+    }
+
+    // Consumers take turns at starting their matmuls, one for each KV tile.
+    __device__ __forceinline__ void take_turn() const { ptx::barrier_sync(1 + consumer(), 256); }
+    __device__ __forceinline__ void pass_turn() const { ptx::barrier_arrive(2 - consumer(), 256); }
+
+    // Lets go of KV tiles that it has no use for.
+    __device__ __forceinline__ void skip(KCursor& k, typename Config::VRing::Cursor& v,
+                                         int tiles) const {
+        for (; tiles > 0; --tiles) {
+            take_turn();
+            pass_turn();
+            k_ring.wait(k);  // or its writer would count this reader twice
+            release(k_ring, k);
+            v_ring.wait(v);
+            release(v_ring, v);
+        }
+    }
+
+    __device__ __forceinline__ BandMask mask_of(const QueryTile& tile) const {
+        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
+                params.window_right};
+    }
+
+    // A consumer's way through the Q tiles: where its scores are.
+    struct Walk {
+        TileCursor_ tile;
+        int kv_tile;
+        int last;  // of its KV tiles
+    };
+
+    // Has this Q tile KV tiles? Then the walk begins there.
+    __device__ __forceinline__ bool enter(Walk& walk, const TileCursor_& cursor) const {
+        tile_ring.wait(cursor);
+        const QueryTile& tile = *tile_slot(cursor);
+        const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
+                          ptx::warp_uniform(tile.kv_tiles.end)};
+        if (ptx::warp_uniform(tile.first_query) < 0 || kv.empty()) return false;
+        const BandMask mask = mask_of(tile);
+        const int first_query = tile.first_query + consumer() * 64;
+        const Interval own =
+            tiles_of(mask.keys_of({first_query, first_query + 64}), Config::kBlockKV);
+        walk.tile = cursor;
+        // At least one, even if it is hidden.
+        walk.kv_tile = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
+        walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.kv_tile, kv.end - 1));
+        return true;
+    }
+
+    // The next Q tile that has KV tiles; dQ of those that have none is written as zeros.
+    __device__ __forceinline__ bool find_tile(Walk& walk) const {
+        for (; !enter(walk, walk.tile); end_tile(walk)) {
+            const QueryTile& tile = *tile_slot(walk.tile);
+            if (ptx::warp_uniform(tile.first_query) < 0) return false;
+            const auto g = gradient_rows(tile);
+            for (int row = 0; row < min_of(16, g.rows); ++row)
+                if (lane_id() * 8 < g.cols)
+                    *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ void end_tile(const TileCursor_& tile) const {
+        __syncwarp();
+        if (leads_warp) tile_ring.release(tile);
+    }
+    __device__ __forceinline__ void end_tile(Walk& walk) const {
+        end_tile(walk.tile);
+        walk.tile.advance();
+    }
+
+    // One step on; false where the next Q tile has no steps, or K and V tiles lie between that this
+    // consumer does not see.
+    __device__ __forceinline__ bool advance(Walk& walk) const {
+        if (walk.kv_tile < walk.last) {
+            ++walk.kv_tile;
+            return true;
+        }
+        if (hidden_behind(walk) > 0) return false;
+        Walk next;
+        TileCursor_ cursor = walk.tile;
+        cursor.advance();
+        if (!enter(next, cursor) || hidden_before(next) > 0) return false;
+        walk = next;
+        return true;
+    }
+
+    // KV tiles of the Q tile that this consumer does not see, where it is at its first, at its
+    // last.
+    __device__ __forceinline__ int hidden_before(const Walk& walk) const {
+        return walk.kv_tile - ptx::warp_uniform(tile_slot(walk.tile)->kv_tiles.begin);
+    }
+    __device__ __forceinline__ int hidden_behind(const Walk& walk) const {
+        return ptx::warp_uniform(tile_slot(walk.tile)->kv_tiles.end) - 1 - walk.last;
+    }
+
+    // The statistics of this thread's two rows, which came with dO.
+    struct Statistics {
+        float x[2];
+    };
+    __device__ __forceinline__ Statistics statistics(int offset) const {
+        const auto* x =
+            reinterpret_cast<const float*>(dynamic_shared() + offset) + warp_row() + lane_row();
+        return {{x[0], x[8]}};
+    }
+
+    // S to P.
+    __device__ __forceinline__ void exponentiate(Scores& s, const Walk& walk) const {
+        const QueryTile& tile = *tile_slot(walk.tile);
+        const int first_key = walk.kv_tile * Config::kBlockKV;
+        if constexpr (Config::kGeneral) {
+            // A part at a time, since softcap takes registers.
+            using Part = RegisterTile<16, 32>;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; n += Part::kN)
+                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
+                    .apply(reinterpret_cast<Part&>(s.v[0][n]), tile.first_query + warp_row(),
+                           first_key + 8 * n);
+        }
+        const BandMask mask = mask_of(tile);
+        const int first_query = tile.first_query + warp_row();
+        if (!mask.is_full({first_query, first_query + 16},
+                          {first_key, first_key + Config::kBlockKV})) [[unlikely]] {
+            mask_scores(s, first_key, [&](int row) { return mask.key_range(first_query + row); });
+        }
+        const float scale = Config::kGeneral ? 1.f : params.scale_log2;
+        const Statistics lse = statistics(Config::kLse);
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                s.v[0][n][i] = ptx::ex2(s.v[0][n][i] * scale - lse.x[i / 2]);
+    }
+
+    // P and dP to dS, as an operand.
+    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rdS,
+                                                     const Walk& walk) const {
+        const Statistics delta = statistics(Config::kDelta);
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                dp.v[0][n][i] = p.v[0][n][i] * (dp.v[0][n][i] - delta.x[i / 2]);
+        if constexpr (Config::kGeneral)
+            if (params.softcap != 0.f) {
+                const QueryTile& tile = *tile_slot(walk.tile);
+                const Statistics lse = statistics(Config::kLse);
+                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
+                    .softcap_gradient(dp, p, tile.first_query + warp_row(),
+                                      walk.kv_tile * Config::kBlockKV,
+                                      [&](int row) { return row < 8 ? lse.x[0] : lse.x[1]; });
+            }
+        rdS.template round<Element>(dp);
+    }
+
+    // Keeps the compiler from moving P's arithmetic behind a wait that follows, where no matmul
+    // would run beside it: by a branch on P, which has no negative numbers.
+    static __device__ __forceinline__ void compute_here(const Scores& p) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) bits |= __float_as_uint(p.v[0][n][i]);
+        if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]]
+            __nanosleep(1);
+    }
+
+    // Where this warp's rows of dQ go.
+    __device__ __forceinline__ GlobalTile<Element> gradient_rows(const QueryTile& tile) const {
+        const Sequence& s = tile.sequence;
+        const int first_row = tile.first_query + warp_row();
+        return global_tile<Element>(params.dq, s.batch, s.q_begin + first_row, tile.head,
+                                    s.seqlen_q - first_row, params.head_dim);
+    }
+
+    __device__ __forceinline__ void consume() const {
+        Walk walk;
+        typename QRing::Cursor q;  // and of dO
+        KCursor k;                 // of the scores
+        typename Config::VRing::Cursor v;
+        Scores rS, rdP;
+        Operand rdS;
+        DQ rdQ;
+
+        // Descriptors are made where they are used: the compiler would hold those of every 16
+        // columns in registers over the loop.
+        const auto start_scores = [&] {
+            const AlongRows<QTile> q_rows(q_ring(consumer()).slots);
+            const AlongRows<KTile> k_rows(k_ring.tile(k));
+            start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
+        };
+        const auto start_dp = [&](bool first) {
+            if (first) do_ring(consumer()).wait({0, q.round});
+            v_ring.wait(v);
+            const AlongRows<DOTile> do_rows(do_ring(consumer()).slots);
+            const AlongRows<VTile> v_rows(v_ring.tile(v));
+            start_gemm<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
+        };
+        const auto start_gradient = [&](uint32_t k_slot, bool accumulate) {
+            const AlongColumns<KTile> k_columns(k_ring.tile({k_slot, 0}));
+            start_gemm<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
+        };
+        const auto probabilities = [&] {
+            if (walk.kv_tile == walk.last && leads_warp) q_ring(consumer()).release(q);
+            exponentiate(rS, walk);
+            compute_here(rS);
+        };
+        const auto gradient_of_scores = [&] {
+            finished(rdP);
+            release(v_ring, v);
+            softmax_gradient(rS, rdP, rdS, walk);
+            if (walk.kv_tile == walk.last) {
+                __syncwarp();
+                if (leads_warp) do_ring(consumer()).release({0, q.round});
+                q.advance();
+            }
+        };
+        const auto store = [&](const QueryTile& tile) {
+            rdQ.scale(params.scale);
+            store_rows(gradient_rows(tile), rdQ);
+        };
+
+        if (consumer() == 1) pass_turn();  // the first one's
+        while (find_tile(walk)) {
+            skip(k, v, hidden_before(walk));
+            q_ring(consumer()).wait(q);
+            k_ring.wait(k);
+            take_turn();
+            start_scores();
+            start_dp(true);
+            pass_turn();
+            ptx::wgmma_wait<1>();
+            finished(rS);
+            probabilities();
+            ptx::wgmma_wait<0>();
+            gradient_of_scores();
+            bool accumulate = false;
+            while (true) {
+                const TileCursor_ tile = walk.tile;
+                const bool last = walk.kv_tile == walk.last;
+                if (!advance(walk)) break;
+                if (last) q_ring(consumer()).wait(q);
+                const uint32_t k_slot = k.slot;
+                k.advance();
+                k_ring.wait(k);
+                take_turn();
+                start_gradient(k_slot, accumulate);
+                start_scores();
+                ptx::wgmma_wait<1>();
+                finished(rdQ);
+                if (leads_warp) k_ring.release({k_slot, 0});
+                start_dp(last);
+                pass_turn();
+                accumulate = !last;
+                if (last) {
+                    store(*tile_slot(tile));
+                    end_tile(tile);
+                }
+                ptx::wgmma_wait<1>();
+                finished(rS);
+                probabilities();
+                ptx::wgmma_wait<0>();
+                gradient_of_scores();
+            }
+            start_gradient(k.slot, accumulate);
+            ptx::wgmma_wait<0>();
+            finished(rdQ);
+            release(k_ring, k);
+            store(*tile_slot(walk.tile));
+            skip(k, v, hidden_behind(walk));
+            end_tile(walk);
+        }
+    }
+
+ private:
+    __device__ __forceinline__ uint32_t draw_barrier() const {
+        return shared + Config::kDrawBarrier;
+    }
+    __device__ __forceinline__ QueryTile* tile_slot(const TileCursor_& t) const {
+        return reinterpret_cast<QueryTile*>(dynamic_shared() + Config::kTiles +
+                                            t.slot * Config::TileRing::kSlotBytes);
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    fa3_backward_queries_kernel(const __grid_constant__ Fa3BackwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+    const Fa3BackwardQueries<Config> kernel(params, ptx::shared_address(dynamic_shared()));
+    if (threadIdx.x == 0) kernel.init();
+    __syncthreads();  // the barriers are there
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        kernel.produce();
+    } else {
+        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        kernel.consume();
+    }
+    // Needs nothing of the kernel before but the statistics that this one had read, and so begins
+    // while that one's last CTAs run; but what comes behind needs both.
+    ptx::wait_for_grid_before();
+#endif
+}
+
+template <class Config>
+cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t stream) {
+    Fa3BackwardParams params{call};
+    if (params.seqlen_k == 0) {  // a map wants some memory, though nothing of it will be read
+        params.k.data = params.q.data;
+        params.v.data = params.q.data;
+    }
+    params.counter = new_count(call.tile_counter + 1);
+    params.schedule =
+        forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
+    for (cudaError_t status :
+         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::DOTile>(params.do_map, params.dout,
+                                                     params.element_type, params.head_dim_v),
+          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
+                                                    params.head_dim),
+          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
+                                                    params.head_dim_v)})
+        if (status != cudaSuccess) return status;
+    return launch_kernel<fa3_backward_queries_kernel<Config>>(
+        min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
+        Config::kSharedBytes, params, stream, true);
+}
+
+}  // namespace flash_ext
