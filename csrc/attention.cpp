@@ -444,7 +444,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         // fa3 runs its kernel for 128 at 96.
         const int columns = variant == Variant::kFa3 && dim == 96 ? 128 : dim;
         const int64_t turns = 1 + rows / tuning::kMinBackwardBlockQ;
-        params.lse_log2 = workspace.allocate<float>(rows * 2 + (sums_dq ? rows * columns + turns : 0));
+        params.lse_log2 =
+            workspace.allocate<float>(rows * 2 + (sums_dq ? rows * columns + turns : 0));
         params.delta = params.lse_log2 + rows;
         if (sums_dq) {
             params.dq_accum = params.delta + rows;
@@ -460,7 +461,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
             if (params.ds_bytes > 0) params.ds = workspace.allocate<int>(params.ds_bytes / 4);
             check_launch(fa3_backward<dim, dim_v>(params, stream));
         } else {
-            check_launch(fa3_backward<dim == 96 ? 128 : dim, dim == 96 ? 128 : dim>(params, stream));
+            check_launch(
+                fa3_backward<dim == 96 ? 128 : dim, dim == 96 ? 128 : dim>(params, stream));
         }
         if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));
     });

@@ -130,7 +130,7 @@ struct BackwardParams : AttentionParams {
                           // the number of KV tiles that have added their dQ. FA3: always, and
                           // it makes the zeros
     bool dq_zeros;        // FA3: does dq_accum begin with zeros?
-    float* dsink_parts = nullptr;  // (Hq, kSinkParts)
+    float* dsink_parts = nullptr;                // (Hq, kSinkParts)
     unsigned long long* tile_counter = nullptr;  // FA3 for wide heads: two; see tile_counter.cuh
     void* ds = nullptr;    // FA3 for wide heads: memory for dS of some heads, or null; ...
     int64_t ds_bytes = 0;  // ... see ds_workspace_bytes()

@@ -229,15 +229,19 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params)
 struct KeptTiles {
     static constexpr int kBytes = 64 * 64 * 2;
 
-    int q_tiles;
-    int kv_tiles;
-    bool triangle;
+    int q_tiles = 0;
+    int kv_tiles = 0;
+    bool triangle = false;
 
+    KeptTiles() = default;
     FLASH_HOST_DEVICE constexpr explicit KeptTiles(const AttentionParams& params)
         : q_tiles(ceil_div(params.seqlen_q, 64)),
           kv_tiles(ceil_div(params.seqlen_k, 64)),
           triangle(params.window_right <= params.seqlen_q - params.seqlen_k) {}
 
+    FLASH_HOST_DEVICE constexpr int of_row(int q_tile) const {
+        return triangle ? q_tile + 1 : kv_tiles;
+    }
     // The number of a Q tile's first; that of number q_tiles is how many there are.
     FLASH_HOST_DEVICE constexpr int64_t first(int q_tile) const {
         return triangle ? int64_t{q_tile} * (q_tile + 1) / 2 : int64_t{q_tile} * kv_tiles;

@@ -127,14 +127,17 @@ struct Fa3BackwardConfig {
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
-struct Fa3BackwardParams : BackwardParams {
-    // Heads (of all batches) by which a head's first KV tile comes before its others. 0: no tile
-    // does.
-    int lead;
+struct Fa3BackwardMaps : BackwardParams {
     CUtensorMap q_map;
     CUtensorMap do_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
+};
+
+struct Fa3BackwardParams : Fa3BackwardMaps {
+    // Heads (of all batches) by which a head's first KV tile comes before its others. 0: no tile
+    // does.
+    int lead;
 };
 
 // The inner loop's place: Q tile and query head.
@@ -769,7 +772,7 @@ inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_
 
 template <class Config>
 cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
-    Fa3BackwardParams params{call};
+    Fa3BackwardParams params{{call}};
     const bool masked =
         params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
     // Q, dO and dQ.

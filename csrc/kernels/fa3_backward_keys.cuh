@@ -23,9 +23,7 @@
 //     P'                 when both are done      dS'                 when P' is there as well
 //
 // They take turns at starting their matmuls, so that each one's arithmetic has the other's matmuls
-// beside it. The steps of all the CTA's KV
-// tiles form one sequence: behind a tile's last dV comes the first S of the next tile, so that
-// tensor cores have work while a gradient is written.
+// beside it.
 //
 // Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolCursor), for each pair a P^T; a
 // ring of KV tiles' descriptions (KeyTile).
@@ -81,10 +79,10 @@ struct KeptDS {
     char* data = nullptr;
     int first_head = 0;
     int heads = 0;
+    KeptTiles tiles;
 
     __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
                                           int q_tile, int kv_tile) const {
-        const KeptTiles tiles(params);
         const int group = params.heads_q / params.heads_k;
         const int head = batch * params.heads_q + head_q - first_head * group;
         return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
@@ -93,7 +91,11 @@ struct KeptDS {
 };
 static_assert(DSTile::kBytes == KeptTiles::kBytes);
 
-struct Fa3BackwardKeepingParams : Fa3BackwardParams {
+struct Fa3BackwardWideParams : Fa3BackwardMaps {
+    TileCounter counter;
+};
+
+struct Fa3BackwardKeepingParams : Fa3BackwardWideParams {
     KeptDS kept;
 };
 
@@ -432,12 +434,9 @@ struct Fa3BackwardKeys {
         }
     }
 
-    // For fa3_backward_product.cuh: as in store_rows(), lanes exchange what they have of a row,
-    // until each has 16 bytes.
-    __device__ __forceinline__ void keep(const Operand& rdS, const KeyTile& tile,
-                                         const QTileStep& at) const {
-        char* ds = params.kept.tile(params, tile.sequence.batch, at.head, at.q_tile,
-                                    tile.first_key / Config::kBlockKV);
+    // To memory for fa3_backward_product.cuh. As in store_rows(), lanes exchange what they have of
+    // a row, until each has 16 bytes.
+    __device__ __forceinline__ void keep(const Operand& rdS, char* ds) const {
         const int lane = lane_id() % 4;
         const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
             const bool high = lane & bit;
@@ -499,49 +498,25 @@ struct Fa3BackwardKeys {
         int left;  // steps of the tile behind this one
     };
 
-    // Has this KV tile steps? Then the walk begins there.
-    __device__ __forceinline__ bool enter(Walk& walk, const TileCursor_& cursor) const {
-        tile_ring.wait(cursor);
-        const KeyTile& tile = *tile_slot(cursor);
-        const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
-                               ptx::warp_uniform(tile.q_tiles.end)};
-        if (ptx::warp_uniform(tile.first_key) < 0 || q_tiles.empty()) return false;
-        walk = {cursor,
-                q_tiles,
-                {q_tiles.begin, ptx::warp_uniform(tile.head) * group()},
-                (q_tiles.end - q_tiles.begin) * group() - 1};
-        return true;
-    }
-
     // The next KV tile that has steps; a gradient of those that have none is written as zeros.
     __device__ __forceinline__ bool find_tile(Walk& walk, const TensorView& view, int cols) const {
-        for (; !enter(walk, walk.tile); end_tile(walk)) {
+        for (;; end_tile(walk)) {
+            tile_ring.wait(walk.tile);
             const KeyTile& tile = *tile_slot(walk.tile);
             if (ptx::warp_uniform(tile.first_key) < 0) return false;
+            walk.q_tiles = {ptx::warp_uniform(tile.q_tiles.begin),
+                            ptx::warp_uniform(tile.q_tiles.end)};
+            walk.at = {walk.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
+            walk.left = (walk.q_tiles.end - walk.q_tiles.begin) * group() - 1;
+            if (!walk.q_tiles.empty()) return true;
             store_zeros(view, tile, cols);
         }
-        return true;
     }
 
-    __device__ __forceinline__ void end_tile(const TileCursor_& tile) const {
-        __syncwarp();
-        if (leads_warp) tile_ring.release(tile);
-    }
     __device__ __forceinline__ void end_tile(Walk& walk) const {
-        end_tile(walk.tile);
+        __syncwarp();
+        if (leads_warp) tile_ring.release(walk.tile);
         walk.tile.advance();
-    }
-
-    // One step on; false where the next KV tile has no steps.
-    __device__ __forceinline__ bool advance(Walk& walk) const {
-        if (walk.left > 0) {
-            --walk.left;
-            walk.at.advance(walk.q_tiles);
-            return true;
-        }
-        TileCursor_ next = walk.tile;
-        next.advance();
-        return enter(walk, next);
     }
 
     // S, P and dV.
@@ -554,10 +529,8 @@ struct Fa3BackwardKeys {
         Operand rP;
         GradientV rdV;
 
-        const auto begin_tile = [&] {
-            full = full_tiles(*tile_slot(walk.tile));
-            k_ring.wait(k);
-        };
+        // Descriptors are made where they are used: the compiler would hold those of every 16
+        // columns in registers over the loop.
         const auto start_scores = [&] {
             const AlongRows<KTile> k_rows(shared + Config::kK);
             const AlongRows<QTile> q_rows(tile_in(place.q()));
@@ -581,7 +554,8 @@ struct Fa3BackwardKeys {
         };
 
         while (find_tile(walk, params.dv, params.head_dim_v)) {
-            begin_tile();
+            full = full_tiles(*tile_slot(walk.tile));
+            k_ring.wait(k);
             wait(place.q(), place);
             take_turn(kValues);
             start_scores();
@@ -589,11 +563,9 @@ struct Fa3BackwardKeys {
             ptx::wgmma_wait<0>();
             probabilities();
             bool accumulate = false;
-            while (true) {
-                const TileCursor_ tile = walk.tile;
-                const bool last = walk.left == 0;
-                if (!advance(walk)) break;
-                if (last) begin_tile();
+            for (; walk.left > 0; accumulate = true) {
+                --walk.left;
+                walk.at.advance(walk.q_tiles);
                 const Place before = place;
                 place.advance();
                 wait(before.dout(), before);
@@ -602,14 +574,10 @@ struct Fa3BackwardKeys {
                 start_gradient(before, accumulate);
                 start_scores();
                 pass_turn(kKeys);
-                ptx::wgmma_wait<0>();
+                ptx::wgmma_wait<1>();
                 finished(rdV);
                 release(before.dout());
-                accumulate = !last;
-                if (last) {
-                    store(params.dv, *tile_slot(tile), params.head_dim_v, rdV);
-                    end_tile(tile);
-                }
+                ptx::wgmma_wait<0>();
                 probabilities();
             }
             wait(place.dout(), place);
@@ -643,6 +611,12 @@ struct Fa3BackwardKeys {
             const AlongColumns<QTile> q_columns(tile_in(at.q()));
             start_gemm<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
+        char* ds = nullptr;  // where it is kept
+        const auto find_ds = [&] {
+            const KeyTile& tile = *tile_slot(walk.tile);
+            ds = params.kept.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
+                                  tile.first_key / Config::kBlockKV);
+        };
         const auto gradient_of_scores = [&] {
             finished(rdP);
             if (walk.left == 0) release(v_ring, v);
@@ -650,15 +624,12 @@ struct Fa3BackwardKeys {
             softmax_gradient(rdP, rdS, place, *tile_slot(walk.tile), walk.at);
             __syncwarp();
             release(place.dout());
-            if constexpr (Config::kKeepsDS) keep(rdS, *tile_slot(walk.tile), walk.at);
-        };
-        const auto store_dk = [&](const KeyTile& tile) {
-            rdK.scale(params.scale);
-            store(params.dk, tile, params.head_dim, rdK);
+            if constexpr (Config::kKeepsDS) keep(rdS, ds);
         };
 
         pass_turn(kValues);  // the first one's
         while (find_tile(walk, params.dk, params.head_dim)) {
+            if constexpr (Config::kKeepsDS) find_ds();
             v_ring.wait(v);
             wait(place.dout(), place);
             take_turn(kKeys);
@@ -667,11 +638,13 @@ struct Fa3BackwardKeys {
             ptx::wgmma_wait<0>();
             gradient_of_scores();
             bool accumulate = false;
-            while (true) {
-                const TileCursor_ tile = walk.tile;
-                const bool last = walk.left == 0;
-                if (!advance(walk)) break;
-                if (last) v_ring.wait(v);
+            for (; walk.left > 0; accumulate = true) {
+                --walk.left;
+                if constexpr (Config::kKeepsDS)
+                    ds += params.kept.tiles.of_row(walk.at.q_tile) * KeptTiles::kBytes;
+                walk.at.advance(walk.q_tiles);
+                if constexpr (Config::kKeepsDS)
+                    if (walk.at.q_tile == walk.q_tiles.begin) find_ds();  // of the next head
                 const Place before = place;
                 place.advance();
                 wait(before.q(), before);
@@ -680,14 +653,10 @@ struct Fa3BackwardKeys {
                 start_gradient(before, accumulate);
                 start_dp();
                 pass_turn(kValues);
-                ptx::wgmma_wait<0>();
+                ptx::wgmma_wait<1>();
                 finished(rdK);
                 release(before.q());
-                accumulate = !last;
-                if (last) {
-                    store_dk(*tile_slot(tile));
-                    end_tile(tile);
-                }
+                ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
             wait(place.q(), place);
@@ -698,7 +667,8 @@ struct Fa3BackwardKeys {
             finished(rdK);
             release(place.q());
             place.advance();
-            store_dk(*tile_slot(walk.tile));
+            rdK.scale(params.scale);
+            store(params.dk, *tile_slot(walk.tile), params.head_dim, rdK);
             end_tile(walk);
         }
     }
@@ -743,6 +713,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
+// A map wants some memory, even of a tensor without rows, of which nothing will be read.
+inline void give_maps_memory(BackwardParams& params) {
+    if (params.seqlen_k == 0) params.k.data = params.v.data = params.q.data;
+    if (params.seqlen_q == 0) params.q.data = params.dout.data = params.k.data;
+}
+
 template <class Config>
 cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& kept,
                                      cudaStream_t stream) {
@@ -758,6 +734,8 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& k
         Config::kKeepsDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
         int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
         1, section_fillings(params, masked));
+    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    give_maps_memory(params);
     for (cudaError_t status :
          {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
                                                     params.head_dim),

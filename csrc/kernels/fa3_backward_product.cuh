@@ -13,8 +13,6 @@
 //   full(stages)         TMA, by bytes                 consumers, before the matmul
 //   empty(stages)        each consumer warp, when      producer, before it loads the next
 //                        the matmul is done
-//   lead (of each tile)  first consumer's warps, a     second consumer, before it begins
-//                        few steps into a Q tile       that Q tile
 //   full, empty(tiles)   producer; all readers         all readers; producer
 //   draw                 producer of stages, before a  producer of tiles
 //                        tile's last loads
@@ -46,8 +44,7 @@ struct Fa3BackwardProductConfig {
     static constexpr int kBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
     static constexpr int kTileBarriers = kBarriers + Ring::kBarrierBytes;
     static constexpr int kDrawBarrier = kTileBarriers + TileRing::kBarrierBytes;
-    static constexpr int kLeadBarriers = kDrawBarrier + 8;  // of each tile of the ring
-    static constexpr int kSharedBytes = kLeadBarriers + TileRing::kSlots * 8;
+    static constexpr int kSharedBytes = kDrawBarrier + 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -59,15 +56,15 @@ struct Fa3BackwardProduct {
     using TileCursor_ = typename Config::TileRing::Cursor;
     using DQ = RegisterTile<16, Config::kHeadDim>;
 
-    const Fa3BackwardParams& params;
+    const Fa3BackwardWideParams& params;
     const KeptDS& kept;
     uint32_t shared;
     bool leads_warp;  // is it its warp's first?
     typename Config::Ring ring;
     typename Config::TileRing tile_ring;
 
-    __device__ __forceinline__ Fa3BackwardProduct(const Fa3BackwardParams& p, const KeptDS& kept_,
-                                                  uint32_t shared_)
+    __device__ __forceinline__ Fa3BackwardProduct(const Fa3BackwardWideParams& p,
+                                                  const KeptDS& kept_, uint32_t shared_)
         : params(p),
           kept(kept_),
           shared(shared_),
@@ -79,7 +76,6 @@ struct Fa3BackwardProduct {
         ring.init(Config::kConsumers * 4);
         tile_ring.init(Config::kConsumers * 4 + 1);  // and the producer of stages
         ptx::mbarrier_init(draw_barrier(), 1);
-        for (TileCursor_ t; t.round == 0; t.advance()) ptx::mbarrier_init(lead_barrier(t), 4);
         ptx::mbarrier_fence_init();
     }
 
@@ -182,16 +178,6 @@ struct Fa3BackwardProduct {
                    rdQ);
     }
 
-    // The second consumer begins a Q tile a few steps behind the first, so that the one writes its
-    // dQ while the other has matmuls under way.
-    static constexpr int kLead = 2;
-    __device__ __forceinline__ void lead(const TileCursor_& t) const {
-        if (leads_warp) ptx::mbarrier_arrive(lead_barrier(t));
-    }
-    __device__ __forceinline__ void follow(const TileCursor_& t) const {
-        ptx::mbarrier_wait(lead_barrier(t), t.round);
-    }
-
     __device__ __forceinline__ void consume() const {
         const int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
         Cursor c;
@@ -214,13 +200,10 @@ struct Fa3BackwardProduct {
             Interval own = kv_tiles_of(tile, consumer);
             own = {ptx::warp_uniform(own.begin), ptx::warp_uniform(own.end)};
             if (own.empty()) {
-                if (consumer == 1) follow(t);
-                if (consumer == 0) lead(t);
                 skip(kv.end - kv.begin);
                 rdQ.clear();
             } else {
                 skip(own.begin - kv.begin);
-                if (consumer == 1) follow(t);
                 uint32_t before = 0;
                 for (int i = own.begin; i < own.end; ++i, c.advance()) {
                     ring.wait(c);
@@ -231,7 +214,6 @@ struct Fa3BackwardProduct {
                     ptx::wgmma_wait<1>();
                     if (i > own.begin) release(before);
                     before = c.slot;
-                    if (consumer == 0 && i == min_of(own.begin + kLead, own.end) - 1) lead(t);
                 }
                 ptx::wgmma_wait<0>();
                 finished(rdQ);
@@ -251,9 +233,6 @@ struct Fa3BackwardProduct {
     }
     __device__ __forceinline__ uint32_t ds_tile(const Cursor& c, int consumer) const {
         return ring.tile(c) + KTile::kBytes + consumer * DSTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t lead_barrier(const TileCursor_& t) const {
-        return shared + Config::kLeadBarriers + 8 * t.slot;
     }
     __device__ __forceinline__ uint32_t draw_barrier() const {
         return shared + Config::kDrawBarrier;
@@ -292,6 +271,8 @@ cudaError_t launch_fa3_backward_product(const BackwardParams& call, const KeptDS
     params.schedule =
         make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group, 1, masked,
                       int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
+    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    give_maps_memory(params);
     const cudaError_t status = encode_tensor_map<typename Config::KTile>(
         params.k_map, params.k, params.element_type, params.head_dim);
     if (status != cudaSuccess) return status;

@@ -16,10 +16,7 @@
 //     dS'  = P' * (dP' - delta)    when dP' is there, beside the other consumer's matmuls
 //
 // They take turns at starting their matmuls, so that one's arithmetic runs beside the other's.
-// dS goes from the registers into dQ. The steps of all the CTA's Q tiles form one sequence: behind
-// a tile's last dQ come the first S and dP of the next tile, so that tensor cores have work while a
-// gradient is written. Only where there are KV tiles between that the other consumer alone sees,
-// that one has to give the tensor cores work.
+// dS goes from the registers into dQ.
 //
 // Shared memory: Q and dO, with lse and delta; rings of K and V tiles, and of Q tiles' descriptions
 // (QueryTile).
@@ -37,8 +34,7 @@
 //                        tile's last loads
 #pragma once
 
-#include "../ptx/grid_dependency.cuh"
-#include "fa3_backward.cuh"
+#include "fa3_backward_keys.cuh"
 #include "fa3_forward.cuh"
 
 namespace flash_ext {
@@ -105,14 +101,14 @@ struct Fa3BackwardQueries {
     using Operand = RegisterOperand<Config::kBlockKV>;
     using DQ = RegisterTile<16, Config::kHeadDim>;
 
-    const Fa3BackwardParams& params;
+    const Fa3BackwardWideParams& params;
     uint32_t shared;
     bool leads_warp;  // is it its warp's first?
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
     typename Config::TileRing tile_ring;
 
-    __device__ __forceinline__ Fa3BackwardQueries(const Fa3BackwardParams& p, uint32_t shared_)
+    __device__ __forceinline__ Fa3BackwardQueries(const Fa3BackwardWideParams& p, uint32_t shared_)
         : params(p),
           shared(shared_),
           leads_warp(lane_id() == 0),
@@ -331,60 +327,34 @@ struct Fa3BackwardQueries {
         int last;  // of its KV tiles
     };
 
-    // Has this Q tile KV tiles? Then the walk begins there.
-    __device__ __forceinline__ bool enter(Walk& walk, const TileCursor_& cursor) const {
-        tile_ring.wait(cursor);
-        const QueryTile& tile = *tile_slot(cursor);
-        const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
-                          ptx::warp_uniform(tile.kv_tiles.end)};
-        if (ptx::warp_uniform(tile.first_query) < 0 || kv.empty()) return false;
-        const BandMask mask = mask_of(tile);
-        const int first_query = tile.first_query + consumer() * 64;
-        const Interval own =
-            tiles_of(mask.keys_of({first_query, first_query + 64}), Config::kBlockKV);
-        walk.tile = cursor;
-        // At least one, even if it is hidden.
-        walk.kv_tile = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
-        walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.kv_tile, kv.end - 1));
-        return true;
-    }
-
     // The next Q tile that has KV tiles; dQ of those that have none is written as zeros.
     __device__ __forceinline__ bool find_tile(Walk& walk) const {
-        for (; !enter(walk, walk.tile); end_tile(walk)) {
+        for (;; end_tile(walk)) {
+            tile_ring.wait(walk.tile);
             const QueryTile& tile = *tile_slot(walk.tile);
             if (ptx::warp_uniform(tile.first_query) < 0) return false;
+            const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
+                              ptx::warp_uniform(tile.kv_tiles.end)};
+            if (!kv.empty()) {
+                const int first_query = tile.first_query + consumer() * 64;
+                const Interval own = tiles_of(
+                    mask_of(tile).keys_of({first_query, first_query + 64}), Config::kBlockKV);
+                // At least one, even if it is hidden.
+                walk.kv_tile = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
+                walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.kv_tile, kv.end - 1));
+                return true;
+            }
             const auto g = gradient_rows(tile);
             for (int row = 0; row < min_of(16, g.rows); ++row)
                 if (lane_id() * 8 < g.cols)
                     *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
         }
-        return true;
     }
 
-    __device__ __forceinline__ void end_tile(const TileCursor_& tile) const {
-        __syncwarp();
-        if (leads_warp) tile_ring.release(tile);
-    }
     __device__ __forceinline__ void end_tile(Walk& walk) const {
-        end_tile(walk.tile);
+        __syncwarp();
+        if (leads_warp) tile_ring.release(walk.tile);
         walk.tile.advance();
-    }
-
-    // One step on; false where the next Q tile has no steps, or K and V tiles lie between that this
-    // consumer does not see.
-    __device__ __forceinline__ bool advance(Walk& walk) const {
-        if (walk.kv_tile < walk.last) {
-            ++walk.kv_tile;
-            return true;
-        }
-        if (hidden_behind(walk) > 0) return false;
-        Walk next;
-        TileCursor_ cursor = walk.tile;
-        cursor.advance();
-        if (!enter(next, cursor) || hidden_before(next) > 0) return false;
-        walk = next;
-        return true;
     }
 
     // KV tiles of the Q tile that this consumer does not see, where it is at its first, at its
@@ -537,11 +507,8 @@ struct Fa3BackwardQueries {
             ptx::wgmma_wait<0>();
             gradient_of_scores();
             bool accumulate = false;
-            while (true) {
-                const TileCursor_ tile = walk.tile;
-                const bool last = walk.kv_tile == walk.last;
-                if (!advance(walk)) break;
-                if (last) q_ring(consumer()).wait(q);
+            for (; walk.kv_tile < walk.last; accumulate = true) {
+                ++walk.kv_tile;
                 const uint32_t k_slot = k.slot;
                 k.advance();
                 k_ring.wait(k);
@@ -551,13 +518,8 @@ struct Fa3BackwardQueries {
                 ptx::wgmma_wait<1>();
                 finished(rdQ);
                 if (leads_warp) k_ring.release({k_slot, 0});
-                start_dp(last);
+                start_dp(false);
                 pass_turn();
-                accumulate = !last;
-                if (last) {
-                    store(*tile_slot(tile));
-                    end_tile(tile);
-                }
                 ptx::wgmma_wait<1>();
                 finished(rS);
                 probabilities();
@@ -586,7 +548,7 @@ struct Fa3BackwardQueries {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_queries_kernel(const __grid_constant__ Fa3BackwardParams params) {
+    fa3_backward_queries_kernel(const __grid_constant__ Fa3BackwardWideParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3BackwardQueries<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
@@ -606,14 +568,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 template <class Config>
 cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t stream) {
-    Fa3BackwardParams params{call};
-    if (params.seqlen_k == 0) {  // a map wants some memory, though nothing of it will be read
-        params.k.data = params.q.data;
-        params.v.data = params.q.data;
-    }
+    Fa3BackwardWideParams params{call};
     params.counter = new_count(call.tile_counter + 1);
     params.schedule =
         forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
+    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    give_maps_memory(params);
     for (cudaError_t status :
          {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
                                                     params.head_dim),

@@ -96,7 +96,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     if (heads_at_a_time > 0) {
         for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
             const KeptDS kept{static_cast<char*>(params.ds), head,
-                              min_of(heads_at_a_time, heads - head)};
+                              min_of(heads_at_a_time, heads - head), KeptTiles(params)};
             status = launch_fa3_backward_keys<KeepingKeys>(params, kept, stream);
             if (status == cudaSuccess)
                 status = launch_fa3_backward_product<Product>(params, kept, stream);
