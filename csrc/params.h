@@ -129,7 +129,7 @@ struct BackwardParams : AttentionParams {
     int* turn = nullptr;  // (1 + R / kBlockQ) zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ. FA3: always, and
                           // it makes the zeros
-    bool dq_zeros;  // FA3: does dq_accum begin with zeros?
+    bool dq_zeros;        // FA3: does dq_accum begin with zeros?
     float* dsink_parts = nullptr;  // (Hq, kSinkParts)
 };
 
