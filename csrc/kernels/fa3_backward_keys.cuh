@@ -30,7 +30,7 @@
 //
 //   barrier              arrives                    waits
 //   full(pool, K, V)     TMA, by bytes              consumers, before the matmul that reads it
-//   empty(pool)          each consumer warp, when   producer, before it loads the next
+//   empty(pool)          each consumer thread, when producer, before it loads the next
 //                        its matmuls and its
 //                        arithmetic are done
 //   empty(K), empty(V)   each warp of "values", of  producer
@@ -178,7 +178,7 @@ struct Fa3BackwardKeys {
           tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
 
     __device__ __forceinline__ void init() const {
-        pool.init(8);
+        pool.init(2 * 128);  // all threads, since all read the statistics
         k_ring.init(4);
         v_ring.init(4);
         tile_ring.init(8 + 2);  // and the producers that load
@@ -324,7 +324,7 @@ struct Fa3BackwardKeys {
         pool.wait({slot, at.round});
     }
     __device__ __forceinline__ void release(uint32_t slot) const {
-        if (leads_warp) pool.release({slot, 0});
+        pool.release({slot, 0});
     }
     template <class Ring>
     __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {

@@ -129,7 +129,7 @@ struct Fa3BackwardQueries {
         constexpr int kReaders = Config::kConsumers * 4;
         for (int i = 0; i < Config::kConsumers; ++i) {
             q_ring(i).init(4);
-            do_ring(i).init(4);
+            do_ring(i).init(128);  // all threads, since all read the statistics
         }
         k_ring.init(kReaders);
         v_ring.init(kReaders);
@@ -482,8 +482,7 @@ struct Fa3BackwardQueries {
             release(v_ring, v);
             softmax_gradient(rS, rdP, rdS, walk);
             if (walk.kv_tile == walk.last) {
-                __syncwarp();
-                if (leads_warp) do_ring(consumer()).release({0, q.round});
+                do_ring(consumer()).release({0, q.round});
                 q.advance();
             }
         };
