@@ -59,6 +59,7 @@ SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
+HOST_ROWS = {"forward": "providers", "forward and backward": "with_backward"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ GOALS = (
     Goal("fa2", "flash", "forward", 1.0, 1.15),
     Goal("fa2", "flash", "backward", 1.0, 1.10),
     Goal("fa3", BEST, "forward", 0.98, None),
+    Goal("fa3", BEST, "backward", 0.98, None),
 )
 WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1  # relative errors beyond which a result is wrong
 
@@ -231,22 +233,27 @@ class Bench:
         return results
 
     def host(self) -> Json:
-        """The CPU's time for one forward call of every provider."""
+        """The CPU's time for one call of every provider: forward, and forward with backward."""
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         work = Workload(HOST_SHAPE, dtype, self.device)
-        calls: dict[str, tuple[Callable[[], object], Around]] = {}
-        results: Json = {}
+        forward: dict[str, tuple[Callable[[], object], Around]] = {}
+        step: dict[str, tuple[Callable[[], object], Around]] = {}
+        skipped: Json = {}
         for provider in self.providers:
+            name, around = provider.name, provider.around
             try:
-                work.forward(provider, causal=True)()
+                with around():
+                    work.step(provider, causal=True)()
             except Exception as error:
-                results[provider.name] = {"skipped": common.first_line(error)}
+                skipped[name] = {"skipped": common.first_line(error)}
                 continue
-            calls[provider.name] = (work.bare(provider, causal=True), provider.around)
+            forward[name] = (work.bare(provider, causal=True), around)
+            step[name] = (work.step(provider, causal=True), around)
         return {
             "method": HOST_METHOD,
             "shape": HOST_SHAPE,
-            "providers": results | self.timer.host(calls),
+            "providers": skipped | self.timer.host(forward, gradients=False),
+            "with_backward": skipped | self.timer.host(step, gradients=True),
         }
 
     def release(self) -> None:
@@ -427,12 +434,13 @@ def with_best(cells: list[Json], recorded: Json | None) -> list[Json]:
 
 def print_host(host: Json, labels: dict[str, str]) -> None:
     """One line per provider."""
-    print(f"host time per forward call, (B, S, H, D) = {tuple(host['shape'])}")
-    for name, r in host["providers"].items():
-        value = f"{r['us']:8.1f} us ({r['q1_us']:.1f} - {r['q3_us']:.1f})" if "us" in r else (
-            f" not measured: {r['skipped']}"
-        )  # fmt: skip
-        print(f"  {labels.get(name, name):<24}{value}")
+    for what, results in HOST_ROWS.items():
+        print(f"host time per call, {what}, (B, S, H, D) = {tuple(host['shape'])}")
+        for name, r in host[results].items():
+            value = f"{r['us']:8.1f} us ({r['q1_us']:.1f} - {r['q3_us']:.1f})" if "us" in r else (
+                f" not measured: {r['skipped']}"
+            )  # fmt: skip
+            print(f"  {labels.get(name, name):<24}{value}")
 
 
 def key(cell: Json) -> tuple[object, ...]:

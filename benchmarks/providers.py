@@ -188,6 +188,12 @@ class Workload:
         dout = provider.view(self.dout)
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
+    def step(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
+        """Forward and backward, without what must be around them; it returns dq, dk, dv."""
+        leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
+        dout = provider.view(self.dout)
+        return lambda: torch.autograd.grad(provider.attend(*leaves, causal), leaves, dout)
+
     def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
         """out, or out, dq, dk, dv, of standard attention in float32, each (B, S, H, D)."""
         batch, seqlen, heads, width = self.q.shape

@@ -23,6 +23,7 @@ from common import Json
 from compare import (
     GOALS,
     HIDDEN,
+    HOST_ROWS,
     SEQLENS,
     TOKENS,
     geometric_mean,
@@ -205,11 +206,14 @@ def recorded_note(cells: list[Json], folder: Path) -> str:
 
 def host_table(host: Json, labels: dict[str, str]) -> str:
     """The CPU's time per call."""
-    found = {n: r for n, r in host["providers"].items() if "us" in r}
-    row = [f"{found[n]['us']:.1f}" for n in ROWS if n in found]
+    found = [n for n in ROWS if "us" in host["providers"].get(n, {})]
     shape = ", ".join(map(str, host["shape"]))
-    head = [labels.get(n, n) for n in ROWS if n in found]
-    return table(["", *head], [[f"host time per forward call, µs; (B, S, H, D) = ({shape})", *row]])
+    rows = [
+        [f"host time per call, {what}, µs", *(f"{host[results][n]['us']:.1f}" for n in found)]
+        for what, results in HOST_ROWS.items()
+        if results in host
+    ]
+    return table([f"(B, S, H, D) = ({shape})", *(labels.get(n, n) for n in found)], rows)
 
 
 def tests_line(tests: Json | None) -> str:

@@ -20,10 +20,11 @@ Around = Callable[[], AbstractContextManager[object]]
 
 HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue takes them all
 HOST_METHOD = (
-    "The time until one forward call returns, on tensors so small that the GPU's work is nothing. "
+    "The time until one call returns, on tensors so small that the GPU's work is nothing: forward "
+    "with gradients off, and forward and backward through autograd. "
     "The providers take turns; the device is waited for before each turn of "
-    f"{HOST_CALLS} calls, which are timed one by one, and never within one. Gradients are off and "
-    "SDPA's backend is chosen outside the calls."
+    f"{HOST_CALLS} calls, which are timed one by one, and never within one. SDPA's backend is "
+    "chosen outside the calls."
 )
 
 METHOD = (
@@ -100,7 +101,7 @@ class Timer:
         return statistics.median(t[0] for t in tries), statistics.median(t[1] for t in tries)
 
     def host(
-        self, calls: dict[str, tuple[Callable[[], object], Around]]
+        self, calls: dict[str, tuple[Callable[[], object], Around]], gradients: bool
     ) -> dict[str, dict[str, float]]:
         """Microseconds that the CPU needs for one call, ``HOST_METHOD``: median and quartiles."""
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -111,7 +112,7 @@ class Timer:
                 for name, (call, around) in calls.items():
                     if self.cuda:
                         torch.cuda.synchronize(self.device)
-                    with torch.no_grad(), around():
+                    with torch.set_grad_enabled(gradients), around():
                         for _ in range(HOST_CALLS):
                             start = time.perf_counter()
                             call()

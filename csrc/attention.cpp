@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -68,6 +69,10 @@ class Workspace {
         const ScalarType dtype = std::is_same_v<T, int> ? ScalarType::Int : ScalarType::Float;
         tensors_.push_back(empty(q_, {count}, dtype));
         return static_cast<T*>(tensors_.back().data_ptr());
+    }
+
+    unsigned long long* allocate_counters(int count) {
+        return reinterpret_cast<unsigned long long*>(allocate<int>(2 * count));
     }
 
  private:
@@ -188,10 +193,24 @@ void dispatch_head_dims(const Sizes& sizes, Function function) {
     });
 }
 
-// Why a variant's kernels cannot run the call; empty where they can.
-std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Sizes& sizes, const Options& options, bool backward) {
-    const DeviceLimits& limits = device_limits(q.get_device_index());
+enum class Pass { kForward, kBackward };
+
+// A tensor whose rows a kernel reads, by the name of the argument.
+struct NamedTensor {
+    const char* name;
+    const Tensor& tensor;
+};
+
+// Why a variant's kernels cannot run a pass of the call; empty where they can. `inputs` are those
+// of the pass that there are already.
+std::string obstacle(Variant variant, Pass pass, std::span<const NamedTensor> inputs,
+                     const Sizes& sizes, const Options& options) {
+    const DeviceLimits& limits = device_limits(inputs[0].tensor.get_device_index());
+    const bool backward = pass == Pass::kBackward;
+    const auto at_head_dims = [&] {
+        return "at head dimensions " + std::to_string(sizes.head_dim) + " and " +
+               std::to_string(sizes.head_dim_v);
+    };
     if (variant == Variant::kFa3) {
 #ifndef FLASH_EXT_SM90A
         return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
@@ -201,18 +220,26 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
                    std::to_string(limits.major) + "." + std::to_string(limits.minor);
         if (options.dropout_p > 0) return "has no dropout";
         if (options.bias) return "has no bias";
-        for (const auto& [name, x] : {std::pair{"q", &q}, std::pair{"k", &k}, std::pair{"v", &v}}) {
-            if (!is_aligned(*x))
+        for (const auto& [name, x] : inputs) {
+            // A tensor map wants memory.
+            if (backward && x.numel() == 0)
+                return std::string("has no backward for an empty ") + name;
+            if (!is_aligned(x))
                 return std::string("needs rows of ") + name +
                        " that start and end on 16-byte boundaries";
-            if (!copy_engine_reaches(*x))
+            if (!copy_engine_reaches(x))
                 return std::string("needs rows of ") + name +
                        " that are not one row repeated, within 32 GiB of memory";
         }
         // What tile_counter.cuh can count, of the smallest tiles.
-        const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *
-                              (sizes.seqlen_q / 128 + 1 + (sizes.packed ? sizes.batch : 0));
-        if (tiles >= int64_t{1} << 24) return "needs fewer than 2^24 tiles of 128 queries";
+        const int rows = backward ? 64 : 128;
+        const auto tiles = [&](int64_t heads, int64_t length) {
+            return heads * sizes.tensor_batches() *
+                   (length / rows + 1 + (sizes.packed ? sizes.batch : 0));
+        };
+        const int64_t keys = backward ? tiles(sizes.heads_k, sizes.seqlen_k) : 0;
+        if (std::max(keys, tiles(sizes.heads_q, sizes.seqlen_q)) >= int64_t{1} << 24)
+            return "needs fewer than 2^24 tiles of " + std::to_string(rows) + " rows";
     }
     // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
     int needed = 0;
@@ -225,28 +252,47 @@ std::string obstacle(Variant variant, const Tensor& q, const Tensor& k, const Te
     if (needed <= limits.shared_bytes) return "";
     std::ostringstream text;
     text << "needs " << needed << " bytes of shared memory per block "
-         << (backward ? "in the backward pass " : "") << "at head dimensions " << sizes.head_dim
-         << " and " << sizes.head_dim_v << ", this GPU has " << limits.shared_bytes;
+         << (backward ? "in the backward pass " : "") << at_head_dims() << ", this GPU has "
+         << limits.shared_bytes;
     return text.str();
 }
 
-// The variant that runs: the one named, or the fastest that can.
-Variant choose_variant(const Tensor& q, const Tensor& k, const Tensor& v, const Sizes& sizes,
-                       const Options& options, bool backward) {
-    const auto named = check_variant(options);
-    Variant variant = named.value_or(Variant::kFa3);
-    std::string why = obstacle(variant, q, k, v, sizes, options, backward);
-    if (!named && !why.empty()) {
+std::string named(Variant variant, const std::string& why) {
+    return std::string("variant '") + kVariantNames[static_cast<int>(variant)] + "' " + why;
+}
+
+// The variant of the call: the one named, or the fastest that runs the forward pass.
+Variant choose_variant(std::span<const NamedTensor> inputs, const Sizes& sizes,
+                       const Options& options) {
+    const auto wanted = check_variant(options);
+    Variant variant = wanted.value_or(Variant::kFa3);
+    std::string why = obstacle(variant, Pass::kForward, inputs, sizes, options);
+    if (!wanted && !why.empty()) {
         variant = Variant::kFa2;
-        why = obstacle(variant, q, k, v, sizes, options, backward);
+        why = obstacle(variant, Pass::kForward, inputs, sizes, options);
     }
-    if (!why.empty()) fail("variant '", kVariantNames[static_cast<int>(variant)], "' ", why);
+    if (!why.empty()) fail(named(variant, why));
     return variant;
+}
+
+// Whose kernels compute the gradients of a call of `variant`: its own, or fa2's where fa3's cannot.
+struct BackwardChoice {
+    std::optional<Variant> variant;  // none: no kernel can
+    std::string why;                 // not its own
+};
+
+BackwardChoice choose_backward(Variant variant, std::span<const NamedTensor> inputs,
+                               const Sizes& sizes, const Options& options) {
+    const std::string why = obstacle(variant, Pass::kBackward, inputs, sizes, options);
+    if (why.empty()) return {variant, ""};
+    if (variant != Variant::kFa3) return {std::nullopt, named(variant, why)};
+    return {Variant::kFa2, named(variant, why)};  // which fits every Hopper GPU
 }
 
 // Sequence lengths are on the device, where the host cannot see them: with FLASH_EXT_DEBUG=1 they
 // are fetched, which waits for the device, and checked.
 void debug_seqlens(const Tensor& q, const Sizes& sizes, const Options& options) {
+    if (!sizes.packed && !options.seqused_k) return;
     const char* debug = std::getenv("FLASH_EXT_DEBUG");
     if (debug == nullptr || std::string(debug) == "0" || std::string(debug).empty()) return;
     const auto fetch = [&](const std::optional<Tensor>& tensor) {
@@ -301,7 +347,8 @@ void debug_seqlens(const Tensor& q, const Sizes& sizes, const Options& options) 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& given) {
     const Sizes sizes = check_forward(q, k, v, given);
-    const Variant variant = choose_variant(q, k, v, sizes, given, false);
+    const NamedTensor inputs[] = {{"q", q}, {"k", k}, {"v", v}};
+    const Variant variant = choose_variant(inputs, sizes, given);
     const Options options = readable(given);
     debug_seqlens(q, sizes, options);
     ForwardParams params;
@@ -328,7 +375,10 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
-            params.tile_counter = reinterpret_cast<unsigned long long*>(workspace.allocate<int>(2));
+            const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *
+                                  tile_numbers(params, params.seqlen_q, tuning::kMinFa3BlockQ);
+            if (tiles > device_limits(q.get_device_index()).multiprocessors)
+                params.tile_counter = workspace.allocate_counters(1);
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));
@@ -341,7 +391,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& given, bool need_dbias) {
     const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, given);
-    const Variant variant = choose_variant(q, k, v, sizes, given, true);
+    const NamedTensor inputs[] = {{"q", q}, {"k", k}, {"v", v}, {"out", out}, {"dout", dout}};
+    const std::span<const NamedTensor> all(inputs);
+    const BackwardChoice choice =
+        choose_backward(choose_variant(all.first(3), sizes, given), all, sizes, given);
+    if (!choice.variant) fail(choice.why);
+    const Variant variant = *choice.variant;
     const Options options = readable(given);
     debug_seqlens(q, sizes, options);
     BackwardParams params;
@@ -384,16 +439,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     }
     params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
     const int64_t rows = workspace_rows(params);
-    params.lse_log2 = workspace.allocate<float>(rows);
-    params.delta = workspace.allocate<float>(rows);
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
-        params.dq_accum = workspace.allocate<float>(rows * dim);
+        const bool sums_dq = variant != Variant::kFa3 || dim <= 128;
+        // fa3 runs its kernel for 128 at 96.
+        const int columns = variant == Variant::kFa3 && dim == 96 ? 128 : dim;
+        const int64_t turns = 1 + rows / tuning::kMinBackwardBlockQ;
+        params.lse_log2 =
+            workspace.allocate<float>(rows * 2 + (sums_dq ? rows * columns + turns : 0));
+        params.delta = params.lse_log2 + rows;
+        if (sums_dq) {
+            params.dq_accum = params.delta + rows;
+            params.turn = reinterpret_cast<int*>(params.dq_accum + rows * columns);
+        }
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
-        } else {
-            if (params.deterministic)
-                params.turn = workspace.allocate<int>(1 + rows / tuning::kMinBackwardBlockQ);
+        } else if (variant == Variant::kFa2) {
             check_launch(fa2_backward<dim, dim_v>(params, stream));
+        } else if constexpr (dim > 128) {
+            params.tile_counter = workspace.allocate_counters(2);
+            params.ds_bytes = ds_workspace_bytes(params);
+            if (params.ds_bytes > 0) params.ds = workspace.allocate<int>(params.ds_bytes / 4);
+            check_launch(fa3_backward<dim, dim_v>(params, stream));
+        } else {
+            check_launch(
+                fa3_backward<dim == 96 ? 128 : dim, dim == 96 ? 128 : dim>(params, stream));
         }
         if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));
     });
@@ -404,9 +473,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     return {dq, dk, dv, dbias, dsink};
 }
 
-int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& k,
+                                                          const Tensor& v, const Options& options) {
     const Sizes sizes = check_forward(q, k, v, options);
-    return static_cast<int64_t>(choose_variant(q, k, v, sizes, options, false));
+    const NamedTensor inputs[] = {{"q", q}, {"k", k}, {"v", v}};
+    const Variant variant = choose_variant(inputs, sizes, options);
+    const BackwardChoice backward = choose_backward(variant, inputs, sizes, options);
+    return {static_cast<int64_t>(variant),
+            backward.variant ? static_cast<int64_t>(*backward.variant) : -1, backward.why};
 }
 
 }  // namespace flash_ext

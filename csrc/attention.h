@@ -37,7 +37,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias);
 
-// The index in kVariantNames of the variant that attention_forward would run, or its error.
-int64_t attention_check(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options);
+// The indices in kVariantNames of the variant that attention_forward would run, or its error, and
+// of that whose kernels would compute its gradients, with the reason where they differ. The latter
+// is -1 where none could.
+std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& k,
+                                                          const Tensor& v, const Options& options);
 
 }  // namespace flash_ext

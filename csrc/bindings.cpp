@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, std::optiona
     return attention_backward(dout, dlse, q, k, v, out, lse, OPTIONS, need_dbias);
 }
 
-int64_t check(Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) {
+std::tuple<int64_t, int64_t, std::string> check(Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) {
     return attention_check(q, k, v, OPTIONS);
 }
 

@@ -226,6 +226,7 @@ struct DeviceLimits {
     int major = 0;  // compute capability
     int minor = 0;
     int shared_bytes = 0;  // per block
+    int multiprocessors = 0;
 };
 
 // Asked of the driver once for all devices.
@@ -239,6 +240,7 @@ inline const DeviceLimits& device_limits(int device) {
             cudaDeviceGetAttribute(&all[i].minor, cudaDevAttrComputeCapabilityMinor, i);
             cudaDeviceGetAttribute(&all[i].shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                    i);
+            cudaDeviceGetAttribute(&all[i].multiprocessors, cudaDevAttrMultiProcessorCount, i);
         }
         cudaGetLastError();  // clears what failed, lest a launch report it
         return all;

@@ -127,9 +127,11 @@ struct BackwardParams : AttentionParams {
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
     float* delta;         // (R), rowsum(dO * O) - dlse
     int* turn = nullptr;  // (1 + R / kBlockQ) zeros when deterministic: a ticket, then per Q tile
-                          // the number of KV tiles that have added their dQ
+                          // the number of KV tiles that have added their dQ. FA3: always, and
+                          // it makes the zeros
+    bool dq_zeros;        // FA3: does dq_accum begin with zeros?
     float* dsink_parts = nullptr;                // (Hq, kSinkParts)
-    unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
+    unsigned long long* tile_counter = nullptr;  // FA3 for wide heads: two; see tile_counter.cuh
     void* ds = nullptr;    // FA3 for wide heads: memory for dS of some heads, or null; ...
     int64_t ds_bytes = 0;  // ... see ds_workspace_bytes()
 };

@@ -256,15 +256,17 @@ FLASH_HOST_DEVICE constexpr int64_t kept_ds_bytes(const AttentionParams& params)
 }
 
 // Memory that a call wants for it: that of all heads, or of equal parts of them, so many at a time
-// as fit; 0 where one does not, or where sequences are packed, whose lengths the host does not
-// know.
-inline constexpr int64_t kMostKeptDS = 576 << 20;
-
+// as fit into as much as q, out and their gradients take, which is linear in the sequence, or a set
+// size; 0 where one does not, or where sequences are packed, whose lengths the host does not know.
 FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& params) {
+    constexpr int64_t kMost = int64_t{576} << 20;
+    const int64_t heads_q = int64_t{params.heads_q} * params.batch;
+    const int64_t most =
+        min_of(kMost, heads_q * params.seqlen_q * (params.head_dim + params.head_dim_v) * 8);
     const int64_t bytes = kept_ds_bytes(params);
-    if (params.cu_seqlens_q != nullptr || bytes > kMostKeptDS) return 0;
+    if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
     const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);
-    const int64_t parts = ceil_div(heads, min_of(kMostKeptDS / bytes, heads));
+    const int64_t parts = ceil_div(heads, min_of(most / bytes, heads));
     return ceil_div(heads, parts) * bytes;
 }
 

@@ -1,6 +1,7 @@
 // Hands out tiles to the CTAs of a persistent grid, whoever is free first.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace flash_ext {
@@ -13,11 +14,12 @@ struct TileCounter {
     static constexpr int kCountBits = 24;
     static constexpr int kMaxTiles = 1 << kCountBits;
 
-    unsigned long long* word;
-    unsigned long long name;  // the lower kCountBits are 0
+    unsigned long long* word;  // null: there are no more tiles than CTAs, so nothing to draw
+    unsigned long long name;   // the lower kCountBits are 0
 
     // By one thread of each CTA, before its first draw.
     __device__ __forceinline__ void start() const {
+        if (word == nullptr) return;
         unsigned long long found = *static_cast<volatile unsigned long long*>(word);
         while (found >> kCountBits != name >> kCountBits) {
             const unsigned long long before = atomicCAS(word, found, name);
@@ -30,10 +32,18 @@ struct TileCounter {
     // it gets one >= total, at least once: that makes `total` draws, and at the last no CTA has
     // still to start. total < kMaxTiles.
     __device__ __forceinline__ int draw(int total) const {
+        if (word == nullptr) return total;
         const auto count = static_cast<int>(atomicAdd(word, 1ull) & (kMaxTiles - 1));
         if (count == total - 1) atomicExch(word, name);
         return count + static_cast<int>(gridDim.x);
     }
 };
+
+// Of a launch in this process.
+inline TileCounter new_count(unsigned long long* word) {
+    static std::atomic<uint64_t> launches{0};
+    // The factor is odd: different launches have different names.
+    return {word, ++launches * 0x9e3779b97f4a7c15 << TileCounter::kCountBits};
+}
 
 }  // namespace flash_ext

@@ -49,6 +49,8 @@ struct Fa3Forward {
     bool take_turns;
 };
 
+inline constexpr int kMinFa3BlockQ = 128;  // its smallest Q tiles
+
 // Keys from which on the tiles for long sequences are the faster ones.
 inline constexpr int kLongKeys = 4096;
 

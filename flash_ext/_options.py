@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 VARIANTS = ("fa1", "fa2", "fa3")
-"""Every variant, oldest first. `torch.ops.flash_ext.check` returns an index into this tuple."""
+"""Every variant, oldest first. `torch.ops.flash_ext.check` returns indices into this tuple."""
 
 CPU_VARIANTS = ("fa1", "fa2")
 """Those with CPU kernels, oldest first; "auto" means the last. fa3 is fa2 scheduled for Hopper."""

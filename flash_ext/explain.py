@@ -1,4 +1,4 @@
-"""Which variant runs for these inputs, and why not the others."""
+"""Which variant runs for these inputs, whose kernels compute its gradients, and why not others."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class Explanation:
     reasons: dict[str, str | None]
     """For every variant: None if it runs, else why it does not."""
 
+    backward: str | None
+    """The variant whose kernels compute the gradients, or None where none can."""
+
+    why_backward: str | None
+    """Why those are not the kernels of `variant`, or None where they are."""
+
     device: str
     """Where the inputs are, for example "cuda:0 (NVIDIA H200)"."""
 
@@ -33,22 +39,26 @@ class Explanation:
     def __str__(self) -> str:
         lines = [
             f"flash_ext runs: {self.variant or 'nothing'}",
+            f"its gradients:  {self.backward or 'none'}",
             f"device:         {self.device}",
             f"CUDA kernels:   {self.binary}",
         ]
+        if self.why_backward:
+            lines[1] += f", because {self.why_backward}"
         lines += [f"{name}: {reason or 'runs'}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
 
 
-def _try(q: Tensor, k: Tensor, v: Tensor, variant: str, options: dict[str, Any]) -> str | None:
-    """None if this variant runs, else why not."""
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, variant: str, options: dict[str, Any]
+) -> tuple[int, int, str] | str:
+    """What `ops.check` returns, or why this variant does not run."""
     try:
-        ops.check(q, k, v, **options, variant=variant)
+        return ops.check(q, k, v, **options, variant=variant)  # type: ignore[no-any-return]
     except (ValueError, RuntimeError) as error:
         # Errors from C++ add the place in the source: before the message and on later lines.
         first_line = str(error).partition("\n")[0]
         return first_line[max(first_line.find("flash_ext:"), 0) :].removeprefix("flash_ext: ")
-    return None
 
 
 def _device_name(device: torch.device) -> str:
@@ -69,7 +79,8 @@ def explain(
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k, options: as for those. Here floating-point tensors may
-            hold anything: only their shapes, strides, dtypes and devices count.
+            hold anything: only their shapes, strides, dtypes and devices count. The gradient of out
+            is taken to be contiguous.
 
     Returns:
         An `Explanation`: print it, or read its fields.
@@ -84,11 +95,15 @@ def explain(
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
     given = op_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
-    reasons = {name: _try(q, k, v, name, given) for name in VARIANTS}
-    chosen = _try(q, k, v, wanted, given) is None
+    found = {name: _check(q, k, v, name, given) for name in VARIANTS}
+    chosen = _check(q, k, v, wanted, given)
+    variant, backward, why = (-1, -1, "") if isinstance(chosen, str) else chosen
+    names = (*VARIANTS, None)  # the last of them, -1: none
     return Explanation(
-        variant=VARIANTS[ops.check(q, k, v, **given, variant=wanted)] if chosen else None,
-        reasons=reasons,
+        variant=names[variant],
+        reasons={name: x if isinstance(x, str) else None for name, x in found.items()},
+        backward=names[backward],
+        why_backward=why or None,
         device=_device_name(q.device),
         binary=ops.cuda_missing or "loaded",
     )

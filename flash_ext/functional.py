@@ -14,33 +14,59 @@ from ._checks import statistics_dtype
 def op_options(
     q: Tensor,
     *,
+    scale: float | None = None,
+    causal: bool = False,
     window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
-    **others: Any,
+    variant: str = "auto",
 ) -> dict[str, Any]:
-    """The options of `attention`, but return_lse, as the ops take them."""
-    statistics = statistics_dtype(q.dtype)
-    if bias is not None and bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
-    if dropout_p > 0 and rng_state is None:
-        rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    """The options of `attention` as the ops take them, but those that have the ops' defaults.
+
+    To the dispatcher every option that is given costs time, together more than the launch.
+    """
+    options: dict[str, Any] = {}
+    if scale is not None:
+        options["scale"] = scale
+    if causal is not False:
+        options["causal"] = causal
+    if window != (-1, -1):
+        options["window_left"], options["window_right"] = window
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes.to(statistics_dtype(q.dtype))
+    if bias is not None:
+        options["bias"] = bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
+    if sink is not None:
+        options["sink"] = sink.to(statistics_dtype(q.dtype))
+    if cu_seqlens_q is not None:
+        options["cu_seqlens_q"] = cu_seqlens_q
+    if cu_seqlens_k is not None:
+        options["cu_seqlens_k"] = cu_seqlens_k
+    if seqused_k is not None:
+        options["seqused_k"] = seqused_k
+    if dropout_p != 0.0:
+        options["dropout_p"] = dropout_p
+        if rng_state is None:
+            rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    if rng_state is not None:
+        options["rng_state"] = rng_state
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return others | {
-        "window_left": window[0],
-        "window_right": window[1],
-        "alibi_slopes": None if alibi_slopes is None else alibi_slopes.to(statistics),
-        "bias": bias,
-        "sink": None if sink is None else sink.to(statistics),
-        "dropout_p": dropout_p,
-        "rng_state": rng_state,
-        "deterministic": deterministic,
-    }
+    if deterministic is not False:
+        options["deterministic"] = deterministic
+    if variant != "auto":
+        options["variant"] = variant
+    return options
 
 
 def attention(
@@ -71,12 +97,13 @@ def attention(
     Differentiable in q, k, v, bias and sink, through out and through lse. Any of the options go
     together. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
     "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3"
-    (2024), Algorithms 1 and 2 (variant "fa3").
+    (2024), Algorithms 1 to 3 (variant "fa3").
 
     The variant "fa3" runs on Hopper GPUs alone (compute capability 9.0). It leaves to the others
     dropout, a bias, and rows of q, k or v that its copy engine cannot address: those that do not
     start and end on 16-byte boundaries (D and Dv are multiples of 8 then), and one row expanded
-    over the sequence (a row stride of 0). Its gradients are fa2's.
+    over the sequence (a row stride of 0). At some head dims, and where the gradient of out has such
+    rows, fa2's kernels compute its gradients: `flash_ext.explain` says whose do.
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to
@@ -136,7 +163,7 @@ def attention(
         deterministic=deterministic,
         variant=variant,
     )
-    out, lse = ops.fwd(q, k, v, **options)
+    out, lse = ops.forward(q, k, v, **options)
     return (out, lse) if return_lse else out
 
 
@@ -200,5 +227,5 @@ def attention_varlen(
         deterministic=deterministic,
         variant=variant,
     )
-    out, lse = ops.fwd(q, k, v, **options)
+    out, lse = ops.forward(q, k, v, **options)
     return (out, lse) if return_lse else out

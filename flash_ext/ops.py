@@ -2,7 +2,11 @@
 
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
-    check(q, k, v, *, options) -> int    the index in VARIANTS of what fwd would run, or its error
+    check(q, k, v, *, options) -> (variant, backward, why)
+
+check raises what fwd would, or gives the index in VARIANTS of the variant that runs, and of that
+whose kernels compute its gradients. These are its own ("" for `why`), or fa2's where fa3's cannot;
+-1 stands for none.
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
 with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),
@@ -17,12 +21,14 @@ The schemas are defined here, so fake and CPU kernels need no binary. The CUDA k
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
+from torch.overrides import has_torch_function_variadic
 
 from . import tiled
 from ._checks import check_backward, check_forward, statistics_dtype
@@ -33,9 +39,6 @@ _HOW_TO_BUILD = (
     "Where nvcc is on PATH or in $CUDA_HOME, type this in the source folder: "
     "pip install --no-build-isolation ."
 )
-
-# Tensor arguments whose gradient an op computes, beside q, k and v.
-_DIFFERENTIABLE_OPTIONS = ("bias", "sink")
 
 _library = Library("flash_ext", "DEF")
 
@@ -58,7 +61,7 @@ bwd = _define(
     ", bool need_dbias=True",
 )
 # Asks the device what it can do, so it has no fake kernel: it is never part of a graph.
-check = _define("check(Tensor q, Tensor k, Tensor v", "int")
+check = _define("check(Tensor q, Tensor k, Tensor v", "(int variant, int backward, str why)")
 
 
 # --- Fake kernels: shapes, dtypes and strides only ---
@@ -73,7 +76,7 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
 
 def _bwd_fake(*tensors: Any, need_dbias: bool = True, **options: Any) -> tuple[Tensor, ...]:
     x = BackwardTensors(*tensors)
-    bias, sink = (options.get(name) for name in _DIFFERENTIABLE_OPTIONS)
+    bias, sink = options.get("bias"), options.get("sink")
     if bias is not None and not (need_dbias and bias.is_floating_point()):
         bias = None
     gradients_of = (x.q, x.k, x.v, bias, sink)
@@ -86,47 +89,57 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 
 # --- Autograd ---
 # torch.library.register_autograd refuses ops with keyword-only tensors, so this registers the two
-# autograd.Functions itself, in the same way.
+# autograd.Functions itself.
+
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, keyset: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *_: Any
+        ctx: Any,
+        options: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The trailing arguments are the differentiable options, for autograd to see them."""
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = fwd.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, **options)
-        ctx.tensor_options = [n for n, x in options.items() if isinstance(x, Tensor)]
-        ctx.other_options = {n: x for n, x in options.items() if n not in ctx.tensor_options}
-        ctx.save_for_backward(q, k, v, out, lse, *(options[n] for n in ctx.tensor_options))
+        """bias and sink are among the options, and here for autograd to see them."""
+        with _below_autograd():
+            out, lse = fwd(q, k, v, **options)
+        ctx.tensor_options = [name for name, x in options.items() if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, k, v, out, lse, *(options.pop(n) for n in ctx.tensor_options))
+        ctx.other_options = options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dout, dlse = grads
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        options = ctx.other_options | dict(zip(ctx.tensor_options, tensors, strict=True))
+        *_, need_dbias, need_dsink = ctx.needs_input_grad
+        options = ctx.other_options
+        if tensors:
+            options = options | dict(zip(ctx.tensor_options, tensors, strict=True))
+            options["need_dbias"] = need_dbias
         if dout is None:
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:
             dout = dout.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        *_, need_dbias, need_dsink = ctx.needs_input_grad
-        dq, dk, dv, dbias, dsink = bwd(
-            dout, dlse, q, k, v, out, lse, **options, need_dbias=need_dbias
-        )
-        optional = (dbias if need_dbias else None, dsink if need_dsink else None)
-        return (None, None, dq, dk, dv, *optional)
+        through_autograd = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        with nullcontext() if through_autograd else _below_autograd():
+            dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
+        return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, keyset: Any, options: dict[str, Any], *tensors: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return bwd.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **options)
+    def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
+        with _below_autograd():
+            return bwd(*tensors, **options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -136,25 +149,48 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _fwd_autograd(keyset: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    differentiable = [options.get(name) for name in _DIFFERENTIABLE_OPTIONS]
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *differentiable):
-        return _Forward.apply(  # type: ignore[no-untyped-call]
-            keyset, options, q, k, v, *differentiable
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """function.apply without what it does for torch.func, which takes longer than a launch."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "flash_ext: the gradients of torch.func are not supported; "
+            "flash_ext.reference.attention has them"
         )
-    with torch._C._AutoDispatchBelowAutograd():
-        return fwd.redispatch(keyset & torch._C._after_autograd_keyset, q, k, v, **options)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
-def _bwd_autograd(keyset: Any, *tensors: Any, **options: Any) -> Any:
+def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    bias, sink = options.get("bias"), options.get("sink")
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, bias, sink):
+        return _apply(_Forward, options, q, k, v, bias, sink)
+    with _below_autograd():
+        return fwd(q, k, v, **options)
+
+
+def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return _Backward.apply(keyset, options, *tensors)  # type: ignore[no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return bwd.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **options)
+        return _apply(_Backward, options, *tensors)
+    with _below_autograd():
+        return bwd(*tensors, **options)
 
 
-_library.impl("fwd", _fwd_autograd, "Autograd", with_keyset=True)
-_library.impl("bwd", _bwd_autograd, "Autograd", with_keyset=True)
+_library.impl("fwd", _fwd_autograd, "Autograd")
+_library.impl("bwd", _bwd_autograd, "Autograd")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """`fwd` for callers in Python, quicker.
+
+    Where a call would first come to its Autograd kernel this goes there itself: the dispatcher's
+    way into Python and back takes longer than a launch.
+    """
+    elsewhere = (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or has_torch_function_variadic(q, k, v)
+    )
+    call = fwd if elsewhere else _fwd_autograd
+    return call(q, k, v, **options)
 
 
 # --- CPU kernels ---
@@ -171,8 +207,9 @@ def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tens
     return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> int:
-    return VARIANTS.index(check_forward(q, k, v, Options(**given)))
+def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str]:
+    variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
+    return variant, variant, ""
 
 
 _library.impl("fwd", _fwd_cpu, "CPU")

@@ -15,8 +15,9 @@ Every input is a view into a larger buffer filled with NaN and every output star
 a stray read, or an element that is never written, reaches the result as a NaN. Rows that no
 sequence uses (past cu_seqlens[-1], keys past seqused_k, the bias there) are NaN as well.
 
-`obstacle` says which variant runs which problem where. conftest.py leaves out the tests that it
-rules out, and tests/test_variants.py holds the package against it.
+`obstacle` says which variant runs which problem where, `backward_of` whose kernels then compute the
+gradients. conftest.py leaves out the tests that the former rules out, and tests/test_variants.py
+holds the package against both.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from flash_ext import CPU_VARIANTS, VARIANTS
 
 __all__ = [
     "CPU_VARIANTS",
+    "KERNEL_DIMS",
     "LAYOUTS",
     "VARIANTS",
     "Inputs",
@@ -46,6 +48,7 @@ __all__ = [
     "assert_bitwise_equal",
     "assert_is_sink",
     "attend",
+    "backward_of",
     "check",
     "dense_mask",
     "device_obstacle",
@@ -71,6 +74,9 @@ LAYOUTS = (
     "expanded_batch",  # one K/V sequence broadcast over the batch: batch stride 0
 )
 UNALIGNED_LAYOUTS = ("odd_row", "odd_offset")
+
+KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+"""Head dims, of q and of v, that have kernels; others are padded to the first that holds them."""
 
 HANDFUL = 32
 """Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
@@ -264,6 +270,16 @@ def obstacle(variant: str, problem: Problem, device: str) -> str | None:
         if p.layout in UNALIGNED_LAYOUTS or p.head_dim % 8 or p.dim_v % 8:
             return "16-byte boundaries"
     return reason
+
+
+def backward_of(variant: str, problem: Problem) -> str:
+    """The variant whose kernels compute the gradients, where `variant` runs the problem.
+
+    The mirror of `choose_backward` in csrc/attention.cpp, for inputs of `make_inputs`.
+    """
+    p = problem
+    empty = p.heads_q == 0 or not all(p.used_rows(side).numel() for side in "qk")
+    return "fa2" if variant == "fa3" and empty else variant
 
 
 def fastest(problem: Problem, device: str) -> str:

@@ -12,7 +12,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_testing import LAYOUTS, VARIANTS, Problem, assert_accurate, check, runnable
+from attention_testing import (
+    KERNEL_DIMS,
+    LAYOUTS,
+    VARIANTS,
+    Problem,
+    assert_accurate,
+    backward_of,
+    check,
+    runnable,
+)
 from grids import BIAS_PATTERNS, HALF_TYPES, HEADS, MASKS, alternate, every_case, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,8 +188,8 @@ def sinks(device: str) -> Iterator[Problem]:
         )
 
 
-def pairs_of_options(device: str) -> Iterator[Problem]:
-    """All pairs of options, head dims and bias patterns in rotation."""
+def option_pairs(device: str) -> Iterator[tuple[int, dict]]:
+    """All pairs of options, bias patterns in rotation: a number, and the fields of a problem."""
     lengths_q, lengths_k = ((70, 0, 33), (90, 12, 61))
     if device == "cuda":
         lengths_q, lengths_k = ((150, 0, 33), (290, 12, 161))
@@ -203,13 +212,19 @@ def pairs_of_options(device: str) -> Iterator[Problem]:
     }
     base = {"batch": 3, "seqlen_q": lengths_q[0], "seqlen_k": lengths_k[0]}
     patterns = [pattern for pattern in BIAS_PATTERNS if "k" in pattern]
-    dims = (40, 64, 96, 128, 192, 256) if device == "cuda" else (40, 64)
     for index, (one, other) in enumerate(itertools.combinations(options, 2)):
         if {one, other} == {"bias", "bool_bias"}:
             continue
         fields = base | options[one] | options[other]
         if "bias" in fields:
             fields["bias"] = patterns[index % len(patterns)]
+        yield index, fields
+
+
+def pairs_of_options(device: str) -> Iterator[Problem]:
+    """All pairs of options, head dims in rotation."""
+    dims = (40, 64, 96, 128, 192, 256) if device == "cuda" else (40, 64)
+    for index, fields in option_pairs(device):
         # Prime to the other cycles, so that all dims and types meet all options.
         dim, dtype = dims[index % 7 % len(dims)], HALF_TYPES[index % 3 % 2]
         yield Problem(**fields, head_dim=dim, dtype=dtype, seed=index)
@@ -244,6 +259,46 @@ GRIDS = (
 def test_against_float64(device: str, problem: Problem, variant: str) -> None:
     """Half of the problems ask for the deterministic backward pass."""
     check(problem, variant, device, deterministic=problem.seed % 2 == 1)
+
+
+def gradients_of_fa3() -> Iterator[Problem]:
+    """Pairs of options, and several more, at every pair of head dims.
+
+    Lengths are about whole tiles, and a group has more than one query head.
+    """
+    for (d, dv), (index, fields) in itertools.product(KERNEL_DIMS, option_pairs("cuda")):
+        yield Problem(
+            **{"heads_q": 4, "head_dim_v": dv} | fields,
+            head_dim=d, dtype=HALF_TYPES[index % 2], seed=index,
+        ).well_conditioned()  # fmt: skip
+    several = (
+        {},
+        {"causal": True},
+        {"window": (70, 31), "softcap": 2.0, "alibi": "h", "scale": 0.2},
+        {"causal": True, "sink": True, "alibi": "bh", "layout": "packed"},
+        {"seqused_k": (129, 0, 500), "softcap": 2.0, "sink": True, "layout": "sbhd"},
+        {
+            "lengths_q": (128, 0, 257, 1),
+            "lengths_k": (129, 64, 256, 0),
+            "causal": True,
+            "sink": True,
+        },
+    )
+    lengths = ((127, 129), (128, 128), (129, 127), (256, 384), (384, 255), (64, 640), (640, 63))
+    grid = itertools.product(KERNEL_DIMS, several, lengths)
+    for index, ((d, dv), options, (sq, sk)) in enumerate(grid):
+        fields = {"batch": 3, "seqlen_q": sq, "seqlen_k": sk, "heads_q": 6} | options
+        yield Problem(
+            **fields, head_dim=d, head_dim_v=dv, dtype=HALF_TYPES[index % 3 % 2], seed=index
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["fa3"])
+@pytest.mark.parametrize("problem", list(gradients_of_fa3()), ids=str)
+def test_gradients_of_fa3(problem: Problem, variant: str) -> None:
+    assert backward_of(variant, problem) == variant
+    check(problem, variant, "cuda", deterministic=problem.seed % 2 == 1)
 
 
 @pytest.mark.gpu
@@ -321,9 +376,9 @@ def test_strides_past_2_31_elements(dim: int, variant: str) -> None:
     """A stride that int32 does not hold, of the batch, the row or the head."""
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GiB of free GPU memory")
-    shape, strides = (2, 2, 2, 64), [8192, 2048, 512, 1]
-    strides[dim] = (1 << 31) + 4096
-    size = sum(strides) + 512
+    shape, strides = [8, 8, 8, 64], [64 * 512, 8 * 512, 512, 1]
+    shape[dim], strides[dim] = 2, (1 << 31) + 4096
+    size = 512 + sum((n - 1) * stride for n, stride in zip(shape[:3], strides[:3], strict=True))
     buffer = torch.full((size,), float("nan"), device="cuda", dtype=torch.bfloat16)
     generator = torch.Generator("cuda").manual_seed(dim)
     tensors = []

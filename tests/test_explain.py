@@ -23,14 +23,15 @@ def some_inputs(device: str, **make) -> list[torch.Tensor]:
 
 def test_what_runs(device: str) -> None:
     explanation = flash_ext.explain(*some_inputs(device), causal=True)
-    assert explanation.variant == fastest(Problem(), device)
+    assert explanation.variant == explanation.backward == fastest(Problem(), device)
+    assert explanation.why_backward is None
     assert tuple(explanation.reasons) == VARIANTS
     for variant, reason in explanation.reasons.items():
         expected = device_obstacle(variant, device)
         assert reason is None if expected is None else expected in reason
     assert device in explanation.device
     text = str(explanation)
-    assert len(text.splitlines()) >= 4
+    assert len(text.splitlines()) >= 5
     assert all(word in text for word in (*VARIANTS, device))
 
 
@@ -53,7 +54,7 @@ def test_why_not(argument: str, options: dict, device: str) -> None:
     inputs = some_inputs(device)
     options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     explanation = flash_ext.explain(*inputs, **options)
-    assert explanation.variant is None
+    assert explanation.variant is explanation.backward is explanation.why_backward is None
     with pytest.raises((ValueError, RuntimeError), match=argument):
         flash_ext.attention(*inputs, **options)
     if argument != "variant":

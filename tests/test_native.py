@@ -24,7 +24,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from attention_testing import VARIANTS, dense_mask
+from attention_testing import KERNEL_DIMS, VARIANTS, dense_mask
 from dropout_bits import is_kept, philox4x32_10
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -315,6 +315,10 @@ def test_dropout_bits_are_pythons(native: ModuleType) -> None:
 
 def test_variants_are_pythons(native: ModuleType) -> None:
     assert tuple(native.variants) == VARIANTS
+
+
+def test_head_dims_are_those_of_the_tests(native: ModuleType) -> None:
+    assert tuple(native.head_dims) == KERNEL_DIMS
 
 
 def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:

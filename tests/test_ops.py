@@ -7,8 +7,10 @@ synchronisation, and dropout or sequence lengths that are frozen into a CUDA gra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -373,6 +375,46 @@ def test_gradient_of_a_gradient_is_refused(device: str) -> None:
         dq.float().sum().backward()
 
 
+def test_gradients_of_torch_func_are_refused(device: str) -> None:
+    inputs = make_inputs(Problem(1, 9, 9), device)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    for attention in (flash_ext.attention, lambda *x: torch.ops.flash_ext.fwd(*x)[0]):
+        with pytest.raises(RuntimeError, match="flash_ext: the gradients of torch.func"):
+            torch.func.grad(lambda q, f=attention: f(q, k, v).float().sum())(q)
+
+
+def test_vmap(device: str) -> None:
+    """Of the forward pass, and of the backward pass over several gradients of one output."""
+    inputs = make_inputs(Problem(3, 9, 9), device)
+    leaves = (inputs.q, inputs.k, inputs.v)
+    with torch.no_grad():
+        expected = flash_ext.attention(*leaves)
+        actual = torch.func.vmap(flash_ext.attention)(*(x[:, None] for x in leaves))
+    assert_bitwise_equal(actual[:, 0], expected)
+    out = flash_ext.attention(*leaves)
+    douts = torch.stack([inputs.dout, 2 * inputs.dout])
+    batched = torch.autograd.grad(out, inputs.q, douts, retain_graph=True, is_grads_batched=True)
+    for dq, dout in zip(batched[0], douts, strict=True):
+        torch.testing.assert_close(
+            dq, torch.autograd.grad(out, inputs.q, dout, retain_graph=True)[0]
+        )
+
+
+@pytest.mark.parametrize("problem", (Problem(1, 9, 9), Problem(1, 9, 9, bias="1hqk")), ids=str)
+def test_compiled_autograd(problem: Problem, device: str) -> None:
+    """The backward pass of a graph that was recorded eagerly."""
+    torch._dynamo.reset()
+    gradients = []
+    for enable in (torch._dynamo.compiled_autograd._enable, lambda _: contextlib.nullcontext()):
+        inputs = make_inputs(problem, device)
+        out = attend(problem, inputs, deterministic=True)
+        with enable(lambda graph: torch.compile(graph, fullgraph=True, backend="eager")):
+            out.backward(inputs.dout)
+        gradients.append([x.grad for x in inputs.leaves().values()])
+    for a, e in zip(*gradients, strict=True):
+        assert_bitwise_equal(a, e)
+
+
 def test_every_option_has_a_default(device: str) -> None:
     """The ops called with positional tensors only: every option has a default."""
     inputs = make_inputs(Problem(1, 9, 9), device)
@@ -479,6 +521,54 @@ def test_two_streams_at_once(variant: str) -> None:
         for actual in results[which]:
             for a, e in zip(actual, wanted, strict=True):
                 assert_bitwise_equal(a, e)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_threads_that_have_not_used_the_device(variant: str) -> None:
+    """Such as autograd's, at the first backward pass: no CUDA context is current there."""
+    problem = Problem(2, 100, 130, 4, 2, 64)
+    inputs = make_inputs(problem, "cuda")
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    options = {"deterministic": True, "variant": variant}
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        return torch.ops.flash_ext.fwd(q, k, v, **options)
+
+    out, lse = forward()
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.ops.flash_ext.bwd(inputs.dout, None, q, k, v, out, lse, **options)
+
+    for step in (forward, backward):
+        step()  # leaves its memory to the allocator: the thread need ask the device for none
+        with ThreadPoolExecutor(1) as fresh:
+            results = fresh.submit(step).result()
+        for actual, expected in zip(results, step(), strict=True):
+            assert_bitwise_equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_deterministic_on_streams_of_two_priorities(head_dim: int, variant: str) -> None:
+    """More CTAs than the device holds, some kept waiting by those of the stream that goes first.
+
+    Would hang if CTAs that wait for their turn kept the one away whose turn it is.
+    """
+    problem = Problem(4, 1024, 1024, 16, 16, head_dim, causal=True)
+    inputs = make_inputs(problem, "cuda")
+    expected = device_step(inputs, problem, variant)
+    torch.cuda.synchronize()
+    results = []
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0, -1)]
+    for index in range(40):
+        with torch.cuda.stream(streams[index % len(streams)]):
+            results.append(device_step(inputs, problem, variant))
+    torch.cuda.synchronize()
+    for actual in results:
+        for a, e in zip(actual, expected, strict=True):
+            assert_bitwise_equal(a, e)
 
 
 @pytest.mark.gpu

@@ -302,7 +302,7 @@ def test_auto_is_one_of_the_variants(variant: str, device: str) -> None:
     """auto runs the variant that check names, to the bit."""
     inputs = make_inputs(Problem(1, 40, 50), device)
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
-    chosen = VARIANTS[torch.ops.flash_ext.check(*tensors)]
+    chosen = VARIANTS[torch.ops.flash_ext.check(*tensors)[0]]
     auto = flash_ext.attention(*tensors)
     named = flash_ext.attention(*tensors, variant=variant)
     if variant == chosen:

@@ -18,6 +18,7 @@ from attention_testing import (
     assert_all_bitwise_equal,
     assert_bitwise_equal,
     attend,
+    backward_of,
     check,
     device_obstacle,
     fastest,
@@ -72,6 +73,8 @@ def test_explain_agrees_with_obstacle(what: str, device: str) -> None:
     problem = PROBLEMS[what]
     explanation = explain(problem, device)
     assert explanation.variant == fastest(problem, device)
+    assert explanation.backward == backward_of(explanation.variant, problem)
+    assert (explanation.why_backward is None) == (explanation.backward == explanation.variant)
     for variant, reason in explanation.reasons.items():
         expected = obstacle(variant, problem, device)
         assert reason is None if expected is None else expected in reason, reason
@@ -135,6 +138,66 @@ def test_one_row_expanded_over_the_sequence(which: str, variant: str) -> None:
     single = {name: x[:, :1] for name, x in inputs.items()}  # its stride is never used
     assert flash_ext.explain(**single).variant == variant
     assert_bitwise_equal(flash_ext.attention(**single, variant=variant), single["v"].contiguous())
+
+
+def gradients(dout: torch.Tensor, inputs: dict, causal: bool, variant: str) -> dict:
+    """dq, dk and dv by one variant of the same out and lse."""
+    out, lse = torch.ops.flash_ext.fwd(**inputs, causal=causal, variant="fa2")
+    results = torch.ops.flash_ext.bwd(
+        dout, None, *inputs.values(), out, lse, causal=causal, deterministic=True, variant=variant
+    )
+    return dict(zip(("dq", "dk", "dv"), results, strict=False))
+
+
+@pytest.mark.gpu
+@fa3
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("head_dim", (40, 64, 72, 96, 104, 128, 192, 256))
+def test_whose_kernels_compute_the_gradients(head_dim: int, causal: bool, variant: str) -> None:
+    """Those that explain names: their bits tell, since dS is rounded in another order."""
+    inputs = {name: some(2, 300, 4, head_dim) for name in "qkv"}
+    dout = some(2, 300, 4, head_dim)
+    explanation = flash_ext.explain(**inputs, causal=causal, variant=variant)
+    assert explanation.backward == backward_of(variant, Problem(head_dim=head_dim))
+    own, fa2 = (gradients(dout, inputs, causal, name) for name in (variant, "fa2"))
+    if explanation.backward == variant:
+        assert not torch.equal(own["dq"], fa2["dq"]) and not torch.equal(own["dk"], fa2["dk"])
+        assert "gradients:  fa3\n" in str(explanation)
+    else:
+        assert_all_bitwise_equal(own, fa2)
+
+
+@pytest.mark.gpu
+@fa3
+@pytest.mark.parametrize("what", ("one row", "odd row", "odd address", "other strides"))
+def test_gradients_of_out_that_fa3_cannot_address(what: str, variant: str) -> None:
+    """fa2's kernels take over without a word; strides alone are no reason to."""
+    inputs = {name: some(2, 90, 4, 64) for name in "qkv"}
+    dout = {
+        "one row": some(2, 1, 4, 64).expand(2, 90, 4, 64),
+        "odd row": some(2, 90, 4 * 64 + 1)[..., : 4 * 64].unflatten(-1, (4, 64)),
+        "odd address": some(2 * 90 * 4 * 64 + 1)[1:].view(2, 90, 4, 64),
+        "other strides": some(4, 90, 2, 72).transpose(0, 2)[..., :64],
+    }[what]
+    mine, fa2, copied, fa2_copied = (
+        gradients(x, inputs, True, name)
+        for x in (dout, dout.clone(memory_format=torch.contiguous_format))
+        for name in (variant, "fa2")
+    )
+    assert not torch.equal(copied["dq"], fa2_copied["dq"])
+    assert_all_bitwise_equal(mine, copied if what == "other strides" else fa2)
+
+
+@pytest.mark.gpu
+@fa3
+def test_more_key_tiles_than_can_be_counted(variant: str) -> None:
+    """2^24 and more of 128 keys, which only the backward pass counts."""
+    q = some(1, 1, 1, 64).expand(4096, -1, -1, -1)
+    k = some(1, 128 * 4095, 1, 64).expand(4096, -1, -1, -1)
+    explanation = flash_ext.explain(q, k, k, variant=variant)
+    assert explanation.backward == "fa2" and "2^24 tiles" in explanation.why_backward
+    explanation = flash_ext.explain(q[1:], k[1:], k[1:], variant=variant)
+    assert explanation.backward == variant and explanation.why_backward is None
 
 
 @pytest.mark.gpu

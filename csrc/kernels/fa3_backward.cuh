@@ -4,31 +4,33 @@
 // KV tile, for each query head of the group in turn. Everything is computed transposed, rows are
 // keys, as in backward_tile.cuh. Its warpgroups have roles:
 //
-//   producer       four threads: Q and lse; dO and delta; K and V; the choice of the next KV tile
+//   producer       four threads: Q and lse; dO and delta; additions to dQ; the choice of the next
+//                  KV tile and its K and V
 //   two consumers  each owns 64 keys: S^T, dP^T, and the gradients dK and dV in registers
 //
 // A consumer's step, in the order in which it starts things; primes belong to the next Q tile:
 //
 //     S'^T  = K Q'^T               wgmma, asynchronous
-//     dV   += P^T dO               wgmma, asynchronous
+//     dV   += P^T dO               wgmma, asynchronous; P^T from registers
 //     dK   += dS^T Q               wgmma, asynchronous
-//     P'    = 2^(S' scale - lse')  when S' is there, while dV and dK run
-//     dP'^T = V dO'^T              wgmma, asynchronous, when dV and dK are done
-//     dQ    = dS K                 wgmma, asynchronous
-//     dS'   = P' * (dP' - delta')  when dP' is there, while dQ runs
+//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when all these are done; begins with
+//     -delta' P'    = 2^(S' scale - lse')  while dP' runs dS'   = P' * dP'             when dP' is
+//     there dQ    = dS K                 wgmma, asynchronous
 //
-// so that its arithmetic always has matmuls beside it. P^T and dS^T go from the registers into dV
-// and dK. dQ sums over the keys of both consumers, so dS^T goes through shared memory besides, and
-// each consumer computes a half of dQ: of the columns at head dim 128, of the rows at 64. dQ is
-// summed over CTAs in float32 in HBM by vector reductions, in fragment order; a pass before the
-// kernel makes lse, delta and zeros of it, a pass behind converts it.
+// Beside what has no matmul of its own runs the other consumer's. dQ sums over the keys of both
+// consumers, so dS^T goes through shared memory, from which dK takes it too, and each consumer
+// computes a half of dQ: of the columns at head dim 128, of the rows at 64. dQ is summed over CTAs
+// in float32 in HBM: a consumer leaves its part in shared memory, in fragment order, and a producer
+// adds it by the copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass
+// behind converts it. Short sequences need no zeros: the first KV tile of each head comes well
+// before the others, and stores.
 //
-// Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; a ring of KV tiles'
-// descriptions (KeyTile).
+// Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
+// part of dQ; a ring of KV tiles' descriptions (KeyTile).
 //
 //   barrier               arrives                      waits
 //   full(Q, dO, K, V)     TMA, by bytes                consumers, before the matmul that reads it
-//   empty(Q, dO, K, V)    each consumer warp, when     producer, before it loads the next
+//   empty(Q, dO, K, V)    each consumer thread, when   producer, before it loads the next
 //                         the matmul is done
 //   full, empty(tiles)    producer; all readers        all readers; producer
 //   draw                  producer of Q, before the    producer of tiles
@@ -37,6 +39,8 @@
 //                         its rows are written and
 //                         its dQ of the step before
 //                         is done
+//   full(dQ)              each warp of the consumer    producer, before it adds
+//   empty(dQ)             producer, when it is read    that consumer, before the next dQ
 #pragma once
 
 #include "../mask.cuh"
@@ -52,7 +56,6 @@
 #include "../tile/tensor_map.cuh"
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
-#include "../tile_counter.cuh"
 #include "../tuning.h"
 #include "fa3_backward_passes.cuh"
 #include "launch.cuh"
@@ -90,6 +93,7 @@ struct Fa3BackwardConfig {
     using DORing = TmaRing<kTuning.do_stages, DOTile::kBytes>;
     using KRing = TmaRing<1, KTile::kBytes>;
     using VRing = TmaRing<1, VTile::kBytes>;
+    using DQRing = TmaRing<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
     using TileRing = TmaRing<4, 64>;
     static_assert(sizeof(KeyTile) <= TileRing::kSlotBytes);
     static_assert(kWorkspaceRows % kBlockQ == 0);
@@ -101,17 +105,14 @@ struct Fa3BackwardConfig {
     static_assert(kBlockQ == 64 || kBlockQ == 128);
     static_assert(kDQCols % 64 == 0);
 
-    // dP^T takes the registers of S^T, which must be P^T in the operand's registers by then, and dQ
-    // those of dP^T: where S^T is wide, there are no others. dQ then comes behind dS.
-    static constexpr bool kSharesRegisters = kBlockQ == 128 || kGeneral;
-
     static constexpr int kStatisticsBytes = kBlockQ * 4;
     static constexpr int kK = 0;
     static constexpr int kV = kK + KTile::kBytes;
     static constexpr int kQ = kV + VTile::kBytes;
     static constexpr int kDO = kQ + QRing::kSlots * QTile::kBytes;
     static constexpr int kDS = kDO + DORing::kSlots * DOTile::kBytes;
-    static constexpr int kLse = kDS + 2 * DSTile::kBytes;
+    static constexpr int kDQ = kDS + 2 * DSTile::kBytes;
+    static constexpr int kLse = kDQ + kConsumers * DQRing::kSlotBytes;
     static constexpr int kDelta = kLse + QRing::kSlots * kStatisticsBytes;
     static constexpr int kTiles = kDelta + DORing::kSlots * kStatisticsBytes;
     static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
@@ -119,18 +120,24 @@ struct Fa3BackwardConfig {
     static constexpr int kKBarriers = kDOBarriers + DORing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kDSBarriers = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kDQBarriers = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kDSBarriers = kDQBarriers + kConsumers * DQRing::kBarrierBytes;
     static constexpr int kDrawBarrier = kDSBarriers + 2 * 8;
     static constexpr int kSharedBytes = kDrawBarrier + 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
-struct Fa3BackwardParams : BackwardParams {
-    TileCounter counter;
+struct Fa3BackwardMaps : BackwardParams {
     CUtensorMap q_map;
     CUtensorMap do_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
+};
+
+struct Fa3BackwardParams : Fa3BackwardMaps {
+    // Heads (of all batches) by which a head's first KV tile comes before its others. 0: no tile
+    // does.
+    int lead;
 };
 
 // The inner loop's place: Q tile and query head.
@@ -187,24 +194,43 @@ struct Fa3Backward {
           tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
 
     __device__ __forceinline__ void init() const {
-        constexpr int kReaders = Config::kConsumers * 4;
+        constexpr int kReaders = Config::kConsumers * 128;
+        constexpr int kWarps = Config::kConsumers * 4;
         q_ring.init(kReaders);
         do_ring.init(kReaders);
         k_ring.init(kReaders);
         v_ring.init(kReaders);
-        tile_ring.init(kReaders + 3);  // and the producers that load
+        tile_ring.init(kWarps + 3);  // and the producers
+        for (int i = 0; i < Config::kConsumers; ++i) dq_ring(i).init(1, 4);
         ptx::mbarrier_init(draw_barrier(), 1);
-        ptx::mbarrier_init(ds_barrier(0), kReaders);
-        ptx::mbarrier_init(ds_barrier(1), kReaders);
+        ptx::mbarrier_init(ds_barrier(0), kWarps);
+        ptx::mbarrier_init(ds_barrier(1), kWarps);
         ptx::mbarrier_fence_init();
     }
+
+    __device__ __forceinline__ typename Config::DQRing dq_ring(int i) const {
+        return {shared + Config::kDQ + i * Config::DQRing::kSlotBytes,
+                shared + Config::kDQBarriers + i * Config::DQRing::kBarrierBytes};
+    }
+
+    // Of a KV tile's round in what has one slot: numbers of tiles and of their slots both
+    // alternate.
+    static __device__ __forceinline__ uint32_t parity(const TileCursor_& t) { return t.slot % 2; }
 
     // --- Producer ---
 
     // first_key stays as it is for a spare number. Written piece by piece: this warpgroup has few
     // registers.
     __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
-        const WorkTile work = work_tile(linear, params.schedule);
+        WorkTile work;
+        if (params.lead == 0) {
+            work = work_tile(linear, params.schedule);
+        } else {
+            const int rank = linear % params.schedule.tiles;
+            const int head = linear / params.schedule.tiles - (rank == 0 ? 0 : params.lead);
+            if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
+            work = {rank, head % params.schedule.heads, head / params.schedule.heads};
+        }
         key_tile.head = work.head;
         const SequenceTile tile =
             tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
@@ -221,69 +247,62 @@ struct Fa3Backward {
 
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
-    __device__ __forceinline__ int64_t statistics_row(const KeyTile& tile,
-                                                      const QTileStep& at) const {
-        return workspace_row(params, tile.sequence, at.head, at.q_tile * Config::kBlockQ);
-    }
-
-    // load(rows of the head, its statistics, first row, is it the last?) for all steps of a KV tile,
-    // whose description stays in shared memory: this warpgroup has few registers.
-    template <class Load>
-    __device__ __forceinline__ void for_each_step(const TensorView& view, const float* statistics,
-                                                  const KeyTile& tile, Load load) const {
-        const Sequence& s = tile.sequence;
+    // visit(query head, its first row in the workspace, first row, is it the last?) for all steps
+    // of a KV tile, whose description stays in shared memory: this warpgroup has few registers.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_step(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
             const int head = (tile.head + 1) * group() - 1 - left;
-            const TensorRows rows(view, s.batch, head, s.q_begin, s.seqlen_q);
-            const int block = static_cast<int>(workspace_row(params, s, head, 0) / kWorkspaceRows);
+            const int block =
+                static_cast<int>(workspace_row(params, tile.sequence, head, 0) / kWorkspaceRows);
             for (int row = tile.q_tiles.begin * Config::kBlockQ;
                  row < tile.q_tiles.end * Config::kBlockQ; row += Config::kBlockQ)
-                load(rows, statistics + int64_t{block} * kWorkspaceRows + row, row,
-                     left == 0 && row + Config::kBlockQ == tile.q_tiles.end * Config::kBlockQ);
+                visit(head, int64_t{block} * kWorkspaceRows, row,
+                      left == 0 && row + Config::kBlockQ == tile.q_tiles.end * Config::kBlockQ);
         }
     }
 
-    // Chooses the KV tiles. One is drawn when the last Q tile of the one before is about to be
-    // loaded: a CTA that draws early takes work from others that will be free sooner.
+    // Chooses the KV tiles, by ticket: so all that a CTA waits for in add_dq() are running. And
+    // loads K and V. A tile is drawn when the last Q tile of the one before is about to be loaded:
+    // a CTA that draws early takes work from others that will be free sooner.
     __device__ __forceinline__ void produce_tiles() const {
-        const auto total = [&] { return cta_count(params.schedule); };
-        params.counter.start();
-        int linear = blockIdx.x;
+        const auto draw = [&] { return atomicAdd(params.turn, 1); };
+        int linear = draw();
         for (TileCursor_ t;; t.advance()) {
             tile_ring.acquire(t);
             KeyTile& slot = *tile_slot(t);
             while (true) {
                 slot.first_key = -1;
-                if (linear >= total()) {
-                    ptx::mbarrier_arrive(tile_ring.full(t));
+                if (linear >= cta_count(params.schedule) + params.lead * params.schedule.tiles) {
+                    tile_ring.publish(t);
                     return;
                 }
                 describe(slot, linear);
                 if (slot.first_key >= 0) break;  // not a spare number
-                linear = params.counter.draw(total());
+                linear = draw();
             }
-            ptx::mbarrier_arrive(tile_ring.full(t));
-            // Slots and parities both alternate.
-            ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
-            linear = params.counter.draw(total());
+            tile_ring.publish(t);
+            load_keys<VTile>(v_ring, t, params.v_map, params.v, slot);
+            load_keys<KTile>(k_ring, t, params.k_map, params.k, slot);
+            ptx::mbarrier_wait(draw_barrier(), parity(t));
+            linear = draw();
         }
     }
 
-    __device__ __forceinline__ void produce_q() const {
-        QCursor q;
-        for_each_tile([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) ptx::mbarrier_arrive(draw_barrier());
-            for_each_step(params.q, params.lse_log2, tile,
-                          [&](const TensorRows& rows, const float* lse, int first_row, bool last) {
-                              if (last) ptx::mbarrier_arrive(draw_barrier());
-                              load<QTile>(q_ring, q, params.q_map, rows, first_row, Config::kLse,
-                                          lse);
-                          });
-        });
+    template <class Tile, class Ring>
+    __device__ __forceinline__ void load_keys(const Ring& ring, const TileCursor_& t,
+                                              const CUtensorMap& map, const TensorView& view,
+                                              const KeyTile& tile) const {
+        const typename Ring::Cursor cursor{0, parity(t)};
+        const Sequence& s = tile.sequence;
+        const TensorRows rows(view, s.batch, tile.head, s.k_begin, s.seqlen_k);
+        ring.acquire(cursor);
+        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
+        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), tile.first_key);
     }
 
-    // The KV tiles in their order, for a producer that loads.
+    // The KV tiles in their order, for the other producers.
     template <class Visit>
     __device__ __forceinline__ void for_each_tile(Visit visit) const {
         for (TileCursor_ t;; t.advance()) {
@@ -295,47 +314,86 @@ struct Fa3Backward {
         }
     }
 
-    __device__ __forceinline__ void produce_do() const {
-        DOCursor d;
+    __device__ __forceinline__ void produce_q() const {
+        QCursor q;
         for_each_tile([&](const KeyTile& tile) {
-            for_each_step(params.dout, params.delta, tile,
-                          [&](const TensorRows& rows, const float* delta, int first_row, bool) {
-                              load<DOTile>(do_ring, d, params.do_map, rows, first_row,
-                                           Config::kDelta, delta);
-                          });
+            if (tile.q_tiles.empty()) ptx::mbarrier_arrive(draw_barrier());
+            for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool last) {
+                if (last) ptx::mbarrier_arrive(draw_barrier());
+                load_queries<QTile>(q_ring, q, params.q_map, params.q, tile, head, first_row,
+                                    Config::kLse, params.lse_log2 + workspace);
+            });
         });
     }
 
-    __device__ __forceinline__ void produce_kv() const {
-        typename Config::KRing::Cursor k;
-        typename Config::VRing::Cursor v;
+    __device__ __forceinline__ void produce_do() const {
+        DOCursor d;
         for_each_tile([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) return;
-            const Sequence& s = tile.sequence;
-            const TensorRows k_rows(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
-            k_ring.acquire(k);
-            ptx::mbarrier_arrive_expect(k_ring.full(k), KTile::kBytes);
-            k_rows.load<KTile>(params.k_map, k_ring.tile(k), k_ring.full(k), tile.first_key);
-            k.advance();
-            const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
-            v_ring.acquire(v);
-            ptx::mbarrier_arrive_expect(v_ring.full(v), VTile::kBytes);
-            v_rows.load<VTile>(params.v_map, v_ring.tile(v), v_ring.full(v), tile.first_key);
-            v.advance();
+            for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool) {
+                load_queries<DOTile>(do_ring, d, params.do_map, params.dout, tile, head, first_row,
+                                     Config::kDelta, params.delta + workspace);
+            });
         });
     }
 
     // A Q or dO tile and its lse or delta.
     template <class Tile, class Ring>
-    __device__ __forceinline__ void load(const Ring& ring, typename Ring::Cursor& cursor,
-                                         const CUtensorMap& map, const TensorRows& rows,
-                                         int first_row, int statistics, const float* source) const {
+    __device__ __forceinline__ void load_queries(const Ring& ring, typename Ring::Cursor& cursor,
+                                                 const CUtensorMap& map, const TensorView& view,
+                                                 const KeyTile& tile, int head, int first_row,
+                                                 int statistics, const float* source) const {
+        const Sequence& s = tile.sequence;
+        const TensorRows rows(view, s.batch, head, s.q_begin, s.seqlen_q);
         ring.acquire(cursor);
         ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes + Config::kStatisticsBytes);
         rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
-        ptx::bulk_load(shared + statistics + cursor.slot * Config::kStatisticsBytes, source,
-                       Config::kStatisticsBytes, ring.full(cursor));
+        ptx::bulk_load(shared + statistics + cursor.slot * Config::kStatisticsBytes,
+                       source + first_row, Config::kStatisticsBytes, ring.full(cursor));
         cursor.advance();
+    }
+
+    // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
+    // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
+    // where others wait for them: they were all drawn before.
+    __device__ __forceinline__ void add_dq() const {
+        typename Config::DQRing::Cursor c;
+        for_each_tile([&](const KeyTile& tile) {
+            for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
+                float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
+                int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
+                const Interval keys =
+                    mask_of(tile).keys_of({first_row, first_row + Config::kBlockQ});
+                const int before =
+                    tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
+                const bool stores = before == 0 && !params.dq_zeros;
+                const int awaited = params.deterministic ? before : !params.dq_zeros && before > 0;
+                if (awaited > 0) {
+                    while (ptx::load_acquire(turn) < awaited) __nanosleep(32);
+                    ptx::fence_proxy_async_global();
+                }
+#pragma unroll 1
+                for (int i = 0; i < Config::kConsumers; ++i) {
+                    const typename Config::DQRing ring = dq_ring(i);
+                    float* part = accum + i * (Config::DQRing::kSlotBytes / 4);
+                    ring.wait(c);
+                    if (stores) {
+                        ptx::bulk_store(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                    } else {
+                        ptx::bulk_add(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                    }
+                    ptx::bulk_wait_read();
+                    ring.release(c);
+                }
+                c.advance();
+                if (stores || params.deterministic) {
+                    ptx::bulk_wait();
+                    ptx::fence_proxy_async_global();
+                    __threadfence();
+                    ptx::red_add_release(turn, 1);
+                }
+            });
+        });
+        ptx::bulk_wait();
     }
 
     __device__ __forceinline__ void produce() const {
@@ -346,7 +404,7 @@ struct Fa3Backward {
             case 1:
                 return produce_do();
             case 2:
-                return produce_kv();
+                return add_dq();
             case 3:
                 return produce_tiles();
         }
@@ -356,7 +414,7 @@ struct Fa3Backward {
 
     template <class Ring>
     __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
-        if (leads_warp) ring.release(cursor);
+        ring.release(cursor);
         cursor.advance();
     }
 
@@ -378,9 +436,8 @@ struct Fa3Backward {
 
     // Two neighbouring columns' lse or delta.
     __device__ __forceinline__ float2 statistics(int offset, uint32_t slot, int n) const {
-        return *reinterpret_cast<const float2*>(dynamic_shared() + offset +
-                                                slot * Config::kStatisticsBytes +
-                                                (8 * n + lane_col()) * 4);
+        return *reinterpret_cast<const float2*>(
+            dynamic_shared() + offset + slot * Config::kStatisticsBytes + (8 * n + lane_col()) * 4);
     }
 
     // S^T to P^T.
@@ -400,8 +457,7 @@ struct Fa3Backward {
         if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
             const BandMask mask = mask_of(tile);
             const int first_key = tile.first_key + warp_key;
-            mask_scores(s, first_query,
-                        [&](int row) { return mask.query_range(first_key + row); });
+            mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
         }
         const float scale = Config::kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
@@ -415,63 +471,56 @@ struct Fa3Backward {
         }
     }
 
-    // dP^T to dS^T, as an operand. P^T comes as one too: its rounded values will do, and take half
-    // the registers while dP^T and dQ are under way.
-    __device__ __forceinline__ void softmax_gradient(Scores& dp, const Operand& rP, Operand& rdS,
-                                                     uint32_t slot, uint32_t lse_slot,
+    // dP^T begins with -delta.
+    __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t slot) const {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const float2 delta = statistics(Config::kDelta, slot, n);
+            dp.v[0][n][0] = dp.v[0][n][2] = -delta.x;
+            dp.v[0][n][1] = dp.v[0][n][3] = -delta.y;
+        }
+    }
+
+    // From P^T and dP^T - delta: P^T and dS^T as operands.
+    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
+                                                     Operand& rdS, uint32_t lse_slot,
                                                      const KeyTile& tile,
                                                      const QTileStep& at) const {
         const bool softcap = Config::kGeneral && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            const float2 delta = statistics(Config::kDelta, slot, n);
-            RegisterTile<16, 8> p;
+            float (&ds)[4] = dp.v[0][n];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float2 pair = ptx::unpack<Element>(rP.v[n / 2][n % 2 * 2 + i]);
-                p.v[0][0][2 * i] = pair.x;
-                p.v[0][0][2 * i + 1] = pair.y;
-                float* x = &dp.v[0][n][2 * i];
-                x[0] = pair.x * (x[0] - delta.x);
-                x[1] = pair.y * (x[1] - delta.y);
-            }
+            for (int i = 0; i < 4; ++i) ds[i] *= p.v[0][n][i];
             if constexpr (Config::kGeneral)
-                if (softcap) {
-                    auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(dp.v[0][n]);
+                if (softcap)
                     ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                        .softcap_gradient(ds, p, tile.first_key + warp_key,
+                        .softcap_gradient(reinterpret_cast<RegisterTile<16, 8>&>(ds),
+                                          reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
+                                          tile.first_key + warp_key,
                                           at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
                                               return reinterpret_cast<const float*>(
                                                   dynamic_shared() + Config::kLse +
                                                   lse_slot * Config::kStatisticsBytes)[8 * n + col];
                                           });
-                }
-            rdS.v[n / 2][n % 2 * 2] = ptx::pack<Element>(dp.v[0][n][0], dp.v[0][n][1]);
-            rdS.v[n / 2][n % 2 * 2 + 1] = ptx::pack<Element>(dp.v[0][n][2], dp.v[0][n][3]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                rP.v[n / 2][n % 2 * 2 + i] =
+                    ptx::pack<Element>(p.v[0][n][2 * i], p.v[0][n][2 * i + 1]);
+                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(ds[2 * i], ds[2 * i + 1]);
+            }
         }
     }
 
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t slot) const {
         const int lane = lane_id();
-        const uint32_t address =
-            ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
+        const uint32_t address = ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k)
             ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerPanel * 32)) +
                                  k / DSTile::kBlocksPerPanel * DSTile::kPanelBytes,
                              rdS.v[k]);
         ptx::fence_proxy_async();
-    }
-
-    // Keeps the compiler from moving P's arithmetic behind a wait that follows, where no matmul
-    // would run beside it: by a branch on P, which has no negative numbers.
-    static __device__ __forceinline__ void compute_here(const Scores& p) {
-        uint32_t bits = 0;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) bits |= __float_as_uint(p.v[0][n][i]);
-        if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]] __nanosleep(1);
     }
 
     // An operand, moved from a ring's first slot to another.
@@ -481,34 +530,21 @@ struct Fa3Backward {
         return operand;
     }
 
-    // A consumer's part of dQ to HBM. In deterministic mode KV tiles take turns, in ascending order:
-    // params.turn counts the consumers that have added to a Q tile. All that a CTA waits for were
-    // drawn before its own tile.
-    __device__ __forceinline__ void add_dq(const DQ& rdQ, float* accum, const KeyTile& tile,
-                                           int q_tile) const {
-        int* turn = nullptr;
-        if (Config::kGeneral && params.deterministic) {
-            turn = params.turn + 1 +
-                   (accum - params.dq_accum) / (Config::kBlockQ * Config::kHeadDim);
-            const Interval keys = mask_of(tile).keys_of(tile_interval(q_tile, Config::kBlockQ));
-            const int before = (tile.first_key - keys.begin / Config::kBlockKV * Config::kBlockKV) /
-                               Config::kBlockKV * Config::kConsumers;
-            if (threadIdx.x % 128 == 0)
-                while (ptx::load_acquire(turn) < before) __nanosleep(64);
-            ptx::barrier_sync(1 + consumer, 128);
-        }
+    // A consumer's part of dQ to shared memory, for the producer that adds it.
+    __device__ __forceinline__ void store_dq(const DQ& rdQ,
+                                             typename Config::DQRing::Cursor& c) const {
+        const auto ring = dq_ring(consumer);
+        auto* slot = reinterpret_cast<float4*>(dynamic_shared() + (ring.tile(c) - shared)) +
+                     (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
 #pragma unroll
         for (int n = 0; n < DQ::kN; ++n) {
-            const float(&x)[4] = rdQ.v[0][n];
-            ptx::red_add_v4(accum + n * 128, x[0], x[1], x[2], x[3]);
+            const float (&x)[4] = rdQ.v[0][n];
+            slot[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
         }
-        if (turn != nullptr) {
-            ptx::barrier_sync(1 + consumer, 128);  // all of the warpgroup's additions are issued
-            if (threadIdx.x % 128 == 0) {
-                __threadfence();
-                ptx::red_add_release(turn, 1);
-            }
-        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (leads_warp) ring.publish(c);
+        c.advance();
     }
 
     // dK and dV of keys that no query sees.
@@ -544,10 +580,9 @@ struct Fa3Backward {
         QCursor q_done;      // of dK
         DOCursor d, d_done;  // the same of dP and dV
         TileCursor_ t;
-        typename Config::KRing::Cursor k;
-        typename Config::VRing::Cursor v;
-        uint32_t ds = 0;         // slot of dS
-        uint32_t ds_parity = 0;  // of dQ's slot
+        typename Config::DQRing::Cursor part;  // of dQ
+        uint32_t ds = 0;                       // slot of dS
+        uint32_t ds_parity = 0;                // of dQ's slot
         GradientK rdK;
         GradientV rdV;
         // Operands in shared memory, of rings in their first slots.
@@ -557,6 +592,7 @@ struct Fa3Backward {
         const AlongRows<DOTile> do_rows(shared + Config::kDO);
         const AlongColumns<QTile> q_columns(shared + Config::kQ);
         const AlongColumns<DOTile> do_columns(shared + Config::kDO);
+        const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
         const AlongColumns<DSTile> ds_columns(
             ds_tile(0) + (Config::kSplitColumns ? 0 : consumer * DSTile::kPanelBytes));
         const AlongColumns<KTile> k_columns(
@@ -569,20 +605,19 @@ struct Fa3Backward {
             if (ptx::warp_uniform(tile.first_key) < 0) return;
             const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
                                    ptx::warp_uniform(tile.q_tiles.end)};
+            typename Config::KRing::Cursor k{0, parity(t)};
+            typename Config::VRing::Cursor v{0, parity(t)};
             if (q_tiles.empty()) [[unlikely]] {
+                k_ring.wait(k);
+                v_ring.wait(v);
+                release(k_ring, k);
+                release(v_ring, v);
                 store_zeros(tile);
             } else {
                 const Interval full = full_tiles(tile);
                 int steps = (q_tiles.end - q_tiles.begin) * group();
                 QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
-                float* dq = params.dq_accum + statistics_row(tile, at) * Config::kHeadDim +
-                            (threadIdx.x / 32 - 4) * (DQ::kN * 128) + lane_id() * 4;
-                const int64_t next_head =
-                    (int64_t{params.q_blocks} * kWorkspaceRows -
-                     (q_tiles.end - q_tiles.begin) * Config::kBlockQ) *
-                    Config::kHeadDim;
-                Scores rS, own_rdP;
-                Scores& rdP = Config::kSharesRegisters ? rS : own_rdP;
+                Scores rS, rdP;
                 Operand rP, rdS;
                 DQ rdQ;
 
@@ -593,28 +628,37 @@ struct Fa3Backward {
                 };
                 const auto start_dp = [&] {
                     do_ring.wait(d);
+                    subtract_delta(rdP, d.slot);
                     start_gemm<Element, Config::kHeadDimV>(
-                        rdP, v_rows, in_slot<DOTile::kBytes>(do_rows, d.slot), false);
+                        rdP, v_rows, in_slot<DOTile::kBytes>(do_rows, d.slot), true);
                 };
-                const auto start_gradients = [&](bool accumulate) {
+                const auto start_dv_dk = [&](bool accumulate) {
                     start_gemm<Element, Config::kBlockQ>(
                         rdV, rP, in_slot<DOTile::kBytes>(do_columns, d_done.slot), accumulate);
+                    ptx::barrier_sync(1 + consumer, 128);  // all of its dS is there
                     start_gemm<Element, Config::kBlockQ>(
-                        rdK, rdS, in_slot<QTile::kBytes>(q_columns, q_done.slot), accumulate);
+                        rdK, in_slot<DSTile::kBytes>(ds_rows, ds),
+                        in_slot<QTile::kBytes>(q_columns, q_done.slot), accumulate);
                 };
                 // This consumer's part of dQ.
-                const auto wait_ds = [&] {
-                    ptx::mbarrier_wait(ds_barrier(ds), ds_parity);
-                };
                 const auto start_dq = [&] {
+                    dq_ring(consumer).acquire(part);
                     start_gemm_columns<Element, Config::kBlockKV>(
                         rdQ, in_slot<DSTile::kBytes>(ds_columns, ds), k_columns, false);
                 };
-                const auto release_q_do = [&] {
+                const auto finish_dv_dk = [&] {
+                    ptx::wgmma_wait<0>();
+                    finished(rdV);
+                    finished(rdK);
                     release(q_ring, q_done);
                     release(do_ring, d_done);
                 };
-                // dS is there for dQ, by all warps.
+                const auto finish_dp = [&] {
+                    ptx::wgmma_wait<0>();
+                    finished(rdP);
+                };
+                // Both consumers' dS is there, and their dQ of the step before done.
+                const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_parity); };
                 const auto publish_ds = [&] {
                     __syncwarp();
                     if (leads_warp) ptx::mbarrier_arrive(ds_barrier(ds));
@@ -624,26 +668,15 @@ struct Fa3Backward {
                     ds ^= 1;
                 };
 
-                // P and dS of the first Q tile.
                 k_ring.wait(k);
                 start_scores();
-                if constexpr (!Config::kSharesRegisters) {
-                    v_ring.wait(v);
-                    start_dp();
-                    ptx::wgmma_wait<1>();
-                } else {
-                    ptx::wgmma_wait<0>();
-                }
-                finished(rS);
-                exponentiate(rS, q.slot, tile, at, full);
-                rP.template round<Element>(rS);
-                if constexpr (Config::kSharesRegisters) {
-                    v_ring.wait(v);
-                    start_dp();
-                }
                 ptx::wgmma_wait<0>();
-                finished(rdP);
-                softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
+                finished(rS);
+                v_ring.wait(v);
+                start_dp();
+                exponentiate(rS, q.slot, tile, at, full);
+                finish_dp();
+                softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
                 store_ds(rdS, ds);
                 publish_ds();
                 bool accumulate = false;
@@ -653,56 +686,35 @@ struct Fa3Backward {
                     d.advance();
                     at.advance(q_tiles);
                     start_scores();
-                    start_gradients(accumulate);
+                    start_dv_dk(accumulate);
                     accumulate = true;
-                    ptx::wgmma_wait<2>();
+                    finish_dv_dk();
                     finished(rS);
-                    exponentiate(rS, q.slot, tile, at, full);
-                    compute_here(rS);  // and not behind the wait
-                    ptx::wgmma_wait<0>();
-                    finished(rdV);
-                    finished(rdK);
-                    release_q_do();
-                    rP.template round<Element>(rS);
                     start_dp();
-                    if constexpr (Config::kSharesRegisters) {
-                        ptx::wgmma_wait<0>();
-                    } else {
-                        wait_ds();
-                        start_dq();
-                        ptx::wgmma_wait<1>();
-                    }
-                    finished(rdP);
-                    softmax_gradient(rdP, rP, rdS, d.slot, q.slot, tile, at);
-                    // The slot is free: the other consumer's dS of this step came behind its dQ of
-                    // the one before.
-                    if constexpr (Config::kSharesRegisters) wait_ds();
+                    exponentiate(rS, q.slot, tile, at, full);
+                    finish_dp();
+                    wait_ds();
+                    softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
                     store_ds(rdS, ds ^ 1);
-                    if constexpr (Config::kSharesRegisters) start_dq();
+                    start_dq();
                     ptx::wgmma_wait<0>();
                     finished(rdQ);
                     next_ds();
                     publish_ds();
-                    const bool next_head_began = at.q_tile == q_tiles.begin;
-                    add_dq(rdQ, dq, tile, (next_head_began ? q_tiles.end : at.q_tile) - 1);
-                    dq += Config::kBlockQ * Config::kHeadDim;
-                    if (next_head_began) dq += next_head;
+                    store_dq(rdQ, part);
                 }
 
                 release(v_ring, v);
-                start_gradients(accumulate);
+                start_dv_dk(accumulate);
                 wait_ds();
                 start_dq();
-                ptx::wgmma_wait<0>();
-                finished(rdV);
-                finished(rdK);
+                finish_dv_dk();
                 finished(rdQ);
                 next_ds();
                 release(k_ring, k);
-                release_q_do();
                 q.advance();
                 d.advance();
-                add_dq(rdQ, dq, tile, at.q_tile);
+                store_dq(rdQ, part);
                 store(rdK, rdV, tile);
             }
             __syncwarp();
@@ -743,23 +755,36 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
+// A first KV tile is to be done when the others of its head begin: so as many tiles lie between as
+// CTAs run, twice as many under a mask, where it is the longest. Not for long sequences, which
+// zeros cost little, nor where the heads between do not fit in L2 or are most of all (note 010).
+inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
+    constexpr int kMaxTiles = 16;
+    constexpr int64_t kL2Share = int64_t{67} << 19;  // 33.5 MB
+    const Schedule& schedule = params.schedule;
+    if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
+        schedule.tiles > kMaxTiles)
+        return 0;
+    const int lead = ceil_div(multiprocessors() * (masked ? 2 : 1), schedule.tiles);
+    const bool fits = lead * bytes_per_head <= kL2Share;
+    return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
+}
+
 template <class Config>
 cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
-    Fa3BackwardParams params{call};
-    params.counter = {call.tile_counter, unique_launch_name() << TileCounter::kCountBits};
+    Fa3BackwardParams params{{call}};
     const bool masked =
         params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
-    const int group = params.heads_q / params.heads_k;
+    // Q, dO and dQ.
+    const int64_t bytes_per_head = int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} *
+                                   params.seqlen_q * (params.heads_q / params.heads_k);
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
-        tensor_batches(params),
-        masked || params.cu_seqlens_q != nullptr || params.deterministic,
-        // Q, dO and dQ. Deterministic mode interleaves all heads, as in fa2_backward.cuh.
-        params.deterministic
-            ? 0
-            : int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group,
-        1,
-        section_fillings(params, masked));
+        tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,
+        // Deterministic mode interleaves all heads, as in fa2_backward.cuh.
+        params.deterministic ? 0 : bytes_per_head, 1, section_fillings(params, masked));
+    params.lead = lead_of(params, masked, bytes_per_head);
+    params.dq_zeros = params.lead == 0 && !params.deterministic;
     for (cudaError_t status :
          {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
                                                     params.head_dim),
@@ -770,15 +795,12 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
           encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
                                                     params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    cudaError_t status = launch_fa3_prepare<Config>(call, stream);
-    if (status == cudaSuccess && params.deterministic)
-        status = cudaMemsetAsync(
-            params.turn, 0, (1 + workspace_rows(params) / Config::kBlockQ) * sizeof(int), stream);
+    cudaError_t status = launch_fa3_prepare<Config>(params, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
             Config::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(call, stream);
+    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(params, stream);
     return status;
 }
 
@@ -791,11 +813,7 @@ cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
                               tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value)>;
         status = launch_fa3_backward<Config>(params, stream);
     };
-    if (params.deterministic) {  // an option that costs registers
-        dispatch_kernel<Features::kGeneral>(params, launch);
-    } else {
-        dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
-    }
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
     return status;
 }
 

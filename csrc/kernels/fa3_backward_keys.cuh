@@ -47,6 +47,7 @@
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
+#include "../tile_counter.cuh"
 #include "fa3_backward.cuh"
 
 namespace flash_ext {
@@ -90,7 +91,11 @@ struct KeptDS {
 };
 static_assert(DSTile::kBytes == KeptTiles::kBytes);
 
-struct Fa3BackwardKeepingParams : Fa3BackwardParams {
+struct Fa3BackwardWideParams : Fa3BackwardMaps {
+    TileCounter counter;
+};
+
+struct Fa3BackwardKeepingParams : Fa3BackwardWideParams {
     KeptDS kept;
 };
 
@@ -719,7 +724,7 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& k
                                      cudaStream_t stream) {
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
-    params.counter = {call.tile_counter, unique_launch_name() << TileCounter::kCountBits};
+    params.counter = new_count(call.tile_counter);
     const bool masked =
         params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
     const int group = params.heads_q / params.heads_k;

@@ -1,21 +1,15 @@
-// The passes before and behind the FA3 backward: row statistics and a dq_accum of zeros before it;
-// dq_accum to dQ behind it. Each is a CTA per Q tile.
+// The passes before and behind the FA3 backward: row statistics, zeros in params.turn and, if that
+// is wanted, in dq_accum before it; dq_accum to dQ behind it. Each is a CTA per Q tile.
 #pragma once
 
 #include "backward_delta.cuh"
 
 namespace flash_ext {
 
-// Of a launch in this process.
-inline uint64_t unique_launch_name() {
-    static std::atomic<uint64_t> launches{0};
-    return (++launches * 2 + 1) * 0x9e3779b97f4a7c15;
-}
-
 inline constexpr int kFa3PassThreads = 256;
 
-// delta = rowsum(dO * O) - dlse and lse in base 2, as row_statistics(), but a row takes only as many
-// lanes as it has 16-byte chunks.
+// delta = rowsum(dO * O) - dlse and lse in base 2, as row_statistics(), but a row takes only as
+// many lanes as it has 16-byte chunks.
 template <class Config>
 __global__ void __launch_bounds__(kFa3PassThreads)
     fa3_prepare_kernel(const __grid_constant__ BackwardParams params) {
@@ -30,12 +24,10 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     const int chunk = threadIdx.x % kLanes;
     const int row = threadIdx.x / kLanes;
     const int rows = sequence.seqlen_q - first_query;
-    const auto gO = global_tile<const Element>(params.out, sequence.batch,
-                                               sequence.q_begin + first_query, head, rows,
-                                               params.head_dim_v);
-    const auto gdO = global_tile<const Element>(params.dout, sequence.batch,
-                                                sequence.q_begin + first_query, head, rows,
-                                                params.head_dim_v);
+    const auto gO = global_tile<const Element>(
+        params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const auto gdO = global_tile<const Element>(
+        params.dout, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
     const int64_t index = statistics_offset(params, sequence, head) + first_query;
 
     uint4 o[kPasses], d_o[kPasses];
@@ -49,10 +41,16 @@ __global__ void __launch_bounds__(kFa3PassThreads)
             d_o[i] = *reinterpret_cast<const uint4*>(gdO.data + r * gdO.row_stride + chunk * 8);
         }
     }
-    auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * Config::kHeadDim);
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) params.turn[0] = 0;
+        params.turn[1 + blockIdx.x] = 0;
+    }
+    if (params.dq_zeros) {
+        auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * Config::kHeadDim);
 #pragma unroll
-    for (int i = 0; i < Config::kBlockQ * Config::kHeadDim / 4 / kFa3PassThreads; ++i)
-        accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = 0; i < Config::kBlockQ * Config::kHeadDim / 4 / kFa3PassThreads; ++i)
+            accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const auto* x = reinterpret_cast<const Element*>(&o[i]);
@@ -84,21 +82,25 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     using DQ = typename Config::DQ;
     const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
-    const float* accum = params.dq_accum + int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
+    const float* accum = params.dq_accum +
+                         int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
                          warp_id() * (DQ::kN * 128) + lane_id() * 4;
     const int warp_row = Config::kSplitColumns ? warp_id() % 4 * 16 : warp_id() * 16;
     const int first_col = Config::kSplitColumns ? warp_id() / 4 * Config::kDQCols : 0;
     const int first_query = q_tile * Config::kBlockQ + warp_row;
     if (first_query >= sequence.seqlen_q) return;
+    const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
     DQ rdQ;
 #pragma unroll
     for (int n = 0; n < DQ::kN; ++n) {
+        if (!stored) continue;
         const float4 x = __ldcs(reinterpret_cast<const float4*>(accum + n * 128));
         rdQ.v[0][n][0] = x.x;
         rdQ.v[0][n][1] = x.y;
         rdQ.v[0][n][2] = x.z;
         rdQ.v[0][n][3] = x.w;
     }
+    if (!stored) rdQ.clear();
     rdQ.scale(params.scale);
     auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
                                     sequence.seqlen_q - first_query, params.head_dim - first_col);

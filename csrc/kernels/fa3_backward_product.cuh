@@ -56,15 +56,15 @@ struct Fa3BackwardProduct {
     using TileCursor_ = typename Config::TileRing::Cursor;
     using DQ = RegisterTile<16, Config::kHeadDim>;
 
-    const Fa3BackwardParams& params;
+    const Fa3BackwardWideParams& params;
     const KeptDS& kept;
     uint32_t shared;
     bool leads_warp;  // is it its warp's first?
     typename Config::Ring ring;
     typename Config::TileRing tile_ring;
 
-    __device__ __forceinline__ Fa3BackwardProduct(const Fa3BackwardParams& p, const KeptDS& kept_,
-                                                  uint32_t shared_)
+    __device__ __forceinline__ Fa3BackwardProduct(const Fa3BackwardWideParams& p,
+                                                  const KeptDS& kept_, uint32_t shared_)
         : params(p),
           kept(kept_),
           shared(shared_),
@@ -264,7 +264,7 @@ cudaError_t launch_fa3_backward_product(const BackwardParams& call, const KeptDS
                                         cudaStream_t stream) {
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
-    params.counter = {call.tile_counter + 1, unique_launch_name() << TileCounter::kCountBits};
+    params.counter = new_count(call.tile_counter + 1);
     const int group = params.heads_q / params.heads_k;
     const bool masked =
         params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;

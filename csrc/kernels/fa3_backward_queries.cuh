@@ -101,14 +101,14 @@ struct Fa3BackwardQueries {
     using Operand = RegisterOperand<Config::kBlockKV>;
     using DQ = RegisterTile<16, Config::kHeadDim>;
 
-    const Fa3BackwardParams& params;
+    const Fa3BackwardWideParams& params;
     uint32_t shared;
     bool leads_warp;  // is it its warp's first?
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
     typename Config::TileRing tile_ring;
 
-    __device__ __forceinline__ Fa3BackwardQueries(const Fa3BackwardParams& p, uint32_t shared_)
+    __device__ __forceinline__ Fa3BackwardQueries(const Fa3BackwardWideParams& p, uint32_t shared_)
         : params(p),
           shared(shared_),
           leads_warp(lane_id() == 0),
@@ -548,7 +548,7 @@ struct Fa3BackwardQueries {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_queries_kernel(const __grid_constant__ Fa3BackwardParams params) {
+    fa3_backward_queries_kernel(const __grid_constant__ Fa3BackwardWideParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3BackwardQueries<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
@@ -568,8 +568,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 template <class Config>
 cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t stream) {
-    Fa3BackwardParams params{call};
-    params.counter = {call.tile_counter + 1, unique_launch_name() << TileCounter::kCountBits};
+    Fa3BackwardWideParams params{call};
+    params.counter = new_count(call.tile_counter + 1);
     params.schedule =
         forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;

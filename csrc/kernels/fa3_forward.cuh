@@ -69,6 +69,7 @@ struct Fa3ForwardConfig {
     static constexpr int kConsumers = kTuning.consumers;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ >= tuning::kMinFa3BlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
     static constexpr int kDrawAhead = 2;
@@ -548,12 +549,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
-// Of a launch in this process.
-inline uint64_t unique_name() {
-    static std::atomic<uint64_t> launches{0};
-    return ++launches * 0x9e3779b97f4a7c15;  // odd: different for different launches
-}
-
 template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     Fa3ForwardParams params{call};
@@ -561,7 +556,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.counter = {call.tile_counter, unique_name() << TileCounter::kCountBits};
+    params.counter = new_count(call.tile_counter);
     params.schedule =
         forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile>(
@@ -571,7 +566,9 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                                encode_tensor_map<typename Config::VTile>(
                                    params.v_map, params.v, params.element_type, params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    const int ctas = min_of(cta_count(params.schedule), multiprocessors());
+    const int tiles = cta_count(params.schedule);
+    const int ctas = min_of(tiles, multiprocessors());
+    if (tiles > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
     return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
                                                      params, stream);
 }

@@ -29,12 +29,42 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
         : "memory");
 }
 
-// What this thread has written to shared memory by ordinary stores, for the copy engine and wgmma.
+// Orders this thread's ordinary accesses and those of the copy engine and wgmma: to shared memory,
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// ... and to global memory.
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
-// The same as far as L2.
+// Consecutive floats from shared to global memory. Closes a group of what this thread has started.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                 "r"(shared), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Adds them to what is there.
+__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+        "r"(shared), "r"(bytes)
+        : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's groups have read shared memory, ...
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// ... and until they are done.
+__device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// A tile to L2 only.
 __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap& map, int x, int y, int z,
                                                 int w) {
     asm volatile(

@@ -53,13 +53,24 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
     const cuuint64_t strides[3] = {row, 16, (uint64_t{1} << 34) - row};
     const cuuint32_t box[4] = {Tile::kPanelCols, Tile::kRows, 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
-    const CUresult result =
-        encode(&map,
-               type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-               4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               Tile::kPanelCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto try_to_encode = [&] {
+        return encode(
+            &map,
+            type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+            Tile::kPanelCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = try_to_encode();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {
+        // This thread has not used the device yet (autograd has threads of its own). The driver
+        // wants a context, which the runtime would set up at the launch.
+        int device = 0;
+        cudaGetDevice(&device);
+        cudaSetDevice(device);
+        result = try_to_encode();
+    }
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -1,5 +1,6 @@
-// A ring of tiles in shared memory that one thread fills by TMA and warps read. A slot has two
-// mbarriers: "full" counts the bytes that come in, "empty" the warps that have read them.
+// A ring of tiles in shared memory that one thread fills by TMA and warps read, or the other way
+// round. A slot has two mbarriers: "full" counts the bytes that come in, or the warps that have
+// written; "empty" those who have read.
 #pragma once
 
 #include <cstdint>
@@ -33,10 +34,10 @@ struct TmaRing {
     uint32_t barriers;  // (full, empty) of each slot
 
     // By one thread, before any other uses the ring.
-    __device__ __forceinline__ void init(int readers) const {
+    __device__ __forceinline__ void init(int readers, int writers = 1) const {
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
-            ptx::mbarrier_init(barriers + 16 * i, 1);
+            ptx::mbarrier_init(barriers + 16 * i, writers);
             ptx::mbarrier_init(barriers + 16 * i + 8, readers);
         }
     }
@@ -52,6 +53,10 @@ struct TmaRing {
     // The writer: waits until the readers are done with the slot.
     __device__ __forceinline__ void acquire(const Cursor& c) const {
         ptx::mbarrier_wait(empty(c), c.round ^ 1);
+    }
+    // Says that it is full; by one lane of each warp, where it is warps that write.
+    __device__ __forceinline__ void publish(const Cursor& c) const {
+        ptx::mbarrier_arrive(full(c));
     }
     // The readers: wait until the slot is full, ...
     __device__ __forceinline__ void wait(const Cursor& c) const {

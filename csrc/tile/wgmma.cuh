@@ -87,7 +87,7 @@ template <class Element, int kK, class Accumulator, class A, class B>
 __device__ __forceinline__ void start_gemm_columns(Accumulator& c, const A& a, const B& b,
                                                    bool accumulate) {
     static_assert(A::kTranspose);
-    auto& d = reinterpret_cast<float(&)[Accumulator::kN * 4]>(c.v);
+    auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k)
