@@ -323,9 +323,7 @@ struct Fa3BackwardKeys {
     __device__ __forceinline__ void wait(uint32_t slot, const Place& at) const {
         pool.wait({slot, at.round});
     }
-    __device__ __forceinline__ void release(uint32_t slot) const {
-        pool.release({slot, 0});
-    }
+    __device__ __forceinline__ void release(uint32_t slot) const { pool.release({slot, 0}); }
     template <class Ring>
     __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
         if (leads_warp) ring.release(cursor);
