@@ -38,12 +38,11 @@
 //   full, empty(tiles)   producer; all readers      all readers; producer
 //   draw                 producer of Q, before the  producer of tiles
 //                        last load of a tile
-//   P (of each pair)     each warp of "values"      "keys", before dS
+//   full P (of each      each warp of "values"      "keys", before dS
+//   pair)
+//   empty P              each thread of "keys"      "values", before the pair's next P
 //   turn (named)         the other consumer, when   consumers, before they start theirs
 //                        its matmuls are started
-//
-// P's slots need no barrier for "empty": the next P of a pair needs the next Q, which lies where
-// the pair's dO was until "keys" had read the P before.
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -121,24 +120,25 @@ struct Fa3BackwardKeysConfig {
     using Pool = TmaRing<2 * kPairs, max_of(QTile::kBytes, DOTile::kBytes)>;
     using KRing = TmaRing<1, KTile::kBytes>;
     using VRing = TmaRing<1, VTile::kBytes>;
+    using PRing = TmaRing<kPairs, kBlockKV * kBlockQ * 2>;  // from "values" to "keys"
     using TileRing = TmaRing<4, 64>;
     static_assert(sizeof(KeyTile) <= TileRing::kSlotBytes);
     static_assert(kWorkspaceRows % kBlockQ == 0);
 
     static constexpr int kStatisticsBytes = kBlockQ * 4;
-    static constexpr int kPBytes = kBlockKV * kBlockQ * 2;
     static constexpr int kK = 0;
     static constexpr int kV = kK + KTile::kBytes;
     static constexpr int kPool = kV + VTile::kBytes;
     static constexpr int kP = kPool + Pool::kSlots * Pool::kSlotBytes;
-    static constexpr int kStatistics = kP + kPairs * kPBytes;  // of each of the pool's slots
+    static constexpr int kStatistics =
+        kP + kPairs * PRing::kSlotBytes;  // of each of the pool's slots
     static constexpr int kTiles = kStatistics + Pool::kSlots * kStatisticsBytes;
     static constexpr int kPoolBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
     static constexpr int kKBarriers = kPoolBarriers + Pool::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
     static constexpr int kPBarriers = kTileBarriers + TileRing::kBarrierBytes;
-    static constexpr int kDrawBarrier = kPBarriers + kPairs * 8;
+    static constexpr int kDrawBarrier = kPBarriers + PRing::kBarrierBytes;
     static constexpr int kSharedBytes = kDrawBarrier + 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -157,6 +157,7 @@ struct Fa3BackwardKeys {
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using Place = PoolCursor<Config::kPairs>;
     using TileCursor_ = typename Config::TileRing::Cursor;
+    using PCursor = typename Config::PRing::Cursor;
 
     const Fa3BackwardKeepingParams& params;
     uint32_t shared;
@@ -165,6 +166,7 @@ struct Fa3BackwardKeys {
     Pool pool;
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
+    typename Config::PRing p_ring;
     typename Config::TileRing tile_ring;
 
     __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p, uint32_t shared_)
@@ -175,6 +177,7 @@ struct Fa3BackwardKeys {
           pool{shared + Config::kPool, shared + Config::kPoolBarriers},
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
           v_ring{shared + Config::kV, shared + Config::kVBarriers},
+          p_ring{shared + Config::kP, shared + Config::kPBarriers},
           tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
 
     __device__ __forceinline__ void init() const {
@@ -183,7 +186,7 @@ struct Fa3BackwardKeys {
         v_ring.init(4);
         tile_ring.init(8 + 2);  // and the producers that load
         ptx::mbarrier_init(draw_barrier(), 1);
-        for (int i = 0; i < Config::kPairs; ++i) ptx::mbarrier_init(p_barrier(i), 4);
+        p_ring.init(128, 4);
         ptx::mbarrier_fence_init();
     }
 
@@ -400,19 +403,20 @@ struct Fa3BackwardKeys {
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k) {
             uint32_t packed[4];
-            ptx::ld_shared_v4(packed, p_address(place.pair, k));
+            ptx::ld_shared_v4(packed, p_address({place.pair, place.round}, k));
 #pragma unroll
             for (int n = 2 * k; n < 2 * k + 2; ++n) {
                 const float2 delta = statistics(place.dout(), n);
                 RegisterTile<16, 8> p;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const float2 pair = ptx::unpack<Element>(packed[n % 2 * 2 + i]);
-                    p.v[0][0][2 * i] = pair.x;
-                    p.v[0][0][2 * i + 1] = pair.y;
+                    const float2 pair = ptx::unpack<__half>(packed[n % 2 * 2 + i]);
+                    float (&y)[4] = p.v[0][0];
+                    y[2 * i] = pair.x * (1.f / kPFactor);
+                    y[2 * i + 1] = pair.y * (1.f / kPFactor);
                     float* x = &dp.v[0][n][2 * i];
-                    x[0] = pair.x * (x[0] - delta.x);
-                    x[1] = pair.y * (x[1] - delta.y);
+                    x[0] = y[2 * i] * (x[0] - delta.x);
+                    x[1] = y[2 * i + 1] * (x[1] - delta.y);
                 }
                 if constexpr (Config::kGeneral)
                     if (softcap) {
@@ -457,9 +461,28 @@ struct Fa3BackwardKeys {
             }
     }
 
+    // P goes from "values" to "keys" as fp16, which is closer than bf16, times a factor, or small
+    // numbers would lose digits.
+    static constexpr float kPFactor = std::is_same_v<Element, __half> ? 1.f : 16384.f;
+
     // Where this thread's part of 16 of P's columns lies, for the thread of its number in "keys".
-    __device__ __forceinline__ uint32_t p_address(uint32_t slot, int k) const {
-        return shared + Config::kP + slot * Config::kPBytes + k * 2048 + threadIdx.x % 128 * 16;
+    __device__ __forceinline__ uint32_t p_address(const PCursor& at, int k) const {
+        return p_ring.tile(at) + k * 2048 + threadIdx.x % 128 * 16;
+    }
+    __device__ __forceinline__ void pass_p(const Scores& p, const PCursor& at) const {
+        p_ring.acquire(at);
+#pragma unroll
+        for (int k = 0; k < Config::kBlockQ / 16; ++k) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* x = &p.v[0][2 * k + i / 2][i % 2 * 2];
+                packed[i] = ptx::pack<__half>(x[0] * kPFactor, x[1] * kPFactor);
+            }
+            ptx::st_shared_v4(p_address(at, k), packed);
+        }
+        __syncwarp();
+        if (leads_warp) p_ring.publish(at);
     }
 
     __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const {
@@ -542,12 +565,8 @@ struct Fa3BackwardKeys {
             finished(rS);
             if (walk.left == 0) release(k_ring, k);
             exponentiate(rS, place.q(), *tile_slot(walk.tile), walk.at, full);
+            pass_p(rS, {place.pair, place.round});
             rP.template round<Element>(rS);
-#pragma unroll
-            for (int i = 0; i < Config::kBlockQ / 16; ++i)
-                ptx::st_shared_v4(p_address(place.pair, i), rP.v[i]);
-            __syncwarp();
-            if (leads_warp) ptx::mbarrier_arrive(p_barrier(place.pair));
             release(place.q());
         };
 
@@ -618,9 +637,10 @@ struct Fa3BackwardKeys {
         const auto gradient_of_scores = [&] {
             finished(rdP);
             if (walk.left == 0) release(v_ring, v);
-            ptx::mbarrier_wait(p_barrier(place.pair), place.round);
+            const PCursor p{place.pair, place.round};
+            p_ring.wait(p);
             softmax_gradient(rdP, rdS, place, *tile_slot(walk.tile), walk.at);
-            __syncwarp();
+            p_ring.release(p);
             release(place.dout());
             if constexpr (Config::kKeepsDS) keep(rdS, ds);
         };
@@ -686,9 +706,6 @@ struct Fa3BackwardKeys {
     }
     __device__ __forceinline__ uint32_t draw_barrier() const {
         return shared + Config::kDrawBarrier;
-    }
-    __device__ __forceinline__ uint32_t p_barrier(uint32_t slot) const {
-        return shared + Config::kPBarriers + 8 * slot;
     }
 };
 
