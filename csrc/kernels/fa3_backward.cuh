@@ -44,6 +44,7 @@
 #pragma once
 
 #include "../mask.cuh"
+#include "../ptx/grid_dependency.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/registers.cuh"
@@ -276,6 +277,7 @@ struct Fa3Backward {
                 slot.first_key = -1;
                 if (linear >= cta_count(params.schedule) + params.lead * params.schedule.tiles) {
                     tile_ring.publish(t);
+                    ptx::launch_dependents();
                     return;
                 }
                 describe(slot, linear);
@@ -398,6 +400,7 @@ struct Fa3Backward {
 
     __device__ __forceinline__ void produce() const {
         if (lane_id() != 0) return;
+        ptx::wait_for_grid_before();  // the pass that makes lse, delta and zeros
         switch (warp_id()) {
             case 0:
                 return produce_q();
@@ -799,7 +802,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
-            Config::kSharedBytes, params, stream);
+            Config::kSharedBytes, params, stream, true);
     if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(params, stream);
     return status;
 }

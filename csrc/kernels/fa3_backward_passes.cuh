@@ -2,6 +2,7 @@
 // is wanted, in dq_accum before it; dq_accum to dQ behind it. Each is a CTA per Q tile.
 #pragma once
 
+#include "../ptx/grid_dependency.cuh"
 #include "backward_delta.cuh"
 
 namespace flash_ext {
@@ -17,6 +18,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     constexpr int kLanes = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
     constexpr int kRowsPerPass = kFa3PassThreads / kLanes;
     constexpr int kPasses = Config::kBlockQ / kRowsPerPass;
+    ptx::launch_dependents();
     const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
     const int64_t first = int64_t{blockIdx.x} * Config::kBlockQ;  // row of the workspace
@@ -89,6 +91,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     const int first_col = Config::kSplitColumns ? warp_id() / 4 * Config::kDQCols : 0;
     const int first_query = q_tile * Config::kBlockQ + warp_row;
     if (first_query >= sequence.seqlen_q) return;
+    ptx::wait_for_grid_before();
     const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
     DQ rdQ;
 #pragma unroll
@@ -117,7 +120,7 @@ cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream
 template <class Config>
 cudaError_t launch_fa3_convert_dq(const BackwardParams& params, cudaStream_t stream) {
     return launch_kernel<fa3_convert_dq_kernel<Config>>(workspace_rows(params) / Config::kBlockQ,
-                                                        kFa3PassThreads, 0, params, stream);
+                                                        kFa3PassThreads, 0, params, stream, true);
 }
 
 }  // namespace flash_ext
