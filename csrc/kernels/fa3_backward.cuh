@@ -44,8 +44,8 @@
 #pragma once
 
 #include "../mask.cuh"
-#include "../ptx/grid_dependency.cuh"
 #include "../ptx/barrier.cuh"
+#include "../ptx/grid_dependency.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/registers.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -798,7 +798,8 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
           encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
                                                     params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    cudaError_t status = launch_fa3_prepare<Config>(params, stream);
+    cudaError_t status = launch_fa3_prepare<typename Config::Element, Config::kBlockQ,
+                                            Config::kHeadDimV, Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,

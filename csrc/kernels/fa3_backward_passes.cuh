@@ -1,5 +1,5 @@
-// The passes before and behind the FA3 backward: row statistics, zeros in params.turn and, if that
-// is wanted, in dq_accum before it; dq_accum to dQ behind it. Each is a CTA per Q tile.
+// The passes before and behind the FA3 backward: row statistics and, where dQ is summed in memory,
+// zeros before it; the sum to dQ behind it. Each is a CTA per Q tile.
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -10,19 +10,19 @@ namespace flash_ext {
 inline constexpr int kFa3PassThreads = 256;
 
 // delta = rowsum(dO * O) - dlse and lse in base 2, as row_statistics(), but a row takes only as
-// many lanes as it has 16-byte chunks.
-template <class Config>
+// many lanes as it has 16-byte chunks. Zeros in params.turn and, if that is wanted, in dq_accum, of
+// kSumCols columns; none where that is 0.
+template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
 __global__ void __launch_bounds__(kFa3PassThreads)
     fa3_prepare_kernel(const __grid_constant__ BackwardParams params) {
-    using Element = typename Config::Element;
-    constexpr int kLanes = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
+    constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
     constexpr int kRowsPerPass = kFa3PassThreads / kLanes;
-    constexpr int kPasses = Config::kBlockQ / kRowsPerPass;
+    constexpr int kPasses = kBlockQ / kRowsPerPass;
     ptx::launch_dependents();
-    const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
+    const auto [tile, head] = q_tile_index<true, kBlockQ>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
-    const int64_t first = int64_t{blockIdx.x} * Config::kBlockQ;  // row of the workspace
-    const int first_query = q_tile * Config::kBlockQ;
+    const int64_t first = int64_t{blockIdx.x} * kBlockQ;  // row of the workspace
+    const int first_query = q_tile * kBlockQ;
     const int chunk = threadIdx.x % kLanes;
     const int row = threadIdx.x / kLanes;
     const int rows = sequence.seqlen_q - first_query;
@@ -43,15 +43,17 @@ __global__ void __launch_bounds__(kFa3PassThreads)
             d_o[i] = *reinterpret_cast<const uint4*>(gdO.data + r * gdO.row_stride + chunk * 8);
         }
     }
-    if (threadIdx.x == 0) {
-        if (blockIdx.x == 0) params.turn[0] = 0;
-        params.turn[1 + blockIdx.x] = 0;
-    }
-    if (params.dq_zeros) {
-        auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * Config::kHeadDim);
+    if (kSumCols > 0) {
+        if (threadIdx.x == 0) {
+            if (blockIdx.x == 0) params.turn[0] = 0;
+            params.turn[1 + blockIdx.x] = 0;
+        }
+        if (params.dq_zeros) {
+            auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);
 #pragma unroll
-        for (int i = 0; i < Config::kBlockQ * Config::kHeadDim / 4 / kFa3PassThreads; ++i)
-            accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int i = 0; i < kBlockQ * kSumCols / 4 / kFa3PassThreads; ++i)
+                accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -111,10 +113,10 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     store_rows(gdQ, rdQ);
 }
 
-template <class Config>
+template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
 cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<fa3_prepare_kernel<Config>>(workspace_rows(params) / Config::kBlockQ,
-                                                     kFa3PassThreads, 0, params, stream);
+    return launch_kernel<fa3_prepare_kernel<Element, kBlockQ, kHeadDimV, kSumCols>>(
+        workspace_rows(params) / kBlockQ, kFa3PassThreads, 0, params, stream);
 }
 
 template <class Config>
