@@ -4,8 +4,8 @@
     python benchmarks/report.py --check    # exit 1 if README.md differs from what would be written
 
 The markers are <!-- generated:results begin --> ... <!-- generated:results end -->, and the same
-with 'training', 'options' and 'support'. CPU support is asked of the package here and now; GPU support comes
-from support.json, where the same questions were asked on the GPU.
+with 'training', 'options' and 'support'. CPU support is asked of the package here and now; GPU
+support comes from support.json, where the same questions were asked on the GPU.
 """
 
 from __future__ import annotations

@@ -304,8 +304,9 @@ def print_cell(cell: Json, labels: dict[str, str]) -> None:
             print(f"  {labels[name]:<20} {r['skipped']}")
             continue
         speed, peak = r["tokens_per_second"], r["peak_bytes"] / 2**20
+        last, difference = r["losses"][-1], r["loss_difference"]
         print(f"  {labels[name]:<20}{speed:>11,.0f}{speed / base:>11.3f}{peak:>10,.0f}"
-              f"{r['share']:>11.1%}{r['losses'][-1]:>11.4f}{r['loss_difference']:>12.1e}")  # fmt: skip
+              f"{r['share']:>11.1%}{last:>11.4f}{difference:>12.1e}")  # fmt: skip
     if "sdpa_backend" in cell:
         print(f"  SDPA chose {cell['sdpa_backend']}; losses are held against {cell['reference']}'s")
 
@@ -318,8 +319,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--medium", action="store_true", help="GPT-2 medium's size in place of small's")
-    add("--seq", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
-    add("--providers", nargs="*", choices=[*VARIANTS, SDPA, *PEERS],
+    add("--seq", nargs="+", type=int, help=f"sequence lengths, default {SEQLENS}")
+    add("--providers", nargs="+", choices=[*VARIANTS, SDPA, *PEERS],
         help="default: the variants that run, but fa1; sdpa; standard")  # fmt: skip
     add("--rounds", type=int, default=4, help="turns of each provider")
     add("--steps", type=int, default=4, help="timed steps in a turn")
