@@ -69,6 +69,7 @@ help:
 	@echo "make soak      random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)"
 	@echo "make sanitize  run the kernels under compute-sanitizer"
 	@echo "make bench     compare with other attention kernels (ARGS=--help: how)"
+	@echo "make bench BENCH=train   tokens per second of a GPT with each (or memory, options, support)"
 	@echo "make report    put the measured tables into README.md"
 	@echo "make clean     remove what was built"
 
@@ -121,9 +122,11 @@ soak: build
 sanitize: build
 	bash tests/sanitize.sh $(ARGS)
 
+# The script in benchmarks/: compare, train, memory, options or support.
+BENCH ?= compare
 bench: build
 	$(need) tqdm
-	$(PY) benchmarks/compare.py $(ARGS)
+	$(PY) benchmarks/$(BENCH).py $(ARGS)
 
 report: $(ENVIRONMENT)
 	$(need) matplotlib

@@ -1,11 +1,11 @@
-"""Writes README's result, option and support tables from benchmarks/results; no number is typed.
+"""Writes README's measured tables from benchmarks/results; no number is typed.
 
     python benchmarks/report.py            # rewrite README.md between its markers
     python benchmarks/report.py --check    # exit 1 if README.md differs from what would be written
 
 The markers are <!-- generated:results begin --> ... <!-- generated:results end -->, and the same
-with 'options' and 'support'. CPU support is asked of the package here and now; GPU support comes
-from support.json, where the same questions were asked on the GPU.
+with 'training', 'options' and 'support'. CPU support is asked of the package here and now; GPU
+support comes from support.json, where the same questions were asked on the GPU.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ FA3_SPEEDS = {
     ("backward", 128, True): 620,
 }  # fmt: skip
 YES, NO, UNKNOWN = "yes", "–", "not measured yet"
+MEMORY = "out of memory"  # in the reason for which a provider was left out
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -270,6 +271,47 @@ def results_section() -> str:
     return "\n\n".join(parts) or f"On a GPU: {UNKNOWN}."
 
 
+def training_table(result: Json) -> str:
+    """Tokens per second, the ratio to SDPA, and the peak memory of each attention."""
+    rows = []
+    for cell in sorted(result["cells"], key=lambda c: (c["width"], c["seqlen"])):
+        found = cell["providers"]
+        base = found.get("sdpa", {}).get("tokens_per_second")
+        for name, label in result["labels"].items():
+            r = found.get(name)
+            if r is None:  # it was not asked for
+                continue
+            row = [f"GPT-2 {cell['model']}'s, S {cell['seqlen']}", label]
+            speed = r.get("tokens_per_second")
+            if speed is None:
+                why = "wrong" if r.get("wrong") else "no memory" if MEMORY in r["skipped"] else NO
+                rows.append([*row, why, NO, NO, NO])
+                continue
+            ratio = f"{speed / base:.2f}" if base else NO
+            peak = f"{r['peak_bytes'] / 2**30:.1f}"
+            rows.append([*row, f"{speed:,.0f}", ratio, peak, f"{r['share']:.0%}"])
+    head = ["size", "attention", "tokens/s", "over SDPA", "peak GiB", "attention's share"]
+    return table(head, rows)
+
+
+def training_section() -> str:
+    """README's tables of training from end to end, one part per GPU."""
+    parts = []
+    for folder in gpu_folders():
+        result = common.read_json(folder / "train.json")
+        if result is None:
+            parts.append(f"{folder.name}: {UNKNOWN}.")
+            continue
+        backends = sorted({c["sdpa_backend"] for c in result["cells"] if "sdpa_backend" in c})
+        chosen = f" SDPA chose {' and '.join(backends)}." if backends else ""
+        parts.append(
+            f"{result['device']}: {provenance(result)}. Median step; losses within"
+            f' {result["loss_limit"]:.1%} of each other\'s at every step, or "wrong".{chosen}'
+        )
+        parts.append(training_table(result))
+    return "\n\n".join(parts) or f"On a GPU: {UNKNOWN}."
+
+
 def options_table(result: Json) -> str:
     """What each option costs: a ratio to the plain call, full / causal."""
     kinds = [(v, d) for v, d in MEASURED if select(result["options"], variant=v, direction=d)]
@@ -419,6 +461,7 @@ def main() -> int:
                   file=sys.stderr)  # fmt: skip
     before = args.readme.read_text()
     after = replaced(before, "results", results_section())
+    after = replaced(after, "training", training_section())
     after = replaced(after, "options", options_section())
     after = replaced(after, "support", support_section())
     if args.check:

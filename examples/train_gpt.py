@@ -23,7 +23,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -175,36 +175,58 @@ def progress(steps: int, what: str) -> object:
     return trange(steps, desc=f"{what:<10}", dynamic_ncols=True, mininterval=seconds)
 
 
+class Training:
+    """A model, its optimizer and its schedule; ``step`` takes them one batch further."""
+
+    def __init__(self, attention: Attention, config: Config) -> None:
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.model = GPT(config, attention).to(config.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.rate, betas=(0.9, 0.95)
+        )
+        warm_up = max(1, config.steps // 10)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: min(
+                (step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * step / config.steps)
+            ),
+        )
+
+    def step(self, chunk: Tensor) -> Tensor:
+        """One step on a chunk (B, S + 1) of text; returns the loss before it."""
+        device, dtype = self.config.device, self.config.dtype
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits = self.model(chunk[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), chunk[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.detach()
+
+
+def batches(data: Tensor, config: Config) -> Iterator[Tensor]:
+    """Chunks (B, S + 1) of the text, without end; the seed's, whatever the device."""
+    generator = torch.Generator().manual_seed(config.seed)
+    window = torch.arange(config.seq + 1)
+    while True:
+        starts = torch.randint(len(data) - config.seq, (config.batch, 1), generator=generator)
+        yield data[starts + window].to(config.device)
+
+
 def train(name: str, attention: Attention, data: Tensor, config: Config) -> Run:
     """Train from the seed's weights on the seed's batches: only ``attention`` differs by run."""
     gc.collect()  # nothing of the training before may count as this one's memory
-    torch.manual_seed(config.seed)
-    model = GPT(config, attention).to(config.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, betas=(0.9, 0.95))
-    warm_up = max(1, config.steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(
-            (step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * step / config.steps)
-        ),
-    )
-    batches = torch.Generator().manual_seed(config.seed)  # on the CPU: the same on any device
-    window = torch.arange(config.seq + 1)
+    training = Training(attention, config)
+    chunks = batches(data, config)
     run = Run(name)
     peak_memory(config, start=True)
     bar = progress(config.steps, name)
     for _ in bar:
         begin = time.perf_counter()
-        starts = torch.randint(len(data) - config.seq, (config.batch, 1), generator=batches)
-        chunk = data[starts + window].to(config.device)
-        with torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == torch.bfloat16):
-            logits = model(chunk[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), chunk[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        loss = training.step(next(chunks))
         run.losses.append(loss.item())  # waits for the GPU, so the time below is the step's
         run.seconds.append(time.perf_counter() - begin)
         if hasattr(bar, "set_postfix"):

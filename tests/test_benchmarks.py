@@ -7,6 +7,8 @@ a table of README that does not follow from the results.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import options  # noqa: E402
 import providers  # noqa: E402
 import report  # noqa: E402
 import support  # noqa: E402
+import train  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -280,6 +283,99 @@ def test_a_wrong_option_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert results["wrong"]["wrong"] and "ms" not in results["wrong"]
 
 
+def train_on_the_cpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *names: str, status: int = 0
+) -> dict[str, dict]:
+    """What a short training at S 64 leaves of each provider."""
+    arguments = ("--device", "cpu", "--rounds", "2", "--steps", "1", "--seq", "64", "--providers")
+    code = run(train.main, *arguments, *names, "--out", str(path), monkeypatch=monkeypatch)
+    assert code == status
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert list(cell["providers"]) == list(names)
+    return cell["providers"]
+
+
+def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small run on the CPU, taken for a GPU's, and README's table of it."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert report.training_section() == "On a GPU: not measured yet."
+    path = tmp_path / "gpu" / "train.json"
+    path.parent.mkdir()
+    (path.parent / "tests.json").write_text("{}")
+    assert report.training_section() == "gpu: not measured yet."
+
+    found = train_on_the_cpu(path, monkeypatch, "fa2", "sdpa", "standard")
+    result = json.loads(path.read_text())
+    assert result["digest"] == common.source_digest()
+    (cell,) = result["cells"]
+    assert cell["batch"] * cell["seqlen"] == train.CPU_TOKENS and cell["reference"] == "standard"
+    for r in found.values():
+        assert r["tokens_per_second"] == pytest.approx(train.CPU_TOKENS / r["ms"] * 1e3, rel=1e-3)
+        assert r["q1_ms"] <= r["ms"] <= r["q3_ms"]
+        assert len(r["losses"]) == train.WARM_UP + 2 * (1 + 1) and r["losses"][-1] < r["losses"][0]
+        assert r["loss_difference"] < 1e-5, "float32: the same but for the order of sums"
+    ratio = found["fa2"]["tokens_per_second"] / found["sdpa"]["tokens_per_second"]
+    text = report.training_section()
+    assert f"| flash_ext fa2 | {found['fa2']['tokens_per_second']:,.0f} | {ratio:.2f} |" in text
+    assert "| GPT-2 tiny's, S 64 | SDPA |" in text
+
+    config = train.train_gpt.Config(2, 2, 32, 64, 2, 7, "cpu", train.MEGABYTES, train.RATE)
+    data = train.train_gpt.standard_library(train.MEGABYTES)
+    example = train.train_gpt.train("x", train.train_gpt.standard_attention, data, config)
+    assert found["standard"]["losses"] == pytest.approx(example.losses, rel=1e-5)
+    bench = train.Trainee(
+        train.sdpa(), config, list(itertools.islice(train.train_gpt.batches(data, config), 4))
+    )
+    bench.warm_up()
+    weights = sum(p.nbytes for p in bench.training.model.parameters())
+    counters = len(bench.training.optimizer.state) * 4  # AdamW counts each parameter's steps
+    assert bench.state_bytes() == 3 * weights + counters
+    extra = common.peak_extra_memory(bench.step, bench.device)
+    assert extra > weights, "gradients, and more"
+    assert bench.peak_bytes - bench.state_bytes() == pytest.approx(extra, rel=0.1)
+
+
+def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong in itself, wrong only in the model, or out of memory in the model."""
+    names = ("fa2", "sdpa", "standard")
+    path = tmp_path / "train.json"
+    in_model = train.in_model
+    right = train.sdpa()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        return right.attend(q, k, v, causal) * 2
+
+    wrong = dataclasses.replace(right, name="fa2", attend=attend)
+    with monkeypatch.context() as patch:
+        patch.setitem(providers.VARIANTS, "fa2", lambda: wrong)
+        found = train_on_the_cpu(path, monkeypatch, *names, status=1)
+    assert found["fa2"]["wrong"] and found["fa2"]["skipped"].startswith("WRONG RESULT: relative")
+    assert "losses" not in found["fa2"] and "tokens_per_second" in found["sdpa"]
+
+    def misplaced(provider: providers.Provider) -> object:
+        return in_model(wrong if provider.name == "fa2" else provider)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "in_model", misplaced)
+        found = train_on_the_cpu(path, monkeypatch, *names, status=1)
+    assert found["fa2"]["wrong"] and "of standard's" in found["fa2"]["skipped"]
+    assert "tokens_per_second" not in found["fa2"] and "tokens_per_second" in found["sdpa"]
+
+    def no_memory(provider: providers.Provider) -> object:
+        if provider.name == "standard":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 GiB.")
+        return in_model(provider)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "in_model", no_memory)
+        found = train_on_the_cpu(path, monkeypatch, *names)
+    assert found["standard"]["skipped"].endswith("Tried to allocate 96.00 GiB.")
+    assert found["fa2"]["loss_difference"] < 1e-5 and found["sdpa"]["loss_difference"] == 0
+    table = report.training_table(json.loads(path.read_text()))
+    assert "| standard attention | no memory | – | – | – |" in table
+    assert train.loss_difference([1.0, float("nan")], [1.0, 1.0]) == float("inf")
+
+
 def test_support_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """A feature that runs but gives wrong numbers, or fails, is a no with its reason."""
     plain = ("float16", "scale", "gradient of lse")
@@ -344,6 +440,6 @@ def test_report_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run(report.main, *arguments, monkeypatch=monkeypatch) == 0
     assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 0
     text = readme.read_text()
-    assert text.count("On a GPU: not measured yet.") == 2  # results and options
+    assert text.count("On a GPU: not measured yet.") == 3  # results, training and options
     readme.write_text(text.replace("not measured yet", "fast", 1))
     assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 1

@@ -13,9 +13,10 @@
 //     S'^T  = K Q'^T               wgmma, asynchronous
 //     dV   += P^T dO               wgmma, asynchronous; P^T from registers
 //     dK   += dS^T Q               wgmma, asynchronous
-//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when all these are done; begins with
-//     -delta' P'    = 2^(S' scale - lse')  while dP' runs dS'   = P' * dP'             when dP' is
-//     there dQ    = dS K                 wgmma, asynchronous
+//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when these are done
+//     P'    = 2^(S' scale - lse')  while dP' runs
+//     dS'   = P' * dP'             when dP' is there
+//     dQ    = dS K                 wgmma, asynchronous
 //
 // Beside what has no matmul of its own runs the other consumer's. dQ sums over the keys of both
 // consumers, so dS^T goes through shared memory, from which dK takes it too, and each consumer

@@ -1,0 +1,395 @@
+"""Training speed end to end: tokens per second and peak memory of a GPT with each attention.
+
+    python benchmarks/train.py                   # GPT-2 small's size, under a minute on an H200
+    python benchmarks/train.py --medium          # 24 layers, 16 heads, width 1024
+    python benchmarks/train.py --seq 4096 --providers fa1 fa2 fa3 sdpa cudnn
+    python benchmarks/train.py --device cpu      # a smoke test
+
+The model and its training step are those of examples/train_gpt.py: bytes of Python's standard
+library, bf16 autocast, AdamW, gradient clipping, about 16,384 tokens a step. "sdpa" is torch's
+scaled_dot_product_attention, which chooses its backend; the result file says which. "standard" is
+standard attention in three passes; autocast computes its softmax in float32. A provider that does
+not run or does not fit into memory is left out, with the reason.
+
+Before a provider trains, its attention must agree with float32 standard attention at the model's
+shape; and its loss must stay with standard attention's (SDPA's, if that did not run) at every step.
+One that does not is called wrong, and has no speed.
+
+Results go to benchmarks/results/<device>/train.json. A run with the same device, versions and
+source digest adds its cells (a model at a sequence length) to that file or replaces them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import common
+import torch
+from common import Json, say
+from compare import BLOCK_LIMIT, WHOLE_LIMIT
+from providers import PEERS, VARIANTS, Provider, Workload, collect, relative_error, running
+from timing import Timer
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+sys.path.append(str(common.ROOT / "examples"))
+import train_gpt  # noqa: E402
+
+MODELS = {"small": (12, 12, 768), "medium": (24, 16, 1024), "tiny": (2, 2, 32)}
+SEQLENS, TOKENS = (1024, 8192), 16384
+CPU_SEQLENS, CPU_TOKENS = (16, 64), 128  # a smoke test
+RATE = 6e-4
+MEGABYTES = 1  # of text: many times what the steps read
+WARM_UP = 3
+SDPA = "sdpa"
+REFERENCES = ("standard", SDPA)  # whose losses the others' must equal: the first that trained
+LOSS_LIMIT = 2**-8  # relative, one rounding to bf16; over so few steps the noise is far below
+
+METHOD = (
+    "One process; every provider trains a model of its own, from the same weights on the same "
+    f"batches. After {WARM_UP} steps each, the providers take turns, round by round. A turn is one "
+    "step that is not timed, then the timed steps one right after the other, between CUDA events "
+    "(on a CPU the wall clock). 'ms' is the median step of all turns. 'peak_bytes' is one step's "
+    "peak extra memory with the weights and AdamW's state added, as if no other model were there. "
+    "'attention' is one layer's attention alone at the model's shape, forward and backward with a "
+    "cold L2, and 'share' that of all layers over the step."
+)
+
+
+def sdpa() -> Provider:
+    """torch's attention with the backend it chooses itself."""
+    return replace(PEERS["flash"](), name=SDPA, label="SDPA", around=nullcontext)
+
+
+def chosen_backend(work: Workload) -> str:
+    """Which backend torch's attention chooses for these inputs."""
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (work.q, work.k, work.v))
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.lower()
+
+
+def in_model(provider: Provider) -> train_gpt.Attention:
+    """A provider as the model calls it: causal, (B, S, H, D) in and out."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with provider.around():
+            return provider.view(provider.attend(*map(provider.view, (q, k, v)), True))
+
+    return attention
+
+
+def loss_difference(losses: list[float], reference: list[float]) -> float:
+    """The largest relative difference at the same step; NaN counts as infinite."""
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    return max(d if math.isfinite(d) else math.inf for d in differences)
+
+
+class Trainee:
+    """One provider's model on its way through the batches, and what was measured of it."""
+
+    def __init__(self, provider: Provider, config: train_gpt.Config, chunks: list[Tensor]) -> None:
+        self.device = torch.device(config.device)
+        with self.device:  # the weights are drawn there
+            self.training = train_gpt.Training(in_model(provider), config)
+        self.chunks = iter(chunks)
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
+        self.peak_bytes = 0
+
+    def step(self) -> None:
+        """One step; the GPU is not waited for."""
+        self.losses.append(self.training.step(next(self.chunks)))
+
+    def warm_up(self) -> None:
+        """The first steps, and the peak memory of the last of them."""
+        for _ in range(WARM_UP - 1):
+            self.step()
+        self.rest()
+        extra = common.peak_extra_memory(self.step, self.device)
+        self.rest()
+        self.peak_bytes = extra + self.state_bytes()
+
+    def turn(self, steps: int) -> None:
+        """A step that is not timed, then ``steps`` that are."""
+        self.step()
+        marks = [self.mark()]
+        for _ in range(steps):
+            self.step()
+            marks.append(self.mark())
+        self.rest()
+        for begin, end in itertools.pairwise(marks):
+            if isinstance(begin, float):
+                self.seconds.append(end - begin)
+            else:
+                self.seconds.append(begin.elapsed_time(end) * 1e-3)
+
+    def mark(self) -> float | torch.cuda.Event:
+        """This moment, on the device's clock."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def rest(self) -> None:
+        """Wait for the device, and let the gradients go: the memory is the next provider's."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.training.optimizer.zero_grad()
+
+    def state_bytes(self) -> int:
+        """What stays between steps: the weights and the optimizer's state."""
+        states = self.training.optimizer.state.values()
+        kept = [x for state in states for x in state.values() if isinstance(x, Tensor)]
+        return sum(x.nbytes for x in [*self.training.model.parameters(), *kept])
+
+
+class Bench:
+    """Measures cells, each a model at a sequence length, on one device."""
+
+    def __init__(self, args: argparse.Namespace, providers: list[Provider]) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        self.providers = providers
+        self.data = train_gpt.standard_library(MEGABYTES)
+
+    def config(self, seqlen: int) -> train_gpt.Config:
+        """The model and its training at a sequence length."""
+        layers, heads, width = MODELS[self.args.model]
+        batch = max(1, self.args.tokens // seqlen)
+        steps = WARM_UP + self.args.rounds * (1 + self.args.steps)
+        return train_gpt.Config(
+            layers, heads, width, seqlen, batch, steps, self.args.device, MEGABYTES, RATE
+        )
+
+    def cell(self, seqlen: int) -> Iterator[Json]:
+        """Measure a cell; yields it, not complete before the last time, after each turn."""
+        config = self.config(seqlen)
+        results: Json = {p.name: {} for p in self.providers}
+        cell: Json = {
+            "model": self.args.model,
+            "layers": config.layers,
+            "heads": config.heads,
+            "width": config.width,
+            "seqlen": seqlen,
+            "batch": config.batch,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "rounds": self.args.rounds,
+            "steps": self.args.steps,
+            "date": common.now(),
+            "providers": results,
+        }
+        self.attention(config, cell)
+        chunks = list(itertools.islice(train_gpt.batches(self.data, config), config.steps))
+        trainees: dict[str, Trainee] = {}
+        turns = self.args.rounds + 1
+        for turn in range(turns):
+            shift = turn % len(self.providers)
+            for provider in self.providers[shift:] + self.providers[:shift]:
+                name = provider.name
+                if "skipped" not in results[name]:
+                    try:
+                        if turn == 0:
+                            trainees[name] = Trainee(provider, config, chunks)
+                            trainees[name].warm_up()
+                        else:
+                            trainees[name].turn(self.args.steps)
+                    except Exception as error:  # most often: out of memory
+                        results[name]["skipped"] = common.first_line(error)
+                    if "skipped" in results[name]:
+                        trainees.pop(name, None)
+                        self.release()
+                yield cell
+        self.judge(config, cell, trainees)
+
+    def attention(self, config: train_gpt.Config, cell: Json) -> None:
+        """Check every provider's attention at the model's shape, and time it alone."""
+        shape = (config.batch, config.seq, config.heads, config.width // config.heads)
+        work = Workload(shape, config.dtype, self.device)
+        exact = work.exact(causal=True, gradients=True)
+        timer = Timer(self.device)
+        calls: dict[str, Callable[[], object]] = {}
+        estimates = {}
+        for provider in self.providers:
+            name, result = provider.name, cell["providers"][provider.name]
+            step = work.step(provider, causal=True)
+
+            def call(
+                step: Callable[[], tuple[Tensor, ...]] = step, provider: Provider = provider
+            ) -> tuple[Tensor, ...]:
+                with provider.around():
+                    return step()
+
+            try:
+                got = [work.forward(provider, causal=True)(), *map(provider.view, call())]
+                errors = [relative_error(x, want) for x, want in zip(got, exact, strict=True)]
+                whole, block = map(max, zip(*errors, strict=True))
+                if not (whole <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
+                    result["skipped"] = (
+                        f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}"
+                    )
+                    result["wrong"] = True
+                    continue
+                result["error"] = float(f"{whole:.3g}")
+                estimates[name] = timer.estimate(call)
+                calls[name] = call
+            except Exception as error:
+                result["skipped"] = common.first_line(error)
+            finally:
+                got = None
+        for name, samples in timer.compare(calls, estimates, 0.05).items() if calls else ():
+            cell["providers"][name]["attention"] = samples.summary()
+        if SDPA in calls:
+            cell["sdpa_backend"] = chosen_backend(work)
+        del work, exact, timer, calls
+        self.release()
+
+    def judge(self, config: train_gpt.Config, cell: Json, trainees: dict[str, Trainee]) -> None:
+        """What the trainings come to: the speeds of those whose losses are right."""
+        losses = {name: torch.stack(t.losses).tolist() for name, t in trainees.items()}
+        reference = next((name for name in REFERENCES if name in losses), None)
+        cell["reference"] = reference
+        for name, trainee in trainees.items():
+            result = cell["providers"][name]
+            result["losses"] = [round(x, 6) if math.isfinite(x) else None for x in losses[name]]
+            result["peak_bytes"] = trainee.peak_bytes
+            difference = loss_difference(losses[name], losses[reference]) if reference else 0.0
+            if math.isfinite(difference):
+                result["loss_difference"] = float(f"{difference:.3g}")
+            if not difference <= LOSS_LIMIT or None in result["losses"]:
+                result["skipped"] = f"WRONG RESULT: loss off by {difference:.2g} of {reference}'s"
+                result["wrong"] = True
+                continue
+            seconds = statistics.median(trainee.seconds)
+            q1, _, q3 = statistics.quantiles(trainee.seconds * 2, n=4, method="inclusive")
+            result |= {
+                "ms": round(seconds * 1e3, 4),
+                "q1_ms": round(q1 * 1e3, 4),
+                "q3_ms": round(q3 * 1e3, 4),
+                "tokens_per_second": round(config.batch * config.seq / seconds, 1),
+                "share": round(config.layers * result["attention"]["ms"] * 1e-3 / seconds, 4),
+            }
+
+    def release(self) -> None:
+        """Give unused memory back to the device."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def key(cell: Json) -> tuple[str, int]:
+    """What identifies a cell of the result file."""
+    return cell["model"], cell["seqlen"]
+
+
+def print_cell(cell: Json, labels: dict[str, str]) -> None:
+    """One line per provider."""
+    model = f"{cell['layers']} layers, {cell['heads']} heads, width {cell['width']}"
+    shape = f"{cell['dtype']}, B {cell['batch']}, S {cell['seqlen']}"
+    print(f"\n{cell['model']}: {model}, {shape}")
+    print(f"  {'':<20}{'tokens/s':>11}{'over SDPA':>11}{'peak MiB':>10}{'attention':>11}"
+          f"{'last loss':>11}{'difference':>12}")  # fmt: skip
+    base = cell["providers"].get(SDPA, {}).get("tokens_per_second", math.nan)
+    for name, r in cell["providers"].items():
+        if "skipped" in r:
+            print(f"  {labels[name]:<20} {r['skipped']}")
+            continue
+        speed, peak = r["tokens_per_second"], r["peak_bytes"] / 2**20
+        last, difference = r["losses"][-1], r["loss_difference"]
+        print(f"  {labels[name]:<20}{speed:>11,.0f}{speed / base:>11.3f}{peak:>10,.0f}"
+              f"{r['share']:>11.1%}{last:>11.4f}{difference:>12.1e}")  # fmt: skip
+    if "sdpa_backend" in cell:
+        print(f"  SDPA chose {cell['sdpa_backend']}; losses are held against {cell['reference']}'s")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--medium", action="store_true", help="GPT-2 medium's size in place of small's")
+    add("--seq", nargs="+", type=int, help=f"sequence lengths, default {SEQLENS}")
+    add("--providers", nargs="+", choices=[*VARIANTS, SDPA, *PEERS],
+        help="default: the variants that run, but fa1; sdpa; standard")  # fmt: skip
+    add("--rounds", type=int, default=4, help="turns of each provider")
+    add("--steps", type=int, default=4, help="timed steps in a turn")
+    add("--out", help="result file, default benchmarks/results/<device>/train.json")
+    args = parser.parse_args()
+    if min(args.rounds, args.steps) < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    cpu = args.device == "cpu"
+    args.model = "medium" if args.medium else "tiny" if cpu else "small"
+    args.tokens = CPU_TOKENS if cpu else TOKENS
+    args.seq = args.seq or (CPU_SEQLENS if cpu else SEQLENS)
+    if args.providers is None:
+        ours = [name for name in running(torch.device(args.device)) if name != "fa1"]
+        args.providers = [*reversed(ours), SDPA, "standard"]
+    return args
+
+
+def main() -> int:
+    """Run; the exit status is 1 if a variant of flash_ext was wrong or failed somewhere."""
+    args = parse()
+    started = time.monotonic()
+    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
+    torch.manual_seed(0)
+    ours = [name for name in args.providers if name in VARIANTS]
+    peers = [name for name in args.providers if name in PEERS]
+    providers, missing = collect(ours, peers)
+    if SDPA in args.providers:
+        providers.insert(len(ours), sdpa())
+    bench = Bench(args, providers)
+    path = common.result_path(bench.device, "train.json", args.out)
+    result = common.describe_setup(bench.device) | {
+        "method": METHOD,
+        "extra_bytes": common.EXTRA_MEMORY,
+        "loss_limit": LOSS_LIMIT,
+        "rate": RATE,
+        "not_importable": missing,
+        "labels": {p.name: p.label for p in providers},
+    }
+    old = common.read_json(path)
+    if not old or not common.same_setup(old, result):
+        old = {"cells": [], "labels": {}}
+    result["labels"] = old["labels"] | result["labels"]
+
+    def run() -> Iterator[Json]:
+        for seqlen in args.seq:
+            yield from bench.cell(seqlen)
+            bench.release()  # one length's models must not crowd out the next
+
+    turns = len(args.seq) * (args.rounds + 1) * len(providers)
+    measured = {key(cell): cell for cell in common.progress(run(), turns, "turns")}
+    if bench.device.type == "cuda":
+        result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
+    result["seconds"] = round(time.monotonic() - started, 1)
+    kept = {key(cell): cell for cell in old["cells"]} | measured
+    common.write_json(path, result | {"cells": [kept[k] for k in sorted(kept)]})
+
+    print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
+    bad = []
+    for cell in measured.values():
+        print_cell(cell, result["labels"])
+        bad += [name for name in ours if "skipped" in cell["providers"][name]]
+        for name, r in cell["providers"].items():
+            if r.get("wrong"):
+                say(f"!!! {name}, S {cell['seqlen']}: {r['skipped']} !!!")
+    for name, reason in missing.items():
+        print(f"  not importable: {name}: {reason}")
+    print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
