@@ -53,4 +53,5 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     indices (total), int64, are those that `unpad_input` returns. Differentiable.
     """
     padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    shape = (batch, seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).view(shape)
