@@ -438,14 +438,6 @@ struct Fa3Backward {
                 end == mask.seqlen_q ? ceil_div(end, Config::kBlockQ) : end / Config::kBlockQ};
     }
 
-    // Does the first Q tile see none of this consumer's keys? So it is at the diagonal of a causal
-    // mask, where the Q tile is smaller than the KV tile.
-    __device__ __forceinline__ bool hides_first(const KeyTile& tile) const {
-        const int first_key = tile.first_key + consumer * 64;
-        return mask_of(tile).query_range(first_key).begin >=
-               (tile.q_tiles.begin + 1) * Config::kBlockQ;
-    }
-
     // Two neighbouring columns' lse or delta.
     __device__ __forceinline__ float2 statistics(int offset, uint32_t slot, int n) const {
         return *reinterpret_cast<const float2*>(
@@ -681,21 +673,14 @@ struct Fa3Backward {
                 };
 
                 k_ring.wait(k);
+                start_scores();
+                ptx::wgmma_wait<0>();
+                finished(rS);
                 v_ring.wait(v);
-                if (hides_first(tile)) {
-                    q_ring.wait(q);
-                    do_ring.wait(d);
-                    rP.clear();
-                    rdS.clear();
-                } else {
-                    start_scores();
-                    ptx::wgmma_wait<0>();
-                    finished(rS);
-                    start_dp();
-                    exponentiate(rS, q.slot, tile, at, full);
-                    finish_dp();
-                    softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
-                }
+                start_dp();
+                exponentiate(rS, q.slot, tile, at, full);
+                finish_dp();
+                softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
                 store_ds(rdS, ds);
                 publish_ds();
                 bool accumulate = false;

@@ -59,12 +59,6 @@ template <int kCols>
 struct RegisterOperand {
     uint32_t v[kCols / 16][4];
 
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int k = 0; k < kCols / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[k][i] = 0;
-    }
     template <class Element>
     __device__ __forceinline__ void round(const RegisterTile<16, kCols>& source) {
 #pragma unroll
