@@ -38,7 +38,7 @@
 //   full, empty(tiles)   producer; all readers      all readers; producer
 //   draw                 producer of Q, before the  producer of tiles
 //                        last load of a tile
-//   full P (of each      each warp of "values"      "keys", before dS
+//   full P (of each      each thread of "values"    "keys", before dS
 //   pair)
 //   empty P              each thread of "keys"      "values", before the pair's next P
 //   turn (named)         the other consumer, when   consumers, before they start theirs
@@ -186,7 +186,7 @@ struct Fa3BackwardKeys {
         v_ring.init(4);
         tile_ring.init(8 + 2);  // and the producers that load
         ptx::mbarrier_init(draw_barrier(), 1);
-        p_ring.init(128, 4);
+        p_ring.init(128, 128);
         ptx::mbarrier_fence_init();
     }
 
@@ -481,8 +481,7 @@ struct Fa3BackwardKeys {
             }
             ptx::st_shared_v4(p_address(at, k), packed);
         }
-        __syncwarp();
-        if (leads_warp) p_ring.publish(at);
+        p_ring.publish(at);
     }
 
     __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const {
