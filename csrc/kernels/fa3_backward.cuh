@@ -18,7 +18,8 @@
 //     dS'   = P' * dP'             when dP' is there
 //     dQ    = dS K                 wgmma, asynchronous
 //
-// Beside what has no matmul of its own runs the other consumer's. dQ sums over the keys of both
+// Beside what has no matmul of its own runs the other consumer's; at head dim 64 they begin their
+// steps by turns for that. dQ sums over the keys of both
 // consumers, so dS^T goes through shared memory, from which dK takes it too, and each consumer
 // computes a half of dQ: of the columns at head dim 128, of the rows at 64. dQ is summed over CTAs
 // in float32 in HBM: a consumer leaves its part in shared memory, in fragment order, and a producer
@@ -42,6 +43,8 @@
 //                         is done
 //   full(dQ)              each warp of the consumer    producer, before it adds
 //   empty(dQ)             producer, when it is read    that consumer, before the next dQ
+//   turn (named)          the other consumer, when     consumers, before they start S
+//                         its dP is started
 #pragma once
 
 #include "../mask.cuh"
@@ -83,6 +86,7 @@ struct Fa3BackwardConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = 64 * kConsumers;
+    static constexpr bool kTurns = kTuning.turns;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -579,10 +583,20 @@ struct Fa3Backward {
                    rdK);
     }
 
+    // Consumers that fall into step have their matmuls at the same time, and none beside the
+    // exponentials. So one begins a step when the other has started the last matmul before its own.
+    __device__ __forceinline__ void take_turn() const {
+        if constexpr (Config::kTurns) ptx::barrier_sync(3 + consumer, Config::kConsumers * 128);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (Config::kTurns) ptx::barrier_arrive(4 - consumer, Config::kConsumers * 128);
+    }
+
     __device__ __forceinline__ void consume() const {
-        QCursor q;           // of the scores, or, where dK is behind them, ...
-        QCursor q_done;      // of dK
-        DOCursor d, d_done;  // the same of dP and dV
+        if (consumer == 1) pass_turn();  // the first one's
+        QCursor q;                       // of the scores, or, where dK is behind them, ...
+        QCursor q_done;                  // of dK
+        DOCursor d, d_done;              // the same of dP and dV
         TileCursor_ t;
         typename Config::DQRing::Cursor part;  // of dQ
         uint32_t ds = 0;                       // slot of dS
@@ -673,11 +687,13 @@ struct Fa3Backward {
                 };
 
                 k_ring.wait(k);
+                take_turn();
                 start_scores();
                 ptx::wgmma_wait<0>();
                 finished(rS);
                 v_ring.wait(v);
                 start_dp();
+                pass_turn();
                 exponentiate(rS, q.slot, tile, at, full);
                 finish_dp();
                 softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
@@ -689,12 +705,14 @@ struct Fa3Backward {
                     q.advance();
                     d.advance();
                     at.advance(q_tiles);
+                    take_turn();
                     start_scores();
                     start_dv_dk(accumulate);
                     accumulate = true;
                     finish_dv_dk();
                     finished(rS);
                     start_dp();
+                    pass_turn();
                     exponentiate(rS, q.slot, tile, at, full);
                     finish_dp();
                     wait_ds();
@@ -813,9 +831,8 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     const auto launch = [&](auto element, auto features) {
-        using Config =
-            Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                              tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value)>;
+        using Config = Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                         tuning::fa3_backward({kHeadDim, kHeadDimV})>;
         status = launch_fa3_backward<Config>(params, stream);
     };
     dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
