@@ -104,6 +104,11 @@ FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
     return params.batch + (params.cu_seqlens_q != nullptr ? 1 : 0);
 }
 
+// Do KV tiles see unlike numbers of queries?
+FLASH_HOST_DEVICE constexpr bool is_masked(const AttentionParams& params) {
+    return params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+}
+
 // Packed sequences under a mask want larger sections than others: most of a section's work may be
 // a long sequence's, whose longest tiles are a large part of the whole run.
 FLASH_HOST_DEVICE constexpr int section_fillings(const AttentionParams& params, bool masked) {

@@ -186,8 +186,7 @@ template <class Config>
 cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
     const int group = params.heads_q / params.heads_k;
-    const bool masked =
-        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    const bool masked = is_masked(params);
     const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
     // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run side by
     // side, the less they wait for each other.

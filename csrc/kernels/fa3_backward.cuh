@@ -47,33 +47,20 @@
 //                         its dP is started
 #pragma once
 
-#include "../mask.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/grid_dependency.cuh"
 #include "../ptx/memory.cuh"
-#include "../ptx/registers.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/uniform.cuh"
-#include "../scheduler.cuh"
 #include "../score.cuh"
-#include "../tile/copy.cuh"
-#include "../tile/tensor_map.cuh"
-#include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
 #include "../tuning.h"
 #include "fa3_backward_passes.cuh"
+#include "fa3_tiles.cuh"
 #include "launch.cuh"
 
 namespace flash_ext {
-
-// What a CTA works on next; written by a producer.
-struct KeyTile {
-    Sequence sequence;
-    int head;       // of K and V
-    int first_key;  // below 0: there is no more work
-    Interval q_tiles;
-};
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
           tuning::Fa3Backward kTuning>
@@ -100,8 +87,6 @@ struct Fa3BackwardConfig {
     using KRing = TmaRing<1, KTile::kBytes>;
     using VRing = TmaRing<1, VTile::kBytes>;
     using DQRing = TmaRing<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
-    using TileRing = TmaRing<4, 64>;
-    static_assert(sizeof(KeyTile) <= TileRing::kSlotBytes);
     static_assert(kWorkspaceRows % kBlockQ == 0);
 
     // A consumer's part of dQ: 64 columns of 64 rows, or all columns of its half of the rows.
@@ -121,15 +106,15 @@ struct Fa3BackwardConfig {
     static constexpr int kLse = kDQ + kConsumers * DQRing::kSlotBytes;
     static constexpr int kDelta = kLse + QRing::kSlots * kStatisticsBytes;
     static constexpr int kTiles = kDelta + DORing::kSlots * kStatisticsBytes;
-    static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    using Tiles = TileQueue<KeyTile, kTiles>;
+    static constexpr int kQBarriers = kTiles + Tiles::kBytes;
     static constexpr int kDOBarriers = kQBarriers + QRing::kBarrierBytes;
     static constexpr int kKBarriers = kDOBarriers + DORing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kDQBarriers = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kDQBarriers = kTileBarriers + Tiles::kBarrierBytes;
     static constexpr int kDSBarriers = kDQBarriers + kConsumers * DQRing::kBarrierBytes;
-    static constexpr int kDrawBarrier = kDSBarriers + 2 * 8;
-    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static constexpr int kSharedBytes = kDSBarriers + 2 * 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -138,6 +123,17 @@ struct Fa3BackwardMaps : BackwardParams {
     CUtensorMap do_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
+
+    template <class Config>
+    cudaError_t encode() {
+        for (cudaError_t status :
+             {encode_tensor_map<typename Config::QTile>(q_map, q, element_type, head_dim),
+              encode_tensor_map<typename Config::DOTile>(do_map, dout, element_type, head_dim_v),
+              encode_tensor_map<typename Config::KTile>(k_map, k, element_type, head_dim),
+              encode_tensor_map<typename Config::VTile>(v_map, v, element_type, head_dim_v)})
+            if (status != cudaSuccess) return status;
+        return cudaSuccess;
+    }
 };
 
 struct Fa3BackwardParams : Fa3BackwardMaps {
@@ -159,6 +155,50 @@ struct QTileStep {
     }
 };
 
+// The Q tiles that see all of `keys`. Queries past the sequence do not count.
+__device__ __forceinline__ Interval full_q_tiles(const BandMask& mask, const Interval& keys,
+                                                 int block_q) {
+    const Interval first = mask.query_range(keys.begin);
+    const Interval last = mask.query_range(keys.end - 1);
+    const int end = min_of(first.end, last.end);
+    return {ceil_div(last.begin, block_q),
+            end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
+}
+
+// Of a number for each column, those of this thread's two columns among eight.
+__device__ __forceinline__ float2 column_pair(const float* of_columns, int n) {
+    return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());
+}
+
+// S^T to P^T, of a warp's 16 keys and a Q tile.
+template <class Element, bool kGeneral, class Scores>
+__device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& params,
+                                             const Sequence& sequence, int head, int first_key,
+                                             int first_query, bool masked, const float* lse) {
+    if constexpr (kGeneral) {
+        // A part at a time, since softcap takes registers.
+        using Part = RegisterTile<16, 32>;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; n += Part::kN)
+            ScoreFunction<Element, Rows::kKeys, false>{params, sequence, head}.apply(
+                reinterpret_cast<Part&>(s.v[0][n]), first_key, first_query + 8 * n);
+    }
+    if (masked) [[unlikely]] {
+        const BandMask mask = mask_of(params, sequence);
+        mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
+    }
+    const float scale = kGeneral ? 1.f : params.scale_log2;
+#pragma unroll
+    for (int n = 0; n < Scores::kN; ++n) {
+        const float2 x = column_pair(lse, n);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            s.v[0][n][2 * i] = ptx::ex2(s.v[0][n][2 * i] * scale - x.x);
+            s.v[0][n][2 * i + 1] = ptx::ex2(s.v[0][n][2 * i + 1] * scale - x.y);
+        }
+    }
+}
+
 template <class Config>
 struct Fa3Backward {
     using Element = typename Config::Element;
@@ -174,7 +214,7 @@ struct Fa3Backward {
     using DQ = typename Config::DQ;
     using QCursor = typename Config::QRing::Cursor;
     using DOCursor = typename Config::DORing::Cursor;
-    using TileCursor_ = typename Config::TileRing::Cursor;
+    using TileCursor_ = typename Config::Tiles::Cursor;
 
     const Fa3BackwardParams& params;
     uint32_t shared;
@@ -185,7 +225,7 @@ struct Fa3Backward {
     typename Config::DORing do_ring;
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
-    typename Config::TileRing tile_ring;
+    typename Config::Tiles tiles;
 
     __device__ __forceinline__ Fa3Backward(const Fa3BackwardParams& p, uint32_t shared_)
         : params(p),
@@ -197,7 +237,7 @@ struct Fa3Backward {
           do_ring{shared + Config::kDO, shared + Config::kDOBarriers},
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
           v_ring{shared + Config::kV, shared + Config::kVBarriers},
-          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+          tiles(shared, Config::kTileBarriers) {}
 
     __device__ __forceinline__ void init() const {
         constexpr int kReaders = Config::kConsumers * 128;
@@ -206,9 +246,8 @@ struct Fa3Backward {
         do_ring.init(kReaders);
         k_ring.init(kReaders);
         v_ring.init(kReaders);
-        tile_ring.init(kWarps + 3);  // and the producers
+        tiles.init(kWarps + 3);  // and the producers
         for (int i = 0; i < Config::kConsumers; ++i) dq_ring(i).init(1, 4);
-        ptx::mbarrier_init(draw_barrier(), 1);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
         ptx::mbarrier_init(ds_barrier(1), kWarps);
         ptx::mbarrier_fence_init();
@@ -219,15 +258,9 @@ struct Fa3Backward {
                 shared + Config::kDQBarriers + i * Config::DQRing::kBarrierBytes};
     }
 
-    // Of a KV tile's round in what has one slot: numbers of tiles and of their slots both
-    // alternate.
-    static __device__ __forceinline__ uint32_t parity(const TileCursor_& t) { return t.slot % 2; }
-
     // --- Producer ---
 
-    // first_key stays as it is for a spare number. Written piece by piece: this warpgroup has few
-    // registers.
-    __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
+    __device__ __forceinline__ void describe_next(KeyTile& tile, int linear) const {
         WorkTile work;
         if (params.lead == 0) {
             work = work_tile(linear, params.schedule);
@@ -237,18 +270,7 @@ struct Fa3Backward {
             if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
             work = {rank, head % params.schedule.heads, head / params.schedule.heads};
         }
-        key_tile.head = work.head;
-        const SequenceTile tile =
-            tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
-        const Sequence& s = tile.sequence;
-        key_tile.sequence = s;
-        const int first_key = tile.tile * Config::kBlockKV;
-        if (first_key >= s.rows_k) return;
-        key_tile.first_key = first_key;
-        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
-        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
-        if (first_key >= s.seqlen_k) queries.end = 0;  // not in use
-        key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
+        describe<Config>(tile, params, work);
     }
 
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
@@ -270,63 +292,35 @@ struct Fa3Backward {
     }
 
     // Chooses the KV tiles, by ticket: so all that a CTA waits for in add_dq() are running. And
-    // loads K and V. A tile is drawn when the last Q tile of the one before is about to be loaded:
-    // a CTA that draws early takes work from others that will be free sooner.
+    // loads K and V.
     __device__ __forceinline__ void produce_tiles() const {
         const auto draw = [&] { return atomicAdd(params.turn, 1); };
-        int linear = draw();
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.acquire(t);
-            KeyTile& slot = *tile_slot(t);
-            while (true) {
-                slot.first_key = -1;
-                if (linear >= cta_count(params.schedule) + params.lead * params.schedule.tiles) {
-                    tile_ring.publish(t);
-                    ptx::launch_dependents();
-                    return;
-                }
-                describe(slot, linear);
-                if (slot.first_key >= 0) break;  // not a spare number
-                linear = draw();
-            }
-            tile_ring.publish(t);
-            load_keys<VTile>(v_ring, t, params.v_map, params.v, slot);
-            load_keys<KTile>(k_ring, t, params.k_map, params.k, slot);
-            ptx::mbarrier_wait(draw_barrier(), parity(t));
-            linear = draw();
-        }
+        const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
+        tiles.produce(
+            draw(), total, draw, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
+            [&](const KeyTile& tile, const TileCursor_& t) {
+                load_keys<VTile>(v_ring, t, params.v_map, params.v, tile);
+                load_keys<KTile>(k_ring, t, params.k_map, params.k, tile);
+            });
+        ptx::launch_dependents();
     }
 
     template <class Tile, class Ring>
     __device__ __forceinline__ void load_keys(const Ring& ring, const TileCursor_& t,
                                               const CUtensorMap& map, const TensorView& view,
                                               const KeyTile& tile) const {
-        const typename Ring::Cursor cursor{0, parity(t)};
         const Sequence& s = tile.sequence;
-        const TensorRows rows(view, s.batch, tile.head, s.k_begin, s.seqlen_k);
-        ring.acquire(cursor);
-        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
-        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), tile.first_key);
-    }
-
-    // The KV tiles in their order, for the other producers.
-    template <class Visit>
-    __device__ __forceinline__ void for_each_tile(Visit visit) const {
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.wait(t);
-            const KeyTile& tile = *tile_slot(t);
-            if (tile.first_key < 0) return;
-            visit(tile);
-            tile_ring.release(t);
-        }
+        load_tile<Tile>(ring, {0, tiles.parity(t)}, map,
+                        TensorRows(view, s.batch, tile.head, s.k_begin, s.seqlen_k),
+                        tile.first_key);
     }
 
     __device__ __forceinline__ void produce_q() const {
         QCursor q;
-        for_each_tile([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) ptx::mbarrier_arrive(draw_barrier());
+        tiles.for_each([&](const KeyTile& tile) {
+            if (tile.q_tiles.empty()) tiles.let_draw();
             for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool last) {
-                if (last) ptx::mbarrier_arrive(draw_barrier());
+                if (last) tiles.let_draw();
                 load_queries<QTile>(q_ring, q, params.q_map, params.q, tile, head, first_row,
                                     Config::kLse, params.lse_log2 + workspace);
             });
@@ -335,7 +329,7 @@ struct Fa3Backward {
 
     __device__ __forceinline__ void produce_do() const {
         DOCursor d;
-        for_each_tile([&](const KeyTile& tile) {
+        tiles.for_each([&](const KeyTile& tile) {
             for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool) {
                 load_queries<DOTile>(do_ring, d, params.do_map, params.dout, tile, head, first_row,
                                      Config::kDelta, params.delta + workspace);
@@ -350,12 +344,9 @@ struct Fa3Backward {
                                                  const KeyTile& tile, int head, int first_row,
                                                  int statistics, const float* source) const {
         const Sequence& s = tile.sequence;
-        const TensorRows rows(view, s.batch, head, s.q_begin, s.seqlen_q);
-        ring.acquire(cursor);
-        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes + Config::kStatisticsBytes);
-        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
-        ptx::bulk_load(shared + statistics + cursor.slot * Config::kStatisticsBytes,
-                       source + first_row, Config::kStatisticsBytes, ring.full(cursor));
+        load_tile<Tile>(ring, cursor, map, TensorRows(view, s.batch, head, s.q_begin, s.seqlen_q),
+                        first_row, shared + statistics + cursor.slot * Config::kStatisticsBytes,
+                        source);
         cursor.advance();
     }
 
@@ -364,12 +355,12 @@ struct Fa3Backward {
     // where others wait for them: they were all drawn before.
     __device__ __forceinline__ void add_dq() const {
         typename Config::DQRing::Cursor c;
-        for_each_tile([&](const KeyTile& tile) {
+        tiles.for_each([&](const KeyTile& tile) {
             for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
                 int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
-                const Interval keys =
-                    mask_of(tile).keys_of({first_row, first_row + Config::kBlockQ});
+                const Interval keys = mask_of(params, tile.sequence)
+                                          .keys_of({first_row, first_row + Config::kBlockQ});
                 const int before =
                     tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
                 const bool stores = before == 0 && !params.dq_zeros;
@@ -426,64 +417,23 @@ struct Fa3Backward {
         cursor.advance();
     }
 
-    __device__ __forceinline__ BandMask mask_of(const KeyTile& tile) const {
-        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
-                params.window_right};
-    }
-
-    // The Q tiles that see all of this consumer's keys. Queries past the sequence do not count.
+    // The Q tiles that see all of this consumer's keys.
     __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
-        const BandMask mask = mask_of(tile);
         const int first_key = tile.first_key + consumer * 64;
-        const int begin = mask.query_range(first_key + 63).begin;
-        const int end =
-            min_of(mask.query_range(first_key).end, mask.query_range(first_key + 63).end);
-        return {ceil_div(begin, Config::kBlockQ),
-                end == mask.seqlen_q ? ceil_div(end, Config::kBlockQ) : end / Config::kBlockQ};
+        return full_q_tiles(mask_of(params, tile.sequence), {first_key, first_key + 64},
+                            Config::kBlockQ);
     }
 
-    // Two neighbouring columns' lse or delta.
-    __device__ __forceinline__ float2 statistics(int offset, uint32_t slot, int n) const {
-        return *reinterpret_cast<const float2*>(
-            dynamic_shared() + offset + slot * Config::kStatisticsBytes + (8 * n + lane_col()) * 4);
-    }
-
-    // S^T to P^T.
-    __device__ __forceinline__ void exponentiate(Scores& s, uint32_t slot, const KeyTile& tile,
-                                                 const QTileStep& at, const Interval& full) const {
-        const int first_query = at.q_tile * Config::kBlockQ;
-        if constexpr (Config::kGeneral) {
-            // A part at a time, since softcap takes registers.
-            using Part = RegisterTile<16, 32>;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; n += Part::kN) {
-                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}.apply(
-                    reinterpret_cast<Part&>(s.v[0][n]), tile.first_key + warp_key,
-                    first_query + 8 * n);
-            }
-        }
-        if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
-            const BandMask mask = mask_of(tile);
-            const int first_key = tile.first_key + warp_key;
-            mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
-        }
-        const float scale = Config::kGeneral ? 1.f : params.scale_log2;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            const float2 lse = statistics(Config::kLse, slot, n);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                s.v[0][n][2 * i] = ptx::ex2(s.v[0][n][2 * i] * scale - lse.x);
-                s.v[0][n][2 * i + 1] = ptx::ex2(s.v[0][n][2 * i + 1] * scale - lse.y);
-            }
-        }
+    __device__ __forceinline__ const float* statistics(int offset, uint32_t slot) const {
+        return reinterpret_cast<const float*>(dynamic_shared() + offset +
+                                              slot * Config::kStatisticsBytes);
     }
 
     // dP^T begins with -delta.
     __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t slot) const {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            const float2 delta = statistics(Config::kDelta, slot, n);
+            const float2 delta = column_pair(statistics(Config::kDelta, slot), n);
             dp.v[0][n][0] = dp.v[0][n][2] = -delta.x;
             dp.v[0][n][1] = dp.v[0][n][3] = -delta.y;
         }
@@ -507,9 +457,8 @@ struct Fa3Backward {
                                           reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
                                           tile.first_key + warp_key,
                                           at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
-                                              return reinterpret_cast<const float*>(
-                                                  dynamic_shared() + Config::kLse +
-                                                  lse_slot * Config::kStatisticsBytes)[8 * n + col];
+                                              return statistics(Config::kLse,
+                                                                lse_slot)[8 * n + col];
                                           });
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -555,32 +504,14 @@ struct Fa3Backward {
         c.advance();
     }
 
-    // dK and dV of keys that no query sees.
-    __device__ __forceinline__ void store_zeros(const KeyTile& tile) const {
-        const Sequence& s = tile.sequence;
-        const auto clear = [&](const TensorView& view, int cols) {
-            const int first_row = tile.first_key + warp_key;
-            const auto g = global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
-                                                s.rows_k - first_row, cols);
-            for (int row = 0; row < min_of(16, g.rows); ++row)
-                if (lane_id() * 8 < cols)
-                    *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
-        };
-        clear(params.dk, params.head_dim);
-        clear(params.dv, params.head_dim_v);
-    }
-
-    __device__ __forceinline__ void store(GradientK& rdK, GradientV& rdV,
-                                          const KeyTile& tile) const {
+    // This warp's rows of dK or dV.
+    __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
+                                                                 const KeyTile& tile,
+                                                                 int cols) const {
         const Sequence& s = tile.sequence;
         const int first_row = tile.first_key + warp_key;
-        rdK.scale(params.scale);
-        store_rows(global_tile<Element>(params.dv, s.batch, s.k_begin + first_row, tile.head,
-                                        s.rows_k - first_row, params.head_dim_v),
-                   rdV);
-        store_rows(global_tile<Element>(params.dk, s.batch, s.k_begin + first_row, tile.head,
-                                        s.rows_k - first_row, params.head_dim),
-                   rdK);
+        return global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
+                                    s.rows_k - first_row, cols);
     }
 
     // Consumers that fall into step have their matmuls at the same time, and none beside the
@@ -618,19 +549,20 @@ struct Fa3Backward {
             (Config::kSplitColumns ? consumer * (Config::kDQCols / 64) * KTile::kPanelBytes : 0));
 
         for (;; t.advance()) {
-            tile_ring.wait(t);
-            const KeyTile& tile = *tile_slot(t);
+            tiles.ring.wait(t);
+            const KeyTile& tile = tiles[t];
             if (ptx::warp_uniform(tile.first_key) < 0) return;
             const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
                                    ptx::warp_uniform(tile.q_tiles.end)};
-            typename Config::KRing::Cursor k{0, parity(t)};
-            typename Config::VRing::Cursor v{0, parity(t)};
+            typename Config::KRing::Cursor k{0, tiles.parity(t)};
+            typename Config::VRing::Cursor v{0, tiles.parity(t)};
             if (q_tiles.empty()) [[unlikely]] {
                 k_ring.wait(k);
                 v_ring.wait(v);
                 release(k_ring, k);
                 release(v_ring, v);
-                store_zeros(tile);
+                store_zeros(gradient_rows(params.dk, tile, params.head_dim));
+                store_zeros(gradient_rows(params.dv, tile, params.head_dim_v));
             } else {
                 const Interval full = full_tiles(tile);
                 int steps = (q_tiles.end - q_tiles.begin) * group();
@@ -649,6 +581,13 @@ struct Fa3Backward {
                     subtract_delta(rdP, d.slot);
                     start_gemm<Element, Config::kHeadDimV>(
                         rdP, v_rows, in_slot<DOTile::kBytes>(do_rows, d.slot), true);
+                };
+                const auto probabilities = [&] {
+                    exponentiate<Element, Config::kGeneral>(
+                        rS, params, tile.sequence, at.head, tile.first_key + warp_key,
+                        at.q_tile * Config::kBlockQ,
+                        at.q_tile < full.begin || at.q_tile >= full.end,
+                        statistics(Config::kLse, q.slot));
                 };
                 const auto start_dv_dk = [&](bool accumulate) {
                     start_gemm<Element, Config::kBlockQ>(
@@ -694,7 +633,7 @@ struct Fa3Backward {
                 v_ring.wait(v);
                 start_dp();
                 pass_turn();
-                exponentiate(rS, q.slot, tile, at, full);
+                probabilities();
                 finish_dp();
                 softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
                 store_ds(rdS, ds);
@@ -713,7 +652,7 @@ struct Fa3Backward {
                     finished(rS);
                     start_dp();
                     pass_turn();
-                    exponentiate(rS, q.slot, tile, at, full);
+                    probabilities();
                     finish_dp();
                     wait_ds();
                     softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
@@ -737,23 +676,18 @@ struct Fa3Backward {
                 q.advance();
                 d.advance();
                 store_dq(rdQ, part);
-                store(rdK, rdV, tile);
+                rdK.scale(params.scale);
+                store_rows(gradient_rows(params.dv, tile, params.head_dim_v), rdV);
+                store_rows(gradient_rows(params.dk, tile, params.head_dim), rdK);
             }
             __syncwarp();
-            if (leads_warp) tile_ring.release(t);
+            if (leads_warp) tiles.ring.release(t);
         }
     }
 
  private:
-    __device__ __forceinline__ KeyTile* tile_slot(const TileCursor_& t) const {
-        return reinterpret_cast<KeyTile*>(dynamic_shared() + Config::kTiles +
-                                          t.slot * Config::TileRing::kSlotBytes);
-    }
     __device__ __forceinline__ uint32_t ds_tile(uint32_t slot) const {
         return shared + Config::kDS + slot * DSTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t draw_barrier() const {
-        return shared + Config::kDrawBarrier;
     }
     __device__ __forceinline__ uint32_t ds_barrier(uint32_t slot) const {
         return shared + Config::kDSBarriers + 8 * slot;
@@ -767,13 +701,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const Fa3Backward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
     __syncthreads();  // the barriers are there
-    if (threadIdx.x < 128) {
-        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        kernel.produce();
-    } else {
-        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-        kernel.consume();
-    }
+    run_roles<Config>(kernel);
 #endif
 }
 
@@ -795,8 +723,7 @@ inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_
 template <class Config>
 cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
     Fa3BackwardParams params{{call}};
-    const bool masked =
-        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    const bool masked = is_masked(params);
     // Q, dO and dQ.
     const int64_t bytes_per_head = int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} *
                                    params.seqlen_q * (params.heads_q / params.heads_k);
@@ -807,18 +734,10 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
         params.deterministic ? 0 : bytes_per_head, 1, section_fillings(params, masked));
     params.lead = lead_of(params, masked, bytes_per_head);
     params.dq_zeros = params.lead == 0 && !params.deterministic;
-    for (cudaError_t status :
-         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::DOTile>(params.do_map, params.dout,
-                                                     params.element_type, params.head_dim_v),
-          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
-                                                    params.head_dim_v)})
-        if (status != cudaSuccess) return status;
-    cudaError_t status = launch_fa3_prepare<typename Config::Element, Config::kBlockQ,
-                                            Config::kHeadDimV, Config::kHeadDim>(params, stream);
+    cudaError_t status = params.encode<Config>();
+    if (status == cudaSuccess)
+        status = launch_fa3_prepare<typename Config::Element, Config::kBlockQ, Config::kHeadDimV,
+                                    Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,

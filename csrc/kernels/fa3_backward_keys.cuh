@@ -121,8 +121,6 @@ struct Fa3BackwardKeysConfig {
     using KRing = TmaRing<1, KTile::kBytes>;
     using VRing = TmaRing<1, VTile::kBytes>;
     using PRing = TmaRing<kPairs, kBlockKV * kBlockQ * 2>;  // from "values" to "keys"
-    using TileRing = TmaRing<4, 64>;
-    static_assert(sizeof(KeyTile) <= TileRing::kSlotBytes);
     static_assert(kWorkspaceRows % kBlockQ == 0);
 
     static constexpr int kStatisticsBytes = kBlockQ * 4;
@@ -133,13 +131,13 @@ struct Fa3BackwardKeysConfig {
     static constexpr int kStatistics =
         kP + kPairs * PRing::kSlotBytes;  // of each of the pool's slots
     static constexpr int kTiles = kStatistics + Pool::kSlots * kStatisticsBytes;
-    static constexpr int kPoolBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    using Tiles = TileQueue<KeyTile, kTiles>;
+    static constexpr int kPoolBarriers = kTiles + Tiles::kBytes;
     static constexpr int kKBarriers = kPoolBarriers + Pool::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kPBarriers = kTileBarriers + TileRing::kBarrierBytes;
-    static constexpr int kDrawBarrier = kPBarriers + PRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static constexpr int kPBarriers = kTileBarriers + Tiles::kBarrierBytes;
+    static constexpr int kSharedBytes = kPBarriers + PRing::kBarrierBytes;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -156,7 +154,7 @@ struct Fa3BackwardKeys {
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using Place = PoolCursor<Config::kPairs>;
-    using TileCursor_ = typename Config::TileRing::Cursor;
+    using TileCursor_ = typename Config::Tiles::Cursor;
     using PCursor = typename Config::PRing::Cursor;
 
     const Fa3BackwardKeepingParams& params;
@@ -167,7 +165,7 @@ struct Fa3BackwardKeys {
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
     typename Config::PRing p_ring;
-    typename Config::TileRing tile_ring;
+    typename Config::Tiles tiles;
 
     __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p, uint32_t shared_)
         : params(p),
@@ -178,83 +176,44 @@ struct Fa3BackwardKeys {
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
           v_ring{shared + Config::kV, shared + Config::kVBarriers},
           p_ring{shared + Config::kP, shared + Config::kPBarriers},
-          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+          tiles(shared, Config::kTileBarriers) {}
 
     __device__ __forceinline__ void init() const {
         pool.init(2 * 128);  // all threads, since all read the statistics
         k_ring.init(4);
         v_ring.init(4);
-        tile_ring.init(8 + 2);  // and the producers that load
-        ptx::mbarrier_init(draw_barrier(), 1);
+        tiles.init(8 + 2);  // and the producers that load
         p_ring.init(128, 128);
         ptx::mbarrier_fence_init();
     }
 
     // --- Producer ---
 
-    // first_key stays as it is for a spare number.
-    __device__ __forceinline__ void describe(KeyTile& key_tile, int linear) const {
-        WorkTile work = work_tile(linear, params.schedule);
-        if constexpr (Config::kKeepsDS) {
-            const int flat_head = params.kept.first_head + work.head;
-            work.head = flat_head % params.heads_k;
-            work.batch = flat_head / params.heads_k;
-        }
-        key_tile.head = work.head;
-        const SequenceTile tile =
-            tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
-        const Sequence& s = tile.sequence;
-        key_tile.sequence = s;
-        const int first_key = tile.tile * Config::kBlockKV;
-        if (first_key >= s.rows_k) return;
-        key_tile.first_key = first_key;
-        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
-        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
-        if (first_key >= s.seqlen_k) queries.end = 0;  // not in use
-        key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
-    }
-
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
-    // Chooses the KV tiles. One is drawn when the last Q tile of the one before is about to be
-    // loaded: a CTA that draws early takes work from others that will be free sooner.
+    // Chooses the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        const int total = cta_count(params.schedule);
         params.counter.start();
-        int linear = blockIdx.x;
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.acquire(t);
-            KeyTile& slot = *tile_slot(t);
-            slot.first_key = -1;
-            for (; linear < total; linear = params.counter.draw(total)) {
-                describe(slot, linear);
-                if (slot.first_key >= 0) break;  // not a spare number
-            }
-            ptx::mbarrier_arrive(tile_ring.full(t));
-            if (slot.first_key < 0) return;
-            // Slots and parities both alternate.
-            ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
-            linear = params.counter.draw(total);
-        }
-    }
-
-    // The KV tiles in their order, for a producer that loads.
-    template <class Visit>
-    __device__ __forceinline__ void for_each_tile(Visit visit) const {
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.wait(t);
-            const KeyTile& tile = *tile_slot(t);
-            if (tile.first_key < 0) return;
-            visit(tile);
-            tile_ring.release(t);
-        }
+        const int total = cta_count(params.schedule);
+        tiles.produce(
+            blockIdx.x, total, [&] { return params.counter.draw(total); },
+            [&](KeyTile& tile, int linear) {
+                WorkTile work = work_tile(linear, params.schedule);
+                if constexpr (Config::kKeepsDS) {
+                    const int flat_head = params.kept.first_head + work.head;
+                    work.head = flat_head % params.heads_k;
+                    work.batch = flat_head / params.heads_k;
+                }
+                describe<Config>(tile, params, work);
+            },
+            [](const KeyTile&, const TileCursor_&) {});
     }
 
     __device__ __forceinline__ void produce_q_do() const {
         Place at;
-        for_each_tile([&](const KeyTile& tile) {
+        tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
-                ptx::mbarrier_arrive(draw_barrier());
+                tiles.let_draw();
                 return;
             }
             const Sequence& s = tile.sequence;
@@ -264,13 +223,12 @@ struct Fa3BackwardKeys {
                 const TensorRows do_rows(params.dout, s.batch, head, s.q_begin, s.seqlen_q);
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
-                    if (left == 0 && i == tile.q_tiles.end - 1)
-                        ptx::mbarrier_arrive(draw_barrier());
+                    if (left == 0 && i == tile.q_tiles.end - 1) tiles.let_draw();
                     const int row = i * Config::kBlockQ;
                     load<QTile>(at.q(), at.round, params.q_map, q_rows, row,
-                                params.lse_log2 + statistics + row);
+                                params.lse_log2 + statistics);
                     load<DOTile>(at.dout(), at.round, params.do_map, do_rows, row,
-                                 params.delta + statistics + row);
+                                 params.delta + statistics);
                     at.advance();
                 }
             }
@@ -282,29 +240,21 @@ struct Fa3BackwardKeys {
     __device__ __forceinline__ void load(uint32_t slot, uint32_t round, const CUtensorMap& map,
                                          const TensorRows& rows, int first_row,
                                          const float* statistics) const {
-        const typename Pool::Cursor c{slot, round};
-        pool.acquire(c);
-        ptx::mbarrier_arrive_expect(pool.full(c), Tile::kBytes + Config::kStatisticsBytes);
-        rows.load<Tile>(map, pool.tile(c), pool.full(c), first_row);
-        ptx::bulk_load(shared + Config::kStatistics + slot * Config::kStatisticsBytes, statistics,
-                       Config::kStatisticsBytes, pool.full(c));
+        load_tile<Tile>(pool, {slot, round}, map, rows, first_row,
+                        shared + Config::kStatistics + slot * Config::kStatisticsBytes, statistics);
     }
 
     __device__ __forceinline__ void produce_kv() const {
         typename Config::KRing::Cursor k;
         typename Config::VRing::Cursor v;
-        for_each_tile([&](const KeyTile& tile) {
+        tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) return;
             const Sequence& s = tile.sequence;
             const TensorRows k_rows(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
-            k_ring.acquire(k);
-            ptx::mbarrier_arrive_expect(k_ring.full(k), KTile::kBytes);
-            k_rows.load<KTile>(params.k_map, k_ring.tile(k), k_ring.full(k), tile.first_key);
+            load_tile<KTile>(k_ring, k, params.k_map, k_rows, tile.first_key);
             k.advance();
             const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
-            v_ring.acquire(v);
-            ptx::mbarrier_arrive_expect(v_ring.full(v), VTile::kBytes);
-            v_rows.load<VTile>(params.v_map, v_ring.tile(v), v_ring.full(v), tile.first_key);
+            load_tile<VTile>(v_ring, v, params.v_map, v_rows, tile.first_key);
             v.advance();
         });
     }
@@ -333,11 +283,6 @@ struct Fa3BackwardKeys {
         cursor.advance();
     }
 
-    __device__ __forceinline__ BandMask mask_of(const KeyTile& tile) const {
-        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
-                params.window_right};
-    }
-
     // Consumers take turns at starting their matmuls.
     enum Consumer { kValues, kKeys };
     static __device__ __forceinline__ void take_turn(Consumer consumer) {
@@ -347,52 +292,9 @@ struct Fa3BackwardKeys {
         ptx::barrier_arrive(1 + consumer, 256);
     }
 
-    // The Q tiles that see all keys. Queries past the sequence do not count.
-    __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
-        const BandMask mask = mask_of(tile);
-        const int last_key = tile.first_key + Config::kBlockKV - 1;
-        const int begin = mask.query_range(last_key).begin;
-        const int end =
-            min_of(mask.query_range(tile.first_key).end, mask.query_range(last_key).end);
-        return {ceil_div(begin, Config::kBlockQ),
-                end == mask.seqlen_q ? ceil_div(end, Config::kBlockQ) : end / Config::kBlockQ};
-    }
-
-    // Two neighbouring columns' lse or delta.
-    __device__ __forceinline__ float2 statistics(uint32_t slot, int n) const {
-        return *reinterpret_cast<const float2*>(dynamic_shared() + Config::kStatistics +
-                                                slot * Config::kStatisticsBytes +
-                                                (8 * n + lane_col()) * 4);
-    }
-
-    // S^T to P^T.
-    __device__ __forceinline__ void exponentiate(Scores& s, uint32_t slot, const KeyTile& tile,
-                                                 const QTileStep& at, const Interval& full) const {
-        const int first_query = at.q_tile * Config::kBlockQ;
-        if constexpr (Config::kGeneral) {
-            // A part at a time, since softcap takes registers.
-            using Part = RegisterTile<16, 32>;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; n += Part::kN)
-                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}.apply(
-                    reinterpret_cast<Part&>(s.v[0][n]), tile.first_key + warp_key,
-                    first_query + 8 * n);
-        }
-        if (at.q_tile < full.begin || at.q_tile >= full.end) [[unlikely]] {
-            const BandMask mask = mask_of(tile);
-            const int first_key = tile.first_key + warp_key;
-            mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
-        }
-        const float scale = Config::kGeneral ? 1.f : params.scale_log2;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            const float2 lse = statistics(slot, n);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                s.v[0][n][2 * i] = ptx::ex2(s.v[0][n][2 * i] * scale - lse.x);
-                s.v[0][n][2 * i + 1] = ptx::ex2(s.v[0][n][2 * i + 1] * scale - lse.y);
-            }
-        }
+    __device__ __forceinline__ const float* statistics(uint32_t slot) const {
+        return reinterpret_cast<const float*>(dynamic_shared() + Config::kStatistics +
+                                              slot * Config::kStatisticsBytes);
     }
 
     // dP^T to dS^T, as an operand, with P^T from shared memory.
@@ -406,7 +308,7 @@ struct Fa3BackwardKeys {
             ptx::ld_shared_v4(packed, p_address({place.pair, place.round}, k));
 #pragma unroll
             for (int n = 2 * k; n < 2 * k + 2; ++n) {
-                const float2 delta = statistics(place.dout(), n);
+                const float2 delta = column_pair(statistics(place.dout()), n);
                 RegisterTile<16, 8> p;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -422,13 +324,10 @@ struct Fa3BackwardKeys {
                     if (softcap) {
                         auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(dp.v[0][n]);
                         ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                            .softcap_gradient(
-                                ds, p, tile.first_key + warp_key,
-                                at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
-                                    return reinterpret_cast<const float*>(
-                                        dynamic_shared() + Config::kStatistics +
-                                        place.q() * Config::kStatisticsBytes)[8 * n + col];
-                                });
+                            .softcap_gradient(ds, p, tile.first_key + warp_key,
+                                              at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
+                                                  return statistics(place.q())[8 * n + col];
+                                              });
                     }
                 rdS.v[k][n % 2 * 2] = ptx::pack<Element>(dp.v[0][n][0], dp.v[0][n][1]);
                 rdS.v[k][n % 2 * 2 + 1] = ptx::pack<Element>(dp.v[0][n][2], dp.v[0][n][3]);
@@ -488,26 +387,14 @@ struct Fa3BackwardKeys {
         return pool.tile({slot, 0});
     }
 
-    // A gradient's zeros, of keys that no query sees.
-    __device__ __forceinline__ void store_zeros(const TensorView& view, const KeyTile& tile,
-                                                int cols) const {
+    // This warp's rows of dK or dV.
+    __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
+                                                                 const KeyTile& tile,
+                                                                 int cols) const {
         const Sequence& s = tile.sequence;
         const int first_row = tile.first_key + warp_key;
-        const auto g = global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
-                                            s.rows_k - first_row, cols);
-        for (int row = 0; row < min_of(16, g.rows); ++row)
-            if (lane_id() * 8 < cols)
-                *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
-    }
-
-    template <class Gradient>
-    __device__ __forceinline__ void store(const TensorView& view, const KeyTile& tile, int cols,
-                                          const Gradient& gradient) const {
-        const Sequence& s = tile.sequence;
-        const int first_row = tile.first_key + warp_key;
-        store_rows(global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
-                                        s.rows_k - first_row, cols),
-                   gradient);
+        return global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
+                                    s.rows_k - first_row, cols);
     }
 
     // A consumer's way through the KV tiles: where its scores are.
@@ -521,21 +408,21 @@ struct Fa3BackwardKeys {
     // The next KV tile that has steps; a gradient of those that have none is written as zeros.
     __device__ __forceinline__ bool find_tile(Walk& walk, const TensorView& view, int cols) const {
         for (;; end_tile(walk)) {
-            tile_ring.wait(walk.tile);
-            const KeyTile& tile = *tile_slot(walk.tile);
+            tiles.ring.wait(walk.tile);
+            const KeyTile& tile = tiles[walk.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return false;
             walk.q_tiles = {ptx::warp_uniform(tile.q_tiles.begin),
                             ptx::warp_uniform(tile.q_tiles.end)};
             walk.at = {walk.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
             walk.left = (walk.q_tiles.end - walk.q_tiles.begin) * group() - 1;
             if (!walk.q_tiles.empty()) return true;
-            store_zeros(view, tile, cols);
+            store_zeros(gradient_rows(view, tile, cols));
         }
     }
 
     __device__ __forceinline__ void end_tile(Walk& walk) const {
         __syncwarp();
-        if (leads_warp) tile_ring.release(walk.tile);
+        if (leads_warp) tiles.ring.release(walk.tile);
         walk.tile.advance();
     }
 
@@ -563,14 +450,21 @@ struct Fa3BackwardKeys {
         const auto probabilities = [&] {
             finished(rS);
             if (walk.left == 0) release(k_ring, k);
-            exponentiate(rS, place.q(), *tile_slot(walk.tile), walk.at, full);
+            const KeyTile& tile = tiles[walk.tile];
+            exponentiate<Element, Config::kGeneral>(
+                rS, params, tile.sequence, walk.at.head, tile.first_key + warp_key,
+                walk.at.q_tile * Config::kBlockQ,
+                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, statistics(place.q()));
             pass_p(rS, {place.pair, place.round});
             rP.template round<Element>(rS);
             release(place.q());
         };
 
         while (find_tile(walk, params.dv, params.head_dim_v)) {
-            full = full_tiles(*tile_slot(walk.tile));
+            const KeyTile& tile = tiles[walk.tile];
+            full =
+                full_q_tiles(mask_of(params, tile.sequence),
+                             {tile.first_key, tile.first_key + Config::kBlockKV}, Config::kBlockQ);
             k_ring.wait(k);
             wait(place.q(), place);
             take_turn(kValues);
@@ -604,7 +498,7 @@ struct Fa3BackwardKeys {
             finished(rdV);
             release(place.dout());
             place.advance();
-            store(params.dv, *tile_slot(walk.tile), params.head_dim_v, rdV);
+            store_rows(gradient_rows(params.dv, tile, params.head_dim_v), rdV);
             end_tile(walk);
         }
     }
@@ -629,7 +523,7 @@ struct Fa3BackwardKeys {
         };
         char* ds = nullptr;  // where it is kept
         const auto find_ds = [&] {
-            const KeyTile& tile = *tile_slot(walk.tile);
+            const KeyTile& tile = tiles[walk.tile];
             ds = params.kept.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
                                   tile.first_key / Config::kBlockKV);
         };
@@ -638,7 +532,7 @@ struct Fa3BackwardKeys {
             if (walk.left == 0) release(v_ring, v);
             const PCursor p{place.pair, place.round};
             p_ring.wait(p);
-            softmax_gradient(rdP, rdS, place, *tile_slot(walk.tile), walk.at);
+            softmax_gradient(rdP, rdS, place, tiles[walk.tile], walk.at);
             p_ring.release(p);
             release(place.dout());
             if constexpr (Config::kKeepsDS) keep(rdS, ds);
@@ -685,7 +579,7 @@ struct Fa3BackwardKeys {
             release(place.q());
             place.advance();
             rdK.scale(params.scale);
-            store(params.dk, *tile_slot(walk.tile), params.head_dim, rdK);
+            store_rows(gradient_rows(params.dk, tiles[walk.tile], params.head_dim), rdK);
             end_tile(walk);
         }
     }
@@ -696,15 +590,6 @@ struct Fa3BackwardKeys {
         } else {
             consume_keys();
         }
-    }
-
- private:
-    __device__ __forceinline__ KeyTile* tile_slot(const TileCursor_& t) const {
-        return reinterpret_cast<KeyTile*>(dynamic_shared() + Config::kTiles +
-                                          t.slot * Config::TileRing::kSlotBytes);
-    }
-    __device__ __forceinline__ uint32_t draw_barrier() const {
-        return shared + Config::kDrawBarrier;
     }
 };
 
@@ -717,20 +602,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();              // the barriers are there
     ptx::wait_for_grid_before();  // the statistics are there
     ptx::launch_dependents();
-    if (threadIdx.x < 128) {
-        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        kernel.produce();
-    } else {
-        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-        kernel.consume();
-    }
+    run_roles<Config>(kernel);
 #endif
-}
-
-// A map wants some memory, even of a tensor without rows, of which nothing will be read.
-inline void give_maps_memory(BackwardParams& params) {
-    if (params.seqlen_k == 0) params.k.data = params.v.data = params.q.data;
-    if (params.seqlen_q == 0) params.q.data = params.dout.data = params.k.data;
 }
 
 template <class Config>
@@ -739,8 +612,7 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& k
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
     params.counter = new_count(call.tile_counter);
-    const bool masked =
-        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
+    const bool masked = is_masked(params);
     const int group = params.heads_q / params.heads_k;
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV),
@@ -749,17 +621,8 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& k
         int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
         1, section_fillings(params, masked));
     if (cta_count(params.schedule) == 0) return cudaSuccess;
-    give_maps_memory(params);
-    for (cudaError_t status :
-         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::DOTile>(params.do_map, params.dout,
-                                                     params.element_type, params.head_dim_v),
-          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
-                                                    params.head_dim_v)})
-        if (status != cudaSuccess) return status;
+    const cudaError_t status = params.encode<Config>();
+    if (status != cudaSuccess) return status;
     return launch_kernel<fa3_backward_keys_kernel<Config>>(
         min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
         Config::kSharedBytes, params, stream, true);

@@ -19,7 +19,6 @@
 #pragma once
 
 #include "fa3_backward_keys.cuh"
-#include "fa3_forward.cuh"
 
 namespace flash_ext {
 
@@ -37,14 +36,12 @@ struct Fa3BackwardProductConfig {
 
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using Ring = TmaRing<kStages, KTile::kBytes + kConsumers * DSTile::kBytes>;
-    using TileRing = TmaRing<4, 64>;
-    static_assert(sizeof(QueryTile) <= TileRing::kSlotBytes);
 
     static constexpr int kTiles = kStages * Ring::kSlotBytes;
-    static constexpr int kBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    using Tiles = TileQueue<QueryTile, kTiles>;
+    static constexpr int kBarriers = kTiles + Tiles::kBytes;
     static constexpr int kTileBarriers = kBarriers + Ring::kBarrierBytes;
-    static constexpr int kDrawBarrier = kTileBarriers + TileRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static constexpr int kSharedBytes = kTileBarriers + Tiles::kBarrierBytes;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -53,7 +50,7 @@ struct Fa3BackwardProduct {
     using Element = typename Config::Element;
     using KTile = typename Config::KTile;
     using Cursor = typename Config::Ring::Cursor;
-    using TileCursor_ = typename Config::TileRing::Cursor;
+    using TileCursor_ = typename Config::Tiles::Cursor;
     using DQ = RegisterTile<16, Config::kHeadDim>;
 
     const Fa3BackwardWideParams& params;
@@ -61,7 +58,7 @@ struct Fa3BackwardProduct {
     uint32_t shared;
     bool leads_warp;  // is it its warp's first?
     typename Config::Ring ring;
-    typename Config::TileRing tile_ring;
+    typename Config::Tiles tiles;
 
     __device__ __forceinline__ Fa3BackwardProduct(const Fa3BackwardWideParams& p,
                                                   const KeptDS& kept_, uint32_t shared_)
@@ -70,12 +67,11 @@ struct Fa3BackwardProduct {
           shared(shared_),
           leads_warp(lane_id() == 0),
           ring{shared, shared + Config::kBarriers},
-          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+          tiles(shared, Config::kTileBarriers) {}
 
     __device__ __forceinline__ void init() const {
         ring.init(Config::kConsumers * 4);
-        tile_ring.init(Config::kConsumers * 4 + 1);  // and the producer of stages
-        ptx::mbarrier_init(draw_barrier(), 1);
+        tiles.init(Config::kConsumers * 4 + 1);  // and the producer of stages
         ptx::mbarrier_fence_init();
     }
 
@@ -83,44 +79,24 @@ struct Fa3BackwardProduct {
 
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
-    // The longest tiles come first.
-    __device__ __forceinline__ void describe(QueryTile& query_tile, int linear) const {
-        const WorkTile work = work_tile(linear, params.schedule);
-        const int flat_head = kept.first_head * group() + work.head;
-        const Sequence s = sequence_of<true>(params, flat_head / params.heads_q);
-        query_tile.sequence = s;
-        query_tile.head = flat_head % params.heads_q;
-        const int first_query =
-            (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - work.rank) * Config::kBlockQ;
-        query_tile.first_query = first_query;
-        const Interval keys =
-            mask_of(query_tile).keys_of({first_query, first_query + Config::kBlockQ});
-        query_tile.kv_tiles = tiles_of(keys, Config::kBlockKV);
-    }
-
     __device__ __forceinline__ void produce_tiles() const {
-        const int total = cta_count(params.schedule);
         params.counter.start();
-        int linear = blockIdx.x;
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.acquire(t);
-            QueryTile& slot = *tile_slot(t);
-            slot.first_query = -1;
-            if (linear < total) describe(slot, linear);
-            ptx::mbarrier_arrive(tile_ring.full(t));
-            if (linear >= total) return;
-            // Slots and parities both alternate.
-            ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
-            linear = params.counter.draw(total);
-        }
+        const int total = cta_count(params.schedule);
+        tiles.produce(
+            blockIdx.x, total, [&] { return params.counter.draw(total); },
+            [&](QueryTile& tile, int linear) {
+                WorkTile work = work_tile(linear, params.schedule);
+                const int flat_head = kept.first_head * group() + work.head;
+                work.head = flat_head % params.heads_q;
+                work.batch = flat_head / params.heads_q;
+                describe<Config>(tile, params, work);
+            },
+            [](const QueryTile&, const TileCursor_&) {});
     }
 
     __device__ __forceinline__ void produce_stages() const {
         Cursor c;
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.wait(t);
-            const QueryTile& tile = *tile_slot(t);
-            if (tile.first_query < 0) return;
+        tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
             const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
@@ -128,10 +104,9 @@ struct Fa3BackwardProduct {
                 return kept.tile(params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
             };
             const Interval kv = tile.kv_tiles;
-            if (kv.empty()) ptx::mbarrier_arrive(draw_barrier());
+            if (kv.empty()) tiles.let_draw();
             for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - Config::kDrawAhead))
-                    ptx::mbarrier_arrive(draw_barrier());
+                if (i == max_of(kv.begin, kv.end - Config::kDrawAhead)) tiles.let_draw();
                 ring.acquire(c);
                 int bytes = KTile::kBytes;
 #pragma unroll
@@ -145,8 +120,7 @@ struct Fa3BackwardProduct {
                 rows.load<KTile>(params.k_map, ring.tile(c), ring.full(c), i * Config::kBlockKV);
                 c.advance();
             }
-            tile_ring.release(t);
-        }
+        });
     }
 
     __device__ __forceinline__ void produce() const {
@@ -157,16 +131,12 @@ struct Fa3BackwardProduct {
 
     // --- Consumers ---
 
-    __device__ __forceinline__ BandMask mask_of(const QueryTile& tile) const {
-        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
-                params.window_right};
-    }
-
     // The KV tiles that a consumer's rows see: those for which there is a dS.
     __device__ __forceinline__ Interval kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};
-        return tiles_of(mask_of(tile).keys_of({first_query, first_query + 64}), Config::kBlockKV);
+        return tiles_of(mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
+                        Config::kBlockKV);
     }
 
     __device__ __forceinline__ void store(const QueryTile& tile, DQ& rdQ) const {
@@ -192,8 +162,8 @@ struct Fa3BackwardProduct {
             }
         };
         for (TileCursor_ t;; t.advance()) {
-            tile_ring.wait(t);
-            const QueryTile& tile = *tile_slot(t);
+            tiles.ring.wait(t);
+            const QueryTile& tile = tiles[t];
             if (ptx::warp_uniform(tile.first_query) < 0) return;
             const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
                               ptx::warp_uniform(tile.kv_tiles.end)};
@@ -222,20 +192,13 @@ struct Fa3BackwardProduct {
             }
             store(tile, rdQ);
             __syncwarp();
-            if (leads_warp) tile_ring.release(t);
+            if (leads_warp) tiles.ring.release(t);
         }
     }
 
  private:
-    __device__ __forceinline__ QueryTile* tile_slot(const TileCursor_& t) const {
-        return reinterpret_cast<QueryTile*>(dynamic_shared() + Config::kTiles +
-                                            t.slot * Config::TileRing::kSlotBytes);
-    }
     __device__ __forceinline__ uint32_t ds_tile(const Cursor& c, int consumer) const {
         return ring.tile(c) + KTile::kBytes + consumer * DSTile::kBytes;
-    }
-    __device__ __forceinline__ uint32_t draw_barrier() const {
-        return shared + Config::kDrawBarrier;
     }
 };
 
@@ -249,13 +212,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();              // the barriers are there
     ptx::wait_for_grid_before();  // dS is there
     ptx::launch_dependents();
-    if (threadIdx.x < 128) {
-        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        kernel.produce();
-    } else {
-        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-        kernel.consume();
-    }
+    run_roles<Config>(kernel);
 #endif
 }
 
@@ -266,13 +223,10 @@ cudaError_t launch_fa3_backward_product(const BackwardParams& call, const KeptDS
     params.kept = kept;
     params.counter = new_count(call.tile_counter + 1);
     const int group = params.heads_q / params.heads_k;
-    const bool masked =
-        params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
-    params.schedule =
-        make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group, 1, masked,
-                      int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
+    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group,
+                                    1, is_masked(params),
+                                    int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
-    give_maps_memory(params);
     const cudaError_t status = encode_tensor_map<typename Config::KTile>(
         params.k_map, params.k, params.element_type, params.head_dim);
     if (status != cudaSuccess) return status;

@@ -35,7 +35,6 @@
 #pragma once
 
 #include "fa3_backward_keys.cuh"
-#include "fa3_forward.cuh"
 
 namespace flash_ext {
 
@@ -64,8 +63,6 @@ struct Fa3BackwardQueriesConfig {
     using DORing = TmaRing<1, DOTile::kBytes>;
     using KRing = TmaRing<kStagesK, KTile::kBytes>;
     using VRing = TmaRing<kStagesV, VTile::kBytes>;
-    using TileRing = TmaRing<4, 64>;
-    static_assert(sizeof(QueryTile) <= TileRing::kSlotBytes);
     static_assert(kStagesK >= 2);  // of this step and of the next
 
     static constexpr int kQ = 0;
@@ -76,13 +73,13 @@ struct Fa3BackwardQueriesConfig {
     static constexpr int kLse = kV + VRing::kSlots * VTile::kBytes;
     static constexpr int kDelta = kLse + kConsumers * kStatisticsBytes;
     static constexpr int kTiles = kDelta + kConsumers * kStatisticsBytes;
-    static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    using Tiles = TileQueue<QueryTile, kTiles>;
+    static constexpr int kQBarriers = kTiles + Tiles::kBytes;
     static constexpr int kDOBarriers = kQBarriers + kConsumers * QRing::kBarrierBytes;
     static constexpr int kKBarriers = kDOBarriers + kConsumers * DORing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kDrawBarrier = kTileBarriers + TileRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kDrawBarrier + 8;
+    static constexpr int kSharedBytes = kTileBarriers + Tiles::kBarrierBytes;
     static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -96,7 +93,7 @@ struct Fa3BackwardQueries {
     using QRing = typename Config::QRing;
     using DORing = typename Config::DORing;
     using KCursor = typename Config::KRing::Cursor;
-    using TileCursor_ = typename Config::TileRing::Cursor;
+    using TileCursor_ = typename Config::Tiles::Cursor;
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Operand = RegisterOperand<Config::kBlockKV>;
     using DQ = RegisterTile<16, Config::kHeadDim>;
@@ -106,7 +103,7 @@ struct Fa3BackwardQueries {
     bool leads_warp;  // is it its warp's first?
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
-    typename Config::TileRing tile_ring;
+    typename Config::Tiles tiles;
 
     __device__ __forceinline__ Fa3BackwardQueries(const Fa3BackwardWideParams& p, uint32_t shared_)
         : params(p),
@@ -114,7 +111,7 @@ struct Fa3BackwardQueries {
           leads_warp(lane_id() == 0),
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
           v_ring{shared + Config::kV, shared + Config::kVBarriers},
-          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+          tiles(shared, Config::kTileBarriers) {}
 
     __device__ __forceinline__ QRing q_ring(int of) const {
         return {shared + Config::kQ + of * QTile::kBytes,
@@ -133,104 +130,61 @@ struct Fa3BackwardQueries {
         }
         k_ring.init(kReaders);
         v_ring.init(kReaders);
-        tile_ring.init(kReaders + 3);  // and the other producers
-        ptx::mbarrier_init(draw_barrier(), 1);
+        tiles.init(kReaders + 3);  // and the other producers
         ptx::mbarrier_fence_init();
     }
 
     // --- Producer ---
 
-    // first_query is below 0 for a spare number.
-    __device__ __forceinline__ void describe(QueryTile& query_tile, int linear) const {
-        const WorkTile work = work_tile(linear, params.schedule);
-        query_tile.head = work.head;
-        const SequenceTile tile =
-            tile_of<true, Rows::kQueries>(params, work.batch, work.rank, Config::kBlockQ);
-        const Sequence& s = tile.sequence;
-        query_tile.sequence = s;
-        const int first_query =
-            (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
-        query_tile.first_query = first_query;
-        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
-        query_tile.kv_tiles =
-            tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
-    }
-
-    // Chooses the Q tiles. One is drawn a few steps before it is needed: a CTA that draws early
-    // takes work from others that will be free sooner.
+    // Chooses the Q tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        const auto total = [&] { return cta_count(params.schedule); };
         params.counter.start();
-        int linear = blockIdx.x;
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.acquire(t);
-            QueryTile& slot = *tile_slot(t);
-            while (true) {
-                slot.first_query = -1;
-                if (linear >= total()) {
-                    ptx::mbarrier_arrive(tile_ring.full(t));
-                    return;
-                }
-                describe(slot, linear);
-                if (slot.first_query >= 0) break;  // not a spare number
-                linear = params.counter.draw(total());
-            }
-            ptx::mbarrier_arrive(tile_ring.full(t));
-            // Slots and parities both alternate.
-            ptx::mbarrier_wait(draw_barrier(), t.slot % 2);
-            linear = params.counter.draw(total());
-        }
-    }
-
-    // The Q tiles in their order, for a producer that loads.
-    template <class Visit>
-    __device__ __forceinline__ void for_each_tile(Visit visit) const {
-        for (TileCursor_ t;; t.advance()) {
-            tile_ring.wait(t);
-            const QueryTile& tile = *tile_slot(t);
-            if (tile.first_query < 0) return;
-            visit(tile);
-            tile_ring.release(t);
-        }
+        const int total = cta_count(params.schedule);
+        tiles.produce(
+            blockIdx.x, total, [&] { return params.counter.draw(total); },
+            [&](QueryTile& tile, int linear) {
+                describe<Config>(tile, params, work_tile(linear, params.schedule));
+            },
+            [](const QueryTile&, const TileCursor_&) {});
     }
 
     __device__ __forceinline__ void produce_k() const {
         KCursor k;
-        for_each_tile([&](const QueryTile& tile) {
+        tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             int first_key = tile.kv_tiles.begin * Config::kBlockKV;
             int left = tile.kv_tiles.end - tile.kv_tiles.begin;
             int until_draw = max_of(left - 1 - Config::kDrawAhead, 0);
-            if (left == 0) ptx::mbarrier_arrive(draw_barrier());
+            if (left == 0) tiles.let_draw();
             for (; left > 0; --left, --until_draw, first_key += Config::kBlockKV) {
-                if (until_draw == 0) ptx::mbarrier_arrive(draw_barrier());
-                load<KTile>(k_ring, k, params.k_map, rows, first_key);
+                if (until_draw == 0) tiles.let_draw();
+                load_tile<KTile>(k_ring, k, params.k_map, rows, first_key);
+                k.advance();
             }
         });
     }
 
     __device__ __forceinline__ void produce_v() const {
         typename Config::VRing::Cursor v;
-        for_each_tile([&](const QueryTile& tile) {
+        tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
-            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i)
-                load<VTile>(v_ring, v, params.v_map, rows, i * Config::kBlockKV);
+            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
+                load_tile<VTile>(v_ring, v, params.v_map, rows, i * Config::kBlockKV);
         });
     }
 
     __device__ __forceinline__ void produce_q_do() const {
         uint32_t round = 0;
-        for_each_tile([&](const QueryTile& tile) {
+        tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
             {
                 const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
-                for (int i = 0; i < Config::kConsumers; ++i) {
-                    typename QRing::Cursor q{0, round};
-                    load<QTile>(q_ring(i), q, params.q_map, rows, tile.first_query + i * 64);
-                }
+                for (int i = 0; i < Config::kConsumers; ++i)
+                    load_tile<QTile>(q_ring(i), {0, round}, params.q_map, rows,
+                                     tile.first_query + i * 64);
             }
             const TensorRows rows(params.dout, s.batch, tile.head, s.q_begin, s.seqlen_q);
             for (int i = 0; i < Config::kConsumers; ++i) {
@@ -255,16 +209,6 @@ struct Fa3BackwardQueries {
 
     __device__ __forceinline__ int head_k(const QueryTile& tile) const {
         return tile.head / (params.heads_q / params.heads_k);
-    }
-
-    template <class Tile, class Ring>
-    __device__ __forceinline__ void load(const Ring& ring, typename Ring::Cursor& cursor,
-                                         const CUtensorMap& map, const TensorRows& rows,
-                                         int first_row) const {
-        ring.acquire(cursor);
-        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
-        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
-        cursor.advance();
     }
 
     __device__ __forceinline__ void produce() const {
@@ -315,11 +259,6 @@ struct Fa3BackwardQueries {
         }
     }
 
-    __device__ __forceinline__ BandMask mask_of(const QueryTile& tile) const {
-        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
-                params.window_right};
-    }
-
     // A consumer's way through the Q tiles: where its scores are.
     struct Walk {
         TileCursor_ tile;
@@ -330,40 +269,38 @@ struct Fa3BackwardQueries {
     // The next Q tile that has KV tiles; dQ of those that have none is written as zeros.
     __device__ __forceinline__ bool find_tile(Walk& walk) const {
         for (;; end_tile(walk)) {
-            tile_ring.wait(walk.tile);
-            const QueryTile& tile = *tile_slot(walk.tile);
+            tiles.ring.wait(walk.tile);
+            const QueryTile& tile = tiles[walk.tile];
             if (ptx::warp_uniform(tile.first_query) < 0) return false;
             const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
                               ptx::warp_uniform(tile.kv_tiles.end)};
             if (!kv.empty()) {
                 const int first_query = tile.first_query + consumer() * 64;
                 const Interval own = tiles_of(
-                    mask_of(tile).keys_of({first_query, first_query + 64}), Config::kBlockKV);
+                    mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
+                    Config::kBlockKV);
                 // At least one, even if it is hidden.
                 walk.kv_tile = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
                 walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.kv_tile, kv.end - 1));
                 return true;
             }
-            const auto g = gradient_rows(tile);
-            for (int row = 0; row < min_of(16, g.rows); ++row)
-                if (lane_id() * 8 < g.cols)
-                    *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
+            store_zeros(gradient_rows(tile));
         }
     }
 
     __device__ __forceinline__ void end_tile(Walk& walk) const {
         __syncwarp();
-        if (leads_warp) tile_ring.release(walk.tile);
+        if (leads_warp) tiles.ring.release(walk.tile);
         walk.tile.advance();
     }
 
     // KV tiles of the Q tile that this consumer does not see, where it is at its first, at its
     // last.
     __device__ __forceinline__ int hidden_before(const Walk& walk) const {
-        return walk.kv_tile - ptx::warp_uniform(tile_slot(walk.tile)->kv_tiles.begin);
+        return walk.kv_tile - ptx::warp_uniform(tiles[walk.tile].kv_tiles.begin);
     }
     __device__ __forceinline__ int hidden_behind(const Walk& walk) const {
-        return ptx::warp_uniform(tile_slot(walk.tile)->kv_tiles.end) - 1 - walk.last;
+        return ptx::warp_uniform(tiles[walk.tile].kv_tiles.end) - 1 - walk.last;
     }
 
     // The statistics of this thread's two rows, which came with dO.
@@ -378,7 +315,7 @@ struct Fa3BackwardQueries {
 
     // S to P.
     __device__ __forceinline__ void exponentiate(Scores& s, const Walk& walk) const {
-        const QueryTile& tile = *tile_slot(walk.tile);
+        const QueryTile& tile = tiles[walk.tile];
         const int first_key = walk.kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral) {
             // A part at a time, since softcap takes registers.
@@ -389,7 +326,7 @@ struct Fa3BackwardQueries {
                     .apply(reinterpret_cast<Part&>(s.v[0][n]), tile.first_query + warp_row(),
                            first_key + 8 * n);
         }
-        const BandMask mask = mask_of(tile);
+        const BandMask mask = mask_of(params, tile.sequence);
         const int first_query = tile.first_query + warp_row();
         if (!mask.is_full({first_query, first_query + 16},
                           {first_key, first_key + Config::kBlockKV})) [[unlikely]] {
@@ -415,7 +352,7 @@ struct Fa3BackwardQueries {
                 dp.v[0][n][i] = p.v[0][n][i] * (dp.v[0][n][i] - delta.x[i / 2]);
         if constexpr (Config::kGeneral)
             if (params.softcap != 0.f) {
-                const QueryTile& tile = *tile_slot(walk.tile);
+                const QueryTile& tile = tiles[walk.tile];
                 const Statistics lse = statistics(Config::kLse);
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
                     .softcap_gradient(dp, p, tile.first_query + warp_row(),
@@ -529,19 +466,10 @@ struct Fa3BackwardQueries {
             ptx::wgmma_wait<0>();
             finished(rdQ);
             release(k_ring, k);
-            store(*tile_slot(walk.tile));
+            store(tiles[walk.tile]);
             skip(k, v, hidden_behind(walk));
             end_tile(walk);
         }
-    }
-
- private:
-    __device__ __forceinline__ uint32_t draw_barrier() const {
-        return shared + Config::kDrawBarrier;
-    }
-    __device__ __forceinline__ QueryTile* tile_slot(const TileCursor_& t) const {
-        return reinterpret_cast<QueryTile*>(dynamic_shared() + Config::kTiles +
-                                            t.slot * Config::TileRing::kSlotBytes);
     }
 };
 
@@ -552,13 +480,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const Fa3BackwardQueries<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
     __syncthreads();  // the barriers are there
-    if (threadIdx.x < 128) {
-        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        kernel.produce();
-    } else {
-        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-        kernel.consume();
-    }
+    run_roles<Config>(kernel);
     // Needs nothing of the kernel before but the statistics that this one had read, and so begins
     // while that one's last CTAs run; but what comes behind needs both.
     ptx::wait_for_grid_before();
@@ -572,17 +494,8 @@ cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t
     params.schedule =
         forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
-    give_maps_memory(params);
-    for (cudaError_t status :
-         {encode_tensor_map<typename Config::QTile>(params.q_map, params.q, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::DOTile>(params.do_map, params.dout,
-                                                     params.element_type, params.head_dim_v),
-          encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.element_type,
-                                                    params.head_dim),
-          encode_tensor_map<typename Config::VTile>(params.v_map, params.v, params.element_type,
-                                                    params.head_dim_v)})
-        if (status != cudaSuccess) return status;
+    const cudaError_t status = params.encode<Config>();
+    if (status != cudaSuccess) return status;
     return launch_kernel<fa3_backward_queries_kernel<Config>>(
         min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
         Config::kSharedBytes, params, stream, true);

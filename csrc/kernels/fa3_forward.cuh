@@ -33,31 +33,18 @@
 //                       are started
 #pragma once
 
-#include "../mask.cuh"
 #include "../optimistic_softmax.cuh"
 #include "../ptx/barrier.cuh"
-#include "../ptx/registers.cuh"
 #include "../ptx/uniform.cuh"
-#include "../scheduler.cuh"
 #include "../score.cuh"
 #include "../softmax.cuh"
-#include "../tile/copy.cuh"
-#include "../tile/tensor_map.cuh"
-#include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
 #include "../tile_counter.cuh"
 #include "../tuning.h"
+#include "fa3_tiles.cuh"
 #include "launch.cuh"
 
 namespace flash_ext {
-
-// What a CTA works on next; written by the producer.
-struct QueryTile {
-    Sequence sequence;
-    int head;
-    int first_query;  // below 0: there is no more work
-    Interval kv_tiles;
-};
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
           tuning::Fa3Forward kTuning>
@@ -83,18 +70,17 @@ struct Fa3ForwardConfig {
     using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
     using KRing = TmaRing<kTuning.k_stages, KTile::kBytes>;
     using VRing = TmaRing<kTuning.v_stages, VTile::kBytes>;
-    using TileRing = TmaRing<4, 64>;
-    static_assert(sizeof(QueryTile) <= TileRing::kSlotBytes);
 
     static constexpr int kQ = 0;
     static constexpr int kK = kQ + QRing::kSlots * QRing::kSlotBytes;
     static constexpr int kV = kK + KRing::kSlots * KRing::kSlotBytes;
     static constexpr int kTiles = kV + VRing::kSlots * VRing::kSlotBytes;
-    static constexpr int kQBarriers = kTiles + TileRing::kSlots * TileRing::kSlotBytes;
+    using Tiles = TileQueue<QueryTile, kTiles>;
+    static constexpr int kQBarriers = kTiles + Tiles::kBytes;
     static constexpr int kKBarriers = kQBarriers + QRing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kTileBarriers + TileRing::kBarrierBytes;
+    static constexpr int kSharedBytes = kTileBarriers + Tiles::kBarrierBytes;
     static_assert(kSharedBytes <= 227 * 1024);
     // What matrix_descriptor() and the swizzle expect of every tile.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -125,7 +111,7 @@ struct Fa3Forward {
     typename Config::QRing q_ring;
     typename Config::KRing k_ring;
     typename Config::VRing v_ring;
-    typename Config::TileRing tile_ring;
+    typename Config::Tiles tiles;
 
     __device__ __forceinline__ Fa3Forward(const Fa3ForwardParams& p, uint32_t shared)
         : params(p),
@@ -134,42 +120,35 @@ struct Fa3Forward {
           q_ring{shared + Config::kQ, shared + Config::kQBarriers},
           k_ring{shared + Config::kK, shared + Config::kKBarriers},
           v_ring{shared + Config::kV, shared + Config::kVBarriers},
-          tile_ring{shared + Config::kTiles, shared + Config::kTileBarriers} {}
+          tiles(shared, Config::kTileBarriers) {}
 
     __device__ __forceinline__ void init() const {
         constexpr int kReaders = Config::kConsumers * 4;
         q_ring.init(kReaders);
         k_ring.init(kReaders);
         v_ring.init(kReaders);
-        tile_ring.init(kReaders + 2);  // and the producers of Q and V
+        tiles.init(kReaders + 2);  // and the producers of Q and V
         ptx::mbarrier_fence_init();
     }
 
     // --- Producer ---
 
     __device__ __forceinline__ QueryTile query_tile(int linear) const {
-        const WorkTile work = work_tile(linear, params.schedule);
-        const SequenceTile tile =
-            tile_of<true, Rows::kQueries>(params, work.batch, work.rank, Config::kBlockQ);
-        const Sequence& s = tile.sequence;
-        const int first_query =
-            (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
-        const BandMask mask{s.seqlen_q, s.seqlen_k, params.window_left, params.window_right};
-        const Interval keys = mask.keys_of({first_query, first_query + Config::kBlockQ});
+        QueryTile tile;
+        describe<Config>(tile, params, work_tile(linear, params.schedule));
         // A tile without keys takes one step all the same: all its scores are hidden, and K and V
         // of no rows are zeros.
-        QueryTile query_tile{s, work.head, first_query, tiles_of(keys, Config::kBlockKV)};
-        if (keys.empty()) {
-            query_tile.sequence.seqlen_k = 0;
-            query_tile.kv_tiles = {0, 1};
+        if (tile.kv_tiles.empty()) {
+            tile.sequence.seqlen_k = 0;
+            tile.kv_tiles = {0, 1};
         }
-        return query_tile;
+        return tile;
     }
 
     // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps
     // before it is needed: a CTA that draws early takes work from others that will be free sooner.
     __device__ __forceinline__ void produce_k() const {
-        typename Config::TileRing::Cursor t;
+        typename Config::Tiles::Cursor t;
         typename Config::KRing::Cursor k;
         const int total = cta_count(params.schedule);
         bool started = false;
@@ -184,9 +163,9 @@ struct Fa3Forward {
                 tile = query_tile(linear);
                 if (tile.first_query >= 0) break;  // not a spare number
             }
-            tile_ring.acquire(t);
-            *tile_slot(t) = tile;
-            ptx::mbarrier_arrive(tile_ring.full(t));
+            tiles.ring.acquire(t);
+            tiles[t] = tile;
+            ptx::mbarrier_arrive(tiles.ring.full(t));
             t.advance();
             return tile;
         };
@@ -198,56 +177,48 @@ struct Fa3Forward {
             int next = 0;
             for (int i = kv.end - 1; i >= kv.begin; --i) {
                 if (i == min_of(kv.end - 1, kv.begin + Config::kDrawAhead)) next = draw();
-                load<KTile>(k_ring, k, params.k_map, rows, i * Config::kBlockKV);
+                load_tile<KTile>(k_ring, k, params.k_map, rows, i * Config::kBlockKV);
+                k.advance();
             }
             tile = publish(next);
         }
     }
 
     // The Q tiles in their order, for a producer.
-    __device__ __forceinline__ QueryTile next_tile(typename Config::TileRing::Cursor& t) const {
-        tile_ring.wait(t);
-        const QueryTile tile = *tile_slot(t);
-        tile_ring.release(t);
+    __device__ __forceinline__ QueryTile next_tile(typename Config::Tiles::Cursor& t) const {
+        tiles.ring.wait(t);
+        const QueryTile tile = tiles[t];
+        tiles.ring.release(t);
         t.advance();
         return tile;
     }
 
     __device__ __forceinline__ void produce_q() const {
-        typename Config::TileRing::Cursor t;
+        typename Config::Tiles::Cursor t;
         typename Config::QRing::Cursor q;
         for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
             if constexpr (Config::QRing::kSlots == 1)  // which the tile before still has
                 rows.prefetch<QTile>(params.q_map, tile.first_query);
-            load<QTile>(q_ring, q, params.q_map, rows, tile.first_query);
+            load_tile<QTile>(q_ring, q, params.q_map, rows, tile.first_query);
+            q.advance();
         }
     }
 
     __device__ __forceinline__ void produce_v() const {
-        typename Config::TileRing::Cursor t;
+        typename Config::Tiles::Cursor t;
         typename Config::VRing::Cursor v;
         for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
-            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i)
-                load<VTile>(v_ring, v, params.v_map, rows, i * Config::kBlockKV);
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
+                load_tile<VTile>(v_ring, v, params.v_map, rows, i * Config::kBlockKV);
         }
     }
 
     __device__ __forceinline__ int head_k(const QueryTile& tile) const {
         return tile.head / (params.heads_q / params.heads_k);
-    }
-
-    template <class Tile, class Ring>
-    __device__ __forceinline__ void load(const Ring& ring, typename Ring::Cursor& cursor,
-                                         const CUtensorMap& map, const TensorRows& rows,
-                                         int first_row) const {
-        ring.acquire(cursor);
-        ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
-        rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
-        cursor.advance();
     }
 
     __device__ __forceinline__ void produce() const {
@@ -328,14 +299,9 @@ struct Fa3Forward {
         return softmax;
     }
 
-    __device__ __forceinline__ BandMask mask_of(const QueryTile& tile) const {
-        return {tile.sequence.seqlen_q, tile.sequence.seqlen_k, params.window_left,
-                params.window_right};
-    }
-
     // The KV tiles that this consumer's rows see all of.
     __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
-        const BandMask mask = mask_of(tile);
+        const BandMask mask = mask_of(params, tile.sequence);
         const int first_query = tile.first_query + consumer * 64;
         const int last_query = min_of(first_query + 64, mask.seqlen_q) - 1;
         return {ceil_div(mask.key_range(last_query).begin, Config::kBlockKV),
@@ -345,7 +311,8 @@ struct Fa3Forward {
     // The last KV tile that this consumer's rows see anything of.
     __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
         const int first_query = tile.first_query + consumer * 64;
-        return (mask_of(tile).keys_of({first_query, first_query + 64}).end - 1) / Config::kBlockKV;
+        return (mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}).end - 1) /
+               Config::kBlockKV;
     }
 
     // Options and, where kFull does not say that there is none, the mask.
@@ -358,7 +325,7 @@ struct Fa3Forward {
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, first_query, first_key);
         if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
-            const BandMask mask = mask_of(tile);
+            const BandMask mask = mask_of(params, tile.sequence);
             mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
         }
     }
@@ -391,7 +358,7 @@ struct Fa3Forward {
         typename Config::QRing::Cursor q;
         typename Config::KRing::Cursor k;
         typename Config::VRing::Cursor v;
-        typename Config::TileRing::Cursor tile, tile_done;  // of the scores, of the output
+        typename Config::Tiles::Cursor tile, tile_done;  // of the scores, of the output
         Scores rS;
         Output rO;
         Probabilities rP[2];  // P V reads the one while the other is written
@@ -407,8 +374,8 @@ struct Fa3Forward {
         bool k_ready = false, v_ready = false;  // asked early: the answer takes a while
         int hidden = 0;  // of the KV tiles that come next, those that only other consumers see
         const auto begin_tile = [&] {
-            tile_ring.wait(tile);
-            const QueryTile& work = *tile_slot(tile);
+            tiles.ring.wait(tile);
+            const QueryTile& work = tiles[tile];
             kv_tile = ptx::warp_uniform(work.kv_tiles.end) - 1;
             first_kv_tile = ptx::warp_uniform(work.kv_tiles.begin);
             if (ptx::warp_uniform(work.first_query) < 0) return false;
@@ -429,8 +396,8 @@ struct Fa3Forward {
             v_ready = v_ring.ready(v);
             if (kReleaseEarly && !steady && kv_tile == first_kv_tile)
                 release_and_advance(q_ring, q);
-            finish_scores<steady>(rS, *tile_slot(tile), kv_tile, full);
-            if (!steady && first) softmax = begin_softmax(*tile_slot(tile));
+            finish_scores<steady>(rS, tiles[tile], kv_tile, full);
+            if (!steady && first) softmax = begin_softmax(tiles[tile]);
             return softmax.step(rS, rP, exponent_scale(), !steady && first);
         };
 
@@ -451,9 +418,9 @@ struct Fa3Forward {
             if (!began) {
                 rescaling.apply(rO);
             } else if (kept) {
-                store(rO, done, *tile_slot(tile_done));
+                store(rO, done, tiles[tile_done]);
                 __syncwarp();
-                release_and_advance(tile_ring, tile_done);
+                release_and_advance(tiles.ring, tile_done);
             }
         };
         // One step, as above; false where there are no scores left. A steady one stays within a
@@ -514,14 +481,7 @@ struct Fa3Forward {
         pass_turn();
         ptx::wgmma_wait<0>();
         finished(rO);
-        store(rO, softmax, *tile_slot(tile_done));
-    }
-
- private:
-    __device__ __forceinline__ QueryTile* tile_slot(
-        const typename Config::TileRing::Cursor& t) const {
-        return reinterpret_cast<QueryTile*>(dynamic_shared() + Config::kTiles +
-                                            t.slot * Config::TileRing::kSlotBytes);
+        store(rO, softmax, tiles[tile_done]);
     }
 };
 
@@ -537,13 +497,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         kernel.init();
     }
     __syncthreads();  // the barriers are there
-    if (threadIdx.x < 128) {
-        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        kernel.produce();
-    } else {
-        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-        kernel.consume();
-    }
+    run_roles<Config>(kernel);
 #else
     __trap();  // not to be run elsewhere
 #endif
