@@ -440,29 +440,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
     const int64_t rows = workspace_rows(params);
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
-        const bool sums_dq = variant != Variant::kFa3 || dim <= 128;
-        // fa3 runs its kernel for 128 at 96.
-        const int columns = variant == Variant::kFa3 && dim == 96 ? 128 : dim;
+        // fa3 has no backward kernel for 96, and keeps dQ of wide heads in registers.
+        constexpr int kFa3Dim = dim == 96 ? 128 : dim;
+        constexpr int kFa3DimV = dim == 96 ? 128 : dim_v;
+        const int sum_columns = variant != Variant::kFa3 ? dim : dim > 128 ? 0 : kFa3Dim;
         const int64_t turns = 1 + rows / tuning::kMinBackwardBlockQ;
-        params.lse_log2 =
-            workspace.allocate<float>(rows * 2 + (sums_dq ? rows * columns + turns : 0));
+        params.lse_log2 = workspace.allocate<float>(rows * (2 + sum_columns) + turns);
         params.delta = params.lse_log2 + rows;
-        if (sums_dq) {
-            params.dq_accum = params.delta + rows;
-            params.turn = reinterpret_cast<int*>(params.dq_accum + rows * columns);
-        }
+        params.dq_accum = params.delta + rows;
+        params.turn = reinterpret_cast<int*>(params.dq_accum + rows * sum_columns);
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa2) {
             check_launch(fa2_backward<dim, dim_v>(params, stream));
-        } else if constexpr (dim > 128) {
-            params.tile_counter = workspace.allocate_counters(2);
-            params.ds_bytes = ds_workspace_bytes(params);
-            if (params.ds_bytes > 0) params.ds = workspace.allocate<int>(params.ds_bytes / 4);
-            check_launch(fa3_backward<dim, dim_v>(params, stream));
         } else {
-            check_launch(
-                fa3_backward<dim == 96 ? 128 : dim, dim == 96 ? 128 : dim>(params, stream));
+            if (dim > 128) {
+                params.tile_counter = workspace.allocate_counters(2);
+                params.ds_bytes = ds_workspace_bytes(params);
+                if (params.ds_bytes > 0) params.ds = workspace.allocate<int>(params.ds_bytes / 4);
+            }
+            check_launch(fa3_backward<kFa3Dim, kFa3DimV>(params, stream));
         }
         if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));
     });

@@ -126,7 +126,7 @@ struct BackwardParams : AttentionParams {
     float* dq_accum;      // (R, padded D), each Q tile in fragment order
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
     float* delta;         // (R), rowsum(dO * O) - dlse
-    int* turn = nullptr;  // (1 + R / kBlockQ) zeros when deterministic: a ticket, then per Q tile
+    int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ. FA3: always, and
                           // it makes the zeros
     bool dq_zeros;        // FA3: does dq_accum begin with zeros?

@@ -102,8 +102,8 @@ def attention(
     The variant "fa3" runs on Hopper GPUs alone (compute capability 9.0). It leaves to the others
     dropout, a bias, and rows of q, k or v that its copy engine cannot address: those that do not
     start and end on 16-byte boundaries (D and Dv are multiples of 8 then), and one row expanded
-    over the sequence (a row stride of 0). At some head dims, and where the gradient of out has such
-    rows, fa2's kernels compute its gradients: `flash_ext.explain` says whose do.
+    over the sequence (a row stride of 0). Where the gradient of out has such rows, or a tensor is
+    empty, fa2's kernels compute its gradients: `flash_ext.explain` says whose do.
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to

@@ -2,8 +2,9 @@
 //
 // Where dK and dV of 64 keys fill the registers, a KV tile cannot be larger, and adding dQ to
 // memory would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ has a
-// kernel of its own (fa3_backward_queries.cuh), which computes S and dP again: seven matmuls
-// instead of five, but no sum in memory, no passes for it, and results that do not depend on any
+// kernel of its own. Where there is memory for dS, this one keeps it there, and that is one matmul
+// (fa3_backward_product.cuh); else S and dP are computed again (fa3_backward_queries.cuh), seven
+// matmuls instead of five. Either way there is no sum in memory, and results do not depend on any
 // order.
 //
 // One CTA per SM takes one KV tile of 64 keys after another; its inner loop goes over the Q tiles

@@ -14,15 +14,6 @@
 
 namespace flash_ext {
 
-// Heads (of K and V, of all batches) whose dS fits into params.ds at a time, evenly.
-inline int heads_with_kept_ds(const BackwardParams& params) {
-    if (params.cu_seqlens_q != nullptr || params.ds == nullptr) return 0;
-    const int64_t bytes = kept_ds_bytes(params);
-    const int heads = params.heads_k * params.batch;
-    const auto fitting = static_cast<int>(min_of<int64_t>(params.ds_bytes / bytes, heads));
-    return fitting == 0 ? 0 : ceil_div(heads, ceil_div(heads, fitting));
-}
-
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
@@ -35,7 +26,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
                                              kTuning.k_stages, kTuning.v_stages>;
     cudaError_t status = launch_fa3_prepare<Element, Keys::kBlockQ, kHeadDimV, 0>(params, stream);
     const int heads = params.heads_k * params.batch;
-    const int heads_at_a_time = heads_with_kept_ds(params);
+    const auto heads_at_a_time = static_cast<int>(params.ds_bytes / kept_ds_bytes(params));
     if (heads_at_a_time > 0) {
         for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
             const KeptDS kept{static_cast<char*>(params.ds), head,
