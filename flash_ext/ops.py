@@ -1,5 +1,7 @@
 """The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`: schemas, fake kernels, autograd, kernels.
 
+What else PyTorch may ask of an op is in `_vmap.py`, `_flops.py` and `integrations/dtensor.py`.
+
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
     check(q, k, v, *, options) -> (variant, backward, why)
@@ -21,16 +23,18 @@ The schemas are defined here, so fake and CPU kernels need no binary. The CUDA k
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.library import Library, register_fake
-from torch.overrides import has_torch_function_variadic
 
-from . import tiled
+from . import _flops, _vmap, tiled
 from ._checks import check_backward, check_forward, statistics_dtype
 from ._options import VARIANTS, BackwardTensors, Options, schema_options
 
@@ -95,6 +99,13 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
+def _refuse_tangents(*arguments: Any) -> NoReturn:
+    raise RuntimeError(
+        "flash_ext: forward-mode derivatives (jvp, jacfwd, hessian) are not supported; "
+        "flash_ext.reference.attention has them"
+    )
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -114,6 +125,8 @@ class _Forward(torch.autograd.Function):
         ctx.other_options = options
         ctx.set_materialize_grads(False)
         return out, lse
+
+    jvp = _refuse_tangents
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -141,6 +154,8 @@ class _Backward(torch.autograd.Function):
         with _below_autograd():
             return bwd(*tensors, **options)
 
+    jvp = _refuse_tangents
+
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
         raise RuntimeError(
@@ -149,26 +164,50 @@ class _Backward(torch.autograd.Function):
         )
 
 
+def _in_transforms(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The function for use under torch.func, where transforms farther out record it too."""
+
+    class InTransforms(function):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return function.forward(ctx, *arguments)
+
+    return InTransforms
+
+
+_TRANSFORMED = {function: _in_transforms(function) for function in (_Forward, _Backward)}
+
+
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """function.apply without what it does for torch.func, which takes longer than a launch."""
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "flash_ext: the gradients of torch.func are not supported; "
-            "flash_ext.reference.attention has them"
-        )
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    """function.apply without what it does for torch.func, which takes longer than a launch.
+
+    That would take the transforms off the arguments one by one. An Autograd kernel is called by the
+    dispatcher, which has done it: only the innermost transform is left.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, _TRANSFORMED[function]).apply(*arguments)  # type: ignore[misc]
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    """Whether a derivative is recorded: of the backward mode, or of the forward mode, to refuse."""
+    return (
+        torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+    ) or forward_ad._current_level >= 0
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     bias, sink = options.get("bias"), options.get("sink")
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, bias, sink):
+    if _differentiable(q, k, v, bias, sink):
         return _apply(_Forward, options, q, k, v, bias, sink)
     with _below_autograd():
         return fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+    if _differentiable(*tensors):
         return _apply(_Backward, options, *tensors)
     with _below_autograd():
         return bwd(*tensors, **options)
@@ -178,19 +217,57 @@ _library.impl("fwd", _fwd_autograd, "Autograd")
 _library.impl("bwd", _bwd_autograd, "Autograd")
 
 
+# --- Autocast ---
+# q, k and v alone: lse, slopes, sink and bias are float32 on purpose. The gradients need none.
+
+
+def _autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _below_autocast() -> AbstractContextManager[Any]:
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+def _fwd_autocast(device_type: str) -> Callable[..., Any]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        with _below_autocast():
+            return fwd(*_autocast(device_type, q, k, v), **options)
+
+    return kernel
+
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(
+    torch._C.DispatchKey.AutocastCUDA
+)
+_library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
+_library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """`fwd` for callers in Python, quicker.
 
-    Where a call would first come to its Autograd kernel this goes there itself: the dispatcher's
-    way into Python and back takes longer than a launch.
+    Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
+    dispatcher's way into Python and back takes longer than a launch.
     """
-    elsewhere = (
-        torch.compiler.is_compiling()
+    if (
+        not (type(q) is type(k) is type(v) is Tensor)
+        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or has_torch_function_variadic(q, k, v)
-    )
-    call = fwd if elsewhere else _fwd_autograd
-    return call(q, k, v, **options)
+        or torch._C._is_torch_function_mode_enabled()
+    ):
+        return fwd(q, k, v, **options)
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+        with _below_autocast():
+            return _fwd_autograd(*_autocast(q.device.type, q, k, v), **options)
+    return _fwd_autograd(q, k, v, **options)
+
+
+# --- vmap and FLOPs ---
+
+_vmap.register(_library, fwd, bwd)
+_flops.register(fwd.overloadpacket, bwd.overloadpacket)
 
 
 # --- CPU kernels ---
