@@ -19,17 +19,17 @@ def _values(lengths: Tensor) -> list[int] | None:
     """None where tensors hold no values, as while a graph is traced."""
     if lengths.is_meta or isinstance(lengths, (FakeTensor, FunctionalTensor)):
         return None
-    return lengths.tolist()  # type: ignore[no-any-return]
+    return lengths.tolist()
 
 
 def _sequences(q: Tensor, k: Tensor, options: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """The queries and keys of each sequence. Unknown lengths are taken to be equal."""
-    cu_seqlens = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
     used = options.get("seqused_k")
-    if cu_seqlens[0] is None or cu_seqlens[1] is None:
+    if "cu_seqlens_q" not in options:
         batch = q.shape[0]
         lengths_q, lengths_k = [q.shape[1]] * batch, [k.shape[1]] * batch
     else:
+        cu_seqlens = options["cu_seqlens_q"], options["cu_seqlens_k"]
         batch = cu_seqlens[0].shape[0] - 1
         lengths_q, lengths_k = (
             _values(x.diff()) or [total // max(batch, 1)] * batch

@@ -30,16 +30,10 @@ def _folded_options(
     options: dict[str, Any], dims: dict[str, int | None], size: int, batch: int
 ) -> dict[str, Any]:
     folded = dict(options)
-    for name, dim in dims.items():
-        x = options[name]
-        if name == "alibi_slopes" and x.dim() - (dim is not None) == 1:  # (Hq): the same for B
-            if dim is None:
-                continue
-            x, dim = x.movedim(dim, 0)[:, None], 0
-        elif name == "bias" and dim is None and x.shape[0] == 1:
-            continue
-        elif name not in ("alibi_slopes", "bias", "seqused_k"):
-            continue
+    for name in {"alibi_slopes", "bias", "seqused_k"} & dims.keys():  # what a batch may hold
+        x, dim = options[name], dims[name]
+        if name == "alibi_slopes" and x.dim() == 1 + (dim is not None):  # (Hq), one for the batch
+            x, dim = (x[None], None) if dim is None else (x.movedim(dim, 0)[:, None], 0)
         folded[name] = _folded(x, dim, size, batch)
     return folded
 

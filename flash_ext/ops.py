@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.library import Library, register_fake
 
@@ -99,7 +99,7 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def _refuse_tangents(*arguments: Any) -> NoReturn:
+def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
     raise RuntimeError(
         "flash_ext: forward-mode derivatives (jvp, jacfwd, hessian) are not supported; "
         "flash_ext.reference.attention has them"
@@ -126,7 +126,7 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return out, lse
 
-    jvp = _refuse_tangents
+    jvp = staticmethod(_refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -154,7 +154,7 @@ class _Backward(torch.autograd.Function):
         with _below_autograd():
             return bwd(*tensors, **options)
 
-    jvp = _refuse_tangents
+    jvp = staticmethod(_refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -164,8 +164,13 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _in_transforms(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """The function for use under torch.func, where transforms farther out record it too."""
+def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply without what it does for torch.func, which takes longer than a launch.
+
+    That would take the transforms off the arguments one by one. An Autograd kernel is called by the
+    dispatcher, which has done it: only the innermost transform is left. Those farther out are to
+    record the op within.
+    """
 
     class InTransforms(function):  # type: ignore[valid-type, misc]
         @staticmethod
@@ -173,22 +178,19 @@ def _in_transforms(function: type[torch.autograd.Function]) -> type[torch.autogr
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 return function.forward(ctx, *arguments)
 
-    return InTransforms
+    plain = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    in_transforms = super(torch.autograd.Function, InTransforms).apply  # type: ignore[misc]
+
+    def record(*arguments: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return plain(*arguments)
+        with enable_single_level_autograd_function():
+            return in_transforms(*arguments)
+
+    return record
 
 
-_TRANSFORMED = {function: _in_transforms(function) for function in (_Forward, _Backward)}
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """function.apply without what it does for torch.func, which takes longer than a launch.
-
-    That would take the transforms off the arguments one by one. An Autograd kernel is called by the
-    dispatcher, which has done it: only the innermost transform is left.
-    """
-    if not torch._C._are_functorch_transforms_active():
-        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
-    with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, _TRANSFORMED[function]).apply(*arguments)  # type: ignore[misc]
+_record_forward, _record_backward = _recorder(_Forward), _recorder(_Backward)
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:
@@ -198,17 +200,25 @@ def _differentiable(*tensors: Tensor | None) -> bool:
     ) or forward_ad._current_level >= 0
 
 
+def _meet(kind: type[Tensor]) -> None:
+    """Register what a subclass of Tensor needs, at its first call."""
+    if kind.__module__.startswith("torch.distributed.tensor"):
+        from .integrations import dtensor  # noqa: F401
+
+
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    if type(q) is not Tensor:
+        _meet(type(q))
     bias, sink = options.get("bias"), options.get("sink")
     if _differentiable(q, k, v, bias, sink):
-        return _apply(_Forward, options, q, k, v, bias, sink)
+        return _record_forward(options, q, k, v, bias, sink)
     with _below_autograd():
         return fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
     if _differentiable(*tensors):
-        return _apply(_Backward, options, *tensors)
+        return _record_backward(options, *tensors)
     with _below_autograd():
         return bwd(*tensors, **options)
 

@@ -267,23 +267,21 @@ def mapped_options(case: str, device: str) -> tuple[dict, dict]:
 def test_vmap(case: str, in_dims: tuple, device: str) -> None:
     """out, lse and the gradients of every tensor, against a loop over the elements."""
     tensors = [
-        x if dim is None else x.movedim(0, dim)
-        for dim, x, plain in zip(
+        one if dim is None else every.movedim(0, dim)
+        for dim, every, one in zip(
             in_dims, qkv(device, SIZE, BATCH), qkv(device, BATCH), strict=True
         )
-        for x in ([plain] if dim is None else [x])
     ]
     options, dims = mapped_options(case, device)
     fixed = {"causal": True, "deterministic": True, "dropout_p": 0.3 * (case == "dropout")}
-    differentiable = [n for n in options if n in ("bias", "sink")]
-    argnums = (0, 1, 2, *range(3, 3 + len(differentiable)))
+    names = tuple(options)
+    argnums = (0, 1, 2, *(3 + i for i, name in enumerate(names) if name in ("bias", "sink")))
     douts = randn(SIZE, BATCH, 9, 4, 16, device=device)
     dlses = torch.randn(SIZE, BATCH, 4, 9, device=device)
 
     def outputs(q, k, v, *rest):
-        named = dict(zip((*differentiable, *(n for n in options if n not in differentiable)),
-                         rest, strict=True))  # fmt: skip
-        return flash_ext.attention(q, k, v, return_lse=True, **named, **fixed)
+        given = dict(zip(names, rest, strict=True))
+        return flash_ext.attention(q, k, v, return_lse=True, **given, **fixed)
 
     def gradients(dout, dlse, *arguments):
         def loss(*arguments):
@@ -292,7 +290,6 @@ def test_vmap(case: str, in_dims: tuple, device: str) -> None:
 
         return grad(loss, argnums)(*arguments)
 
-    names = (*differentiable, *(n for n in options if n not in differentiable))
     arguments = (*tensors, *(options[n] for n in names))
     every_dim = (*in_dims, *(dims[n] for n in names))
     with Record() as record:
@@ -484,7 +481,9 @@ torch.testing.assert_close(model(*tensors), expected)
 def test_aot_inductor_in_a_new_process(tmp_path: Path, device: str) -> None:
     """Which only has to import flash_ext, for its library."""
     program, _ = exported(device)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
     tensors = qkv(device, 5, seqlen=40, dtype=torch.bfloat16)
     torch.save((tensors, Model()(*tensors)), tmp_path / "data.pt")
     root = Path(flash_ext.__file__).parent.parent
