@@ -24,19 +24,26 @@ The schemas are defined here, so fake and CPU kernels need no binary. The CUDA k
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _any_requires_grad,
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_torch_function_mode_enabled,
+)
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.library import Library, register_fake
 
 from . import _flops, _vmap, tiled
 from ._checks import check_backward, check_forward, statistics_dtype
-from ._options import VARIANTS, BackwardTensors, Options, schema_options
+from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
 
 _BINARY = Path(__file__).with_name("_C.abi3.so")
 _HOW_TO_BUILD = (
@@ -97,6 +104,7 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_fwd, _bwd = fwd._op, bwd._op  # the same, by a shorter way
 
 
 def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
@@ -119,10 +127,13 @@ class _Forward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """bias and sink are among the options, and here for autograd to see them."""
         with _below_autograd():
-            out, lse = fwd(q, k, v, **options)
-        ctx.tensor_options = [name for name, x in options.items() if isinstance(x, Tensor)]
-        ctx.save_for_backward(q, k, v, out, lse, *(options.pop(n) for n in ctx.tensor_options))
-        ctx.other_options = options
+            out, lse = _fwd(q, k, v, **options)
+        ctx.options = options
+        if TENSOR_OPTIONS.isdisjoint(options):
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.names = [name for name in options if name in TENSOR_OPTIONS]
+            ctx.save_for_backward(q, k, v, out, lse, *(options.pop(name) for name in ctx.names))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -131,10 +142,11 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        *_, need_dbias, need_dsink = ctx.needs_input_grad
-        options = ctx.other_options
+        options = ctx.options
+        need_dbias = need_dsink = False
         if tensors:
-            options = options | dict(zip(ctx.tensor_options, tensors, strict=True))
+            *_, need_dbias, need_dsink = ctx.needs_input_grad
+            options = options | dict(zip(ctx.names, tensors, strict=True))
             options["need_dbias"] = need_dbias
         if dout is None:
             dout = torch.zeros_like(out)
@@ -142,9 +154,11 @@ class _Forward(torch.autograd.Function):
             dout = dout.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        through_autograd = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        with nullcontext() if through_autograd else _below_autograd():
+        if torch.is_grad_enabled() or is_compiling():
             dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
+        else:
+            with _below_autograd():
+                dq, dk, dv, dbias, dsink = _bwd(dout, dlse, q, k, v, out, lse, **options)
         return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
@@ -152,7 +166,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
         with _below_autograd():
-            return bwd(*tensors, **options)
+            return _bwd(*tensors, **options)
 
     jvp = staticmethod(_refuse_tangents)
 
@@ -182,7 +196,7 @@ def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     in_transforms = super(torch.autograd.Function, InTransforms).apply  # type: ignore[misc]
 
     def record(*arguments: Any) -> Any:
-        if not torch._C._are_functorch_transforms_active():
+        if not _are_functorch_transforms_active():
             return plain(*arguments)
         with enable_single_level_autograd_function():
             return in_transforms(*arguments)
@@ -191,13 +205,6 @@ def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 _record_forward, _record_backward = _recorder(_Forward), _recorder(_Backward)
-
-
-def _differentiable(*tensors: Tensor | None) -> bool:
-    """Whether a derivative is recorded: of the backward mode, or of the forward mode, to refuse."""
-    return (
-        torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
-    ) or forward_ad._current_level >= 0
 
 
 def _meet(kind: type[Tensor]) -> None:
@@ -210,17 +217,19 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if type(q) is not Tensor:
         _meet(type(q))
     bias, sink = options.get("bias"), options.get("sink")
-    if _differentiable(q, k, v, bias, sink):
+    if (
+        torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, sink)
+    ) or forward_ad._current_level >= 0:  # tangents are refused
         return _record_forward(options, q, k, v, bias, sink)
     with _below_autograd():
-        return fwd(q, k, v, **options)
+        return _fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
-    if _differentiable(*tensors):
+    if (torch.is_grad_enabled() and _any_requires_grad(*tensors)) or forward_ad._current_level >= 0:
         return _record_backward(options, *tensors)
     with _below_autograd():
-        return bwd(*tensors, **options)
+        return _bwd(*tensors, **options)
 
 
 _library.impl("fwd", _fwd_autograd, "Autograd")
@@ -262,13 +271,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     dispatcher's way into Python and back takes longer than a launch.
     """
     if (
-        not (type(q) is type(k) is type(v) is Tensor)
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_torch_function_mode_enabled()
+        is_compiling()
+        or not (type(q) is type(k) is type(v) is Tensor)
+        or _are_functorch_transforms_active()
+        or _is_torch_function_mode_enabled()
     ):
         return fwd(q, k, v, **options)
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+    if _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         with _below_autocast():
             return _fwd_autograd(*_autocast(q.device.type, q, k, v), **options)
     return _fwd_autograd(q, k, v, **options)
