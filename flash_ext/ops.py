@@ -23,6 +23,7 @@ The schemas are defined here, so fake and CPU kernels need no binary. The CUDA k
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -329,6 +330,18 @@ def _load_binary() -> str | None:
 
 cuda_missing = _load_binary()
 """In what state the CUDA kernels are, and what to do; None where they are loaded."""
+
+
+def cuda_targets() -> str | None:
+    """What the CUDA kernels were compiled for, for example "80+PTX;90a"; None without them."""
+    if cuda_missing is not None:
+        return None
+    try:
+        targets = ctypes.CDLL(str(_BINARY)).flash_ext_targets
+    except AttributeError:
+        return "not recorded by this build"
+    targets.restype = ctypes.c_char_p
+    return str(targets().decode())
 
 
 def _cuda_unavailable(*tensors: Any, **options: Any) -> NoReturn:
