@@ -82,8 +82,9 @@ def _swapped(q: Tensor, k: Tensor, v: Tensor, runs: bool, options: dict[str, Any
     if heads <= max(rows_q, rows_k):
         return None
     if heads <= _MOST_HEADS:
-        turned = [x.transpose(-3, -2) for x in (q, k, v)]
-        if runs or q.dim() == 3 or isinstance(_check(*turned, "auto", options), str):
+        turned_q, turned_k, turned_v = (x.transpose(-3, -2) for x in (q, k, v))
+        turned = _check(turned_q, turned_k, turned_v, "auto", options)
+        if runs or q.dim() == 3 or isinstance(turned, str):
             return None
     wanted = "(total, heads, head_dim)" if q.dim() == 3 else "(batch, seqlen, heads, head_dim)"
     return (
