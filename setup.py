@@ -129,7 +129,8 @@ def cuda_options(cuda_home: Path) -> dict:
     # An eighth of the size; older toolkits cannot.
     compress = ["--compress-mode=size"] if release and float(release[1]) >= 13 else []
     common = ["-O3", "-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
-    targets = gencode_flags(os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a")
+    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a"
+    targets = gencode_flags(archs)
     if any("sm_90a" in flag for flag in targets):
         common.append("-DFLASH_EXT_SM90A")  # fa3's kernels are there
     nvcc_flags = [
@@ -152,7 +153,10 @@ def cuda_options(cuda_home: Path) -> dict:
         include_dirs=[str(ROOT / "csrc"), *cpp.include_paths("cuda")],
         library_dirs=cpp.library_paths("cuda"),
         libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
-        extra_compile_args={"cxx": [*common, "-Wall", "-fvisibility=hidden"], "nvcc": nvcc_flags},
+        extra_compile_args={
+            "cxx": [*common, f'-DFLASH_EXT_TARGETS="{archs}"', "-Wall", "-fvisibility=hidden"],
+            "nvcc": nvcc_flags,
+        },
         # libtorch.so pulls in libtorch_cuda.so, which holds the current-stream shim. That is a weak
         # symbol here, so the linker would see no need for libtorch.so.
         extra_link_args=["-Wl,--exclude-libs,ALL,--no-as-needed", "-ltorch", "-Wl,--as-needed"],

@@ -33,7 +33,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from types import FunctionType
 
 import common
 import torch
@@ -59,7 +60,12 @@ SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
-HOST_ROWS = {"forward": "providers", "forward and backward": "with_backward"}
+HOST_ROWS = {
+    "forward": "providers",
+    "forward and backward": "with_backward",
+    "forward, compiled": "compiled",
+    "forward and backward, compiled": "compiled_with_backward",
+}
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,20 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
                 yield cell
 
 
+def compiled_provider(provider: Provider) -> Provider:
+    """The provider under torch.compile, which finds what it compiled by the code object.
+
+    Two providers of one code would run the same graph, so each has a copy of its own.
+    """
+    attend = provider.attend
+    assert isinstance(attend, FunctionType)
+    code = attend.__code__.replace(co_name=f"attend_{provider.name}")
+    copy = FunctionType(
+        code, attend.__globals__, code.co_name, attend.__defaults__, attend.__closure__
+    )
+    return replace(provider, attend=torch.compile(copy, fullgraph=True))
+
+
 class Bench:
     """Measures cells on one device."""
 
@@ -233,28 +253,41 @@ class Bench:
         return results
 
     def host(self) -> Json:
-        """The CPU's time for one call of every provider: forward, and forward with backward."""
+        """The CPU's time for one call of every provider, by HOST_ROWS."""
+        eager, eager_step = self.host_calls(self.providers)
+        compiled, compiled_step = self.host_calls([compiled_provider(p) for p in self.providers])
+        return {
+            "method": HOST_METHOD,
+            "shape": HOST_SHAPE,
+            "providers": eager,
+            "with_backward": eager_step,
+            "compiled": compiled,
+            "compiled_with_backward": compiled_step,
+        }
+
+    def host_calls(self, providers: list[Provider]) -> tuple[Json, Json]:
+        """The CPU's time for one call of each: forward, and forward with backward."""
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         work = Workload(HOST_SHAPE, dtype, self.device)
         forward: dict[str, tuple[Callable[[], object], Around]] = {}
         step: dict[str, tuple[Callable[[], object], Around]] = {}
         skipped: Json = {}
-        for provider in self.providers:
+        for provider in providers:
             name, around = provider.name, provider.around
+            calls = work.bare(provider, causal=True), work.step(provider, causal=True)
             try:
                 with around():
-                    work.step(provider, causal=True)()
+                    calls[1]()
+                    with torch.no_grad():
+                        calls[0]()
             except Exception as error:
                 skipped[name] = {"skipped": common.first_line(error)}
                 continue
-            forward[name] = (work.bare(provider, causal=True), around)
-            step[name] = (work.step(provider, causal=True), around)
-        return {
-            "method": HOST_METHOD,
-            "shape": HOST_SHAPE,
-            "providers": skipped | self.timer.host(forward, gradients=False),
-            "with_backward": skipped | self.timer.host(step, gradients=True),
-        }
+            forward[name], step[name] = ((call, around) for call in calls)
+        return (
+            skipped | self.timer.host(forward, gradients=False),
+            skipped | self.timer.host(step, gradients=True),
+        )
 
     def release(self) -> None:
         """Give unused cached memory back to the device."""

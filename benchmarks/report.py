@@ -212,10 +212,14 @@ def recorded_note(cells: list[Json], folder: Path) -> str:
 
 def host_table(host: Json, labels: dict[str, str]) -> str:
     """The CPU's time per call."""
+
+    def us(result: Json) -> str:
+        return f"{result['us']:.1f}" if "us" in result else NO
+
     found = [n for n in ROWS if "us" in host["providers"].get(n, {})]
     shape = ", ".join(map(str, host["shape"]))
     rows = [
-        [f"host time per call, {what}, µs", *(f"{host[results][n]['us']:.1f}" for n in found)]
+        [f"host time per call, {what}, µs", *(us(host[results].get(n, {})) for n in found)]
         for what, results in HOST_ROWS.items()
         if results in host
     ]

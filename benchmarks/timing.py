@@ -22,6 +22,7 @@ HOST_ROUNDS, HOST_CALLS = 50, 20  # so few calls in a row that the GPU's queue t
 HOST_METHOD = (
     "The time until one call returns, on tensors so small that the GPU's work is nothing: forward "
     "with gradients off, and forward and backward through autograd. "
+    "'compiled' is torch.compile's default mode. "
     "The providers take turns; the device is waited for before each turn of "
     f"{HOST_CALLS} calls, which are timed one by one, and never within one. SDPA's backend is "
     "chosen outside the calls."

@@ -45,6 +45,10 @@ class Options:
         return self.cu_seqlens_q, self.cu_seqlens_k
 
 
+TENSOR_OPTIONS = frozenset(f.name for f in fields(Options) if "Tensor" in str(f.type))
+"""The names of those that are tensors."""
+
+
 class BackwardTensors(NamedTuple):
     """The positional arguments of `torch.ops.flash_ext.bwd`."""
 

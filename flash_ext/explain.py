@@ -36,6 +36,9 @@ class Explanation:
     binary: str
     """Whether the CUDA kernels are loaded, and if not, what to do."""
 
+    layout: str | None = None
+    """Why q, k and v look as if heads and sequence were swapped, or None where they do not."""
+
     def __str__(self) -> str:
         lines = [
             f"flash_ext runs: {self.variant or 'nothing'}",
@@ -46,6 +49,7 @@ class Explanation:
         if self.why_backward:
             lines[1] += f", because {self.why_backward}"
         lines += [f"{name}: {reason or 'runs'}" for name, reason in self.reasons.items()]
+        lines += [f"layout: {self.layout}"] if self.layout else []
         return "\n".join(lines)
 
 
@@ -59,6 +63,34 @@ def _check(
         # Errors from C++ add the place in the source: before the message and on later lines.
         first_line = str(error).partition("\n")[0]
         return first_line[max(first_line.find("flash_ext:"), 0) :].removeprefix("flash_ext: ")
+
+
+_MOST_HEADS = 128
+"""Of the published models none has more. With fewer a short sequence may well have more heads."""
+
+
+def _swapped(q: Tensor, k: Tensor, v: Tensor, runs: bool, options: dict[str, Any]) -> str | None:
+    """Why the tensors look like (B, H, S, D), which is SDPA's layout; None where they do not.
+
+    Both layouts pass most checks. There are more heads than queries and keys then, as there are in
+    some plain calls too: so there must be more than any model has, or a call that does not run, and
+    would run if it were turned back.
+    """
+    if any(x.dim() != (3 if "cu_seqlens_q" in options else 4) for x in (q, k, v)):
+        return None
+    heads, (rows_q, rows_k) = max(q.shape[-2], k.shape[-2]), (q.shape[-3], k.shape[-3])
+    if heads <= max(rows_q, rows_k):
+        return None
+    if heads <= _MOST_HEADS:
+        turned_q, turned_k, turned_v = (x.transpose(-3, -2) for x in (q, k, v))
+        turned = _check(turned_q, turned_k, turned_v, "auto", options)
+        if runs or q.dim() == 3 or isinstance(turned, str):
+            return None
+    wanted = "(total, heads, head_dim)" if q.dim() == 3 else "(batch, seqlen, heads, head_dim)"
+    return (
+        f"{heads} heads of {rows_q} queries and {rows_k} keys look like heads and sequence swapped;"
+        f" {wanted} is wanted: x.transpose({q.dim() - 3}, {q.dim() - 2})"
+    )
 
 
 def _device_name(device: torch.device) -> str:
@@ -106,4 +138,5 @@ def explain(
         why_backward=why or None,
         device=_device_name(q.device),
         binary=ops.cuda_missing or "loaded",
+        layout=_swapped(q, k, v, any(not isinstance(x, str) for x in found.values()), given),
     )

@@ -1,5 +1,7 @@
 """The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`: schemas, fake kernels, autograd, kernels.
 
+What else PyTorch may ask of an op is in `_vmap.py`, `_flops.py` and `integrations/dtensor.py`.
+
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
     check(q, k, v, *, options) -> (variant, backward, why)
@@ -21,18 +23,28 @@ The schemas are defined here, so fake and CPU kernels need no binary. The CUDA k
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _any_requires_grad,
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_torch_function_mode_enabled,
+)
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.library import Library, register_fake
-from torch.overrides import has_torch_function_variadic
 
-from . import tiled
+from . import _flops, _vmap, tiled
 from ._checks import check_backward, check_forward, statistics_dtype
-from ._options import VARIANTS, BackwardTensors, Options, schema_options
+from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
 
 _BINARY = Path(__file__).with_name("_C.abi3.so")
 _HOW_TO_BUILD = (
@@ -93,6 +105,14 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_fwd, _bwd = fwd._op, bwd._op  # the same, by a shorter way
+
+
+def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
+    raise RuntimeError(
+        "flash_ext: forward-mode derivatives (jvp, jacfwd, hessian) are not supported; "
+        "flash_ext.reference.attention has them"
+    )
 
 
 class _Forward(torch.autograd.Function):
@@ -108,20 +128,26 @@ class _Forward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """bias and sink are among the options, and here for autograd to see them."""
         with _below_autograd():
-            out, lse = fwd(q, k, v, **options)
-        ctx.tensor_options = [name for name, x in options.items() if isinstance(x, Tensor)]
-        ctx.save_for_backward(q, k, v, out, lse, *(options.pop(n) for n in ctx.tensor_options))
-        ctx.other_options = options
+            out, lse = _fwd(q, k, v, **options)
+        ctx.options = options
+        if TENSOR_OPTIONS.isdisjoint(options):
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.names = [name for name in options if name in TENSOR_OPTIONS]
+            ctx.save_for_backward(q, k, v, out, lse, *(options.pop(name) for name in ctx.names))
         ctx.set_materialize_grads(False)
         return out, lse
+
+    jvp = staticmethod(_refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        *_, need_dbias, need_dsink = ctx.needs_input_grad
-        options = ctx.other_options
+        options = ctx.options
+        need_dbias = need_dsink = False
         if tensors:
-            options = options | dict(zip(ctx.tensor_options, tensors, strict=True))
+            *_, need_dbias, need_dsink = ctx.needs_input_grad
+            options = options | dict(zip(ctx.names, tensors, strict=True))
             options["need_dbias"] = need_dbias
         if dout is None:
             dout = torch.zeros_like(out)
@@ -129,9 +155,11 @@ class _Forward(torch.autograd.Function):
             dout = dout.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        through_autograd = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        with nullcontext() if through_autograd else _below_autograd():
+        if torch.is_grad_enabled() or is_compiling():
             dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
+        else:
+            with _below_autograd():
+                dq, dk, dv, dbias, dsink = _bwd(dout, dlse, q, k, v, out, lse, **options)
         return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
@@ -139,7 +167,9 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
         with _below_autograd():
-            return bwd(*tensors, **options)
+            return _bwd(*tensors, **options)
+
+    jvp = staticmethod(_refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -149,48 +179,115 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """function.apply without what it does for torch.func, which takes longer than a launch."""
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "flash_ext: the gradients of torch.func are not supported; "
-            "flash_ext.reference.attention has them"
-        )
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply without what it does for torch.func, which takes longer than a launch.
+
+    That would take the transforms off the arguments one by one. An Autograd kernel is called by the
+    dispatcher, which has done it: only the innermost transform is left. Those farther out are to
+    record the op within.
+    """
+
+    class InTransforms(function):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return function.forward(ctx, *arguments)
+
+    plain = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    in_transforms = super(torch.autograd.Function, InTransforms).apply  # type: ignore[misc]
+
+    def record(*arguments: Any) -> Any:
+        if not _are_functorch_transforms_active():
+            return plain(*arguments)
+        with enable_single_level_autograd_function():
+            return in_transforms(*arguments)
+
+    return record
+
+
+_record_forward, _record_backward = _recorder(_Forward), _recorder(_Backward)
+
+
+def _meet(kind: type[Tensor]) -> None:
+    """Register what a subclass of Tensor needs, at its first call."""
+    if kind.__module__.startswith("torch.distributed.tensor"):
+        from .integrations import dtensor  # noqa: F401
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    if type(q) is not Tensor:
+        _meet(type(q))
     bias, sink = options.get("bias"), options.get("sink")
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, bias, sink):
-        return _apply(_Forward, options, q, k, v, bias, sink)
+    if (
+        torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, sink)
+    ) or forward_ad._current_level >= 0:  # tangents are refused
+        return _record_forward(options, q, k, v, bias, sink)
     with _below_autograd():
-        return fwd(q, k, v, **options)
+        return _fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return _apply(_Backward, options, *tensors)
+    if (torch.is_grad_enabled() and _any_requires_grad(*tensors)) or forward_ad._current_level >= 0:
+        return _record_backward(options, *tensors)
     with _below_autograd():
-        return bwd(*tensors, **options)
+        return _bwd(*tensors, **options)
 
 
 _library.impl("fwd", _fwd_autograd, "Autograd")
 _library.impl("bwd", _bwd_autograd, "Autograd")
 
 
+# --- Autocast ---
+# q, k and v alone: lse, slopes, sink and bias are float32 on purpose. The gradients need none.
+
+
+def _autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _below_autocast() -> AbstractContextManager[Any]:
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+def _fwd_autocast(device_type: str) -> Callable[..., Any]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        with _below_autocast():
+            return fwd(*_autocast(device_type, q, k, v), **options)
+
+    return kernel
+
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(
+    torch._C.DispatchKey.AutocastCUDA
+)
+_library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
+_library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """`fwd` for callers in Python, quicker.
 
-    Where a call would first come to its Autograd kernel this goes there itself: the dispatcher's
-    way into Python and back takes longer than a launch.
+    Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
+    dispatcher's way into Python and back takes longer than a launch.
     """
-    elsewhere = (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or has_torch_function_variadic(q, k, v)
-    )
-    call = fwd if elsewhere else _fwd_autograd
-    return call(q, k, v, **options)
+    if (
+        is_compiling()
+        or not (type(q) is type(k) is type(v) is Tensor)
+        or _are_functorch_transforms_active()
+        or _is_torch_function_mode_enabled()
+    ):
+        return fwd(q, k, v, **options)
+    if _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+        with _below_autocast():
+            return _fwd_autograd(*_autocast(q.device.type, q, k, v), **options)
+    return _fwd_autograd(q, k, v, **options)
+
+
+# --- vmap and FLOPs ---
+
+_vmap.register(_library, fwd, bwd)
+_flops.register(fwd.overloadpacket, bwd.overloadpacket)
 
 
 # --- CPU kernels ---
@@ -233,6 +330,18 @@ def _load_binary() -> str | None:
 
 cuda_missing = _load_binary()
 """In what state the CUDA kernels are, and what to do; None where they are loaded."""
+
+
+def cuda_targets() -> str | None:
+    """What the CUDA kernels were compiled for, for example "80+PTX;90a"; None without them."""
+    if cuda_missing is not None:
+        return None
+    try:
+        targets = ctypes.CDLL(str(_BINARY)).flash_ext_targets
+    except AttributeError:
+        return "not recorded by this build"
+    targets.restype = ctypes.c_char_p
+    return str(targets().decode())
 
 
 def _cuda_unavailable(*tensors: Any, **options: Any) -> NoReturn:

@@ -201,6 +201,7 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = {"fa3": "flash_ext fa3", "cudnn": "SDPA cuDNN"}
     host = {"shape": [1, 2], "providers": {"fa3": {"us": 9.0}, "cudnn": {"us": 12.34}}}
     host["with_backward"] = {"fa3": {"us": 90.0}, "cudnn": {"us": 123.4}}
+    host["compiled"] = {"fa3": {"us": 15.0}, "cudnn": {"skipped": "why"}}
     recorded = common.RESULTS / "nvidia-h200" / "recorded_peers.json"
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     folder = tmp_path / "nvidia-h200"
@@ -218,6 +219,7 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| fa3, forward, d 64 full, S 16384: at least 560 TFLOP/s | 2443 | holds |" in text
     assert "host time per call, forward, µs | 9.0 | 12.3 |" in text
     assert "host time per call, forward and backward, µs | 90.0 | 123.4 |" in text
+    assert "host time per call, forward, compiled, µs | 15.0 | – |" in text
 
 
 def test_lengths_of_the_mix() -> None:

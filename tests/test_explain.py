@@ -1,12 +1,14 @@
 """explain: says what would run, and for what would not, the same reason that running gives.
 
-Would catch an explanation that disagrees with `attention`, and a CPU-only install that does not say
-what is missing and how to get it.
+Would catch an explanation that disagrees with `attention`, a CPU-only install that does not say
+what is missing and how to get it, SDPA's layout that goes unnoticed, and alarms about plain calls.
 """
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 from attention_testing import VARIANTS, Problem, device_obstacle, fastest
 
 import flash_ext
+from flash_ext import ops
+from flash_ext.__main__ import main
 
 
 def some_inputs(device: str, **make) -> list[torch.Tensor]:
@@ -144,3 +148,85 @@ def test_float32_on_cuda_is_explained() -> None:
     explanation = flash_ext.explain(*some_inputs("cuda", dtype=torch.float32))
     assert explanation.variant is None
     assert all("q must be" in reason for reason in explanation.reasons.values())
+
+
+# --- The layout ---
+
+PLAIN = (  # q, k
+    ((2, 1024, 16, 64), (2, 1024, 16, 64)),
+    ((2, 8, 128, 64), (2, 8, 1, 64)),  # few tokens of many heads
+    ((4, 1, 128, 64), (4, 9000, 8, 64)),  # decoding
+    ((1, 1, 64, 64), (1, 1, 8, 64)),
+    ((1, 100, 6, 64), (1, 100, 4, 64)),  # refused for another reason
+    ((1, 4096, 200, 64), (1, 4096, 200, 64)),
+)
+SWAPPED = (
+    ((2, 32, 1024, 64), (2, 32, 1024, 64)),
+    ((2, 32, 1024, 64), (2, 8, 1024, 64)),
+    ((2, 8, 4096, 64), (2, 8, 77, 64)),
+    ((2, 8, 100, 64), (2, 8, 77, 64)),  # refused, and would run
+)
+
+
+@pytest.mark.parametrize(("swapped", "shapes"), [
+    *((False, s) for s in PLAIN), *((True, s) for s in SWAPPED)
+])  # fmt: skip
+def test_layout(swapped: bool, shapes: tuple, device: str) -> None:
+    q, k = (torch.empty(s, device=device, dtype=torch.bfloat16) for s in shapes)
+    explanation = flash_ext.explain(q, k, k)
+    assert (explanation.layout is not None) == swapped
+    assert ("transpose(1, 2)" in str(explanation)) == swapped
+    if swapped:
+        turned = flash_ext.explain(*(x.transpose(1, 2) for x in (q, k, k)))
+        assert turned.layout is None and turned.variant is not None
+
+
+def test_layout_of_packed_sequences(device: str) -> None:
+    q = torch.empty(1000, 16, 64, device=device, dtype=torch.bfloat16)
+    for x, last in ((q, 1000), (q.transpose(0, 1), 16)):
+        cu_seqlens = torch.tensor([0, last], dtype=torch.int32, device=device)
+        layout = flash_ext.explain(x, x, x, cu_seqlens, cu_seqlens).layout
+        assert layout is None if last == 1000 else "transpose(0, 1)" in layout
+
+
+def test_a_variant_that_does_not_run_is_no_matter_of_layout() -> None:
+    explanation = flash_ext.explain(*some_inputs("cpu"), variant="fa3")
+    assert explanation.variant is None and explanation.layout is None
+
+
+# --- python -m flash_ext ---
+
+
+def test_command_line(device: str, capsys: pytest.CaptureFixture) -> None:
+    arguments = "--q 1 5 4 64 --k 1 7 2 64 --v 1 7 2 32 --causal --window 3 0 --softcap 2 --alibi"
+    arguments += f" --bias --sink --dropout-p 0.1 --device {device}"
+    assert main(arguments.split()) == 0
+    text = capsys.readouterr().out
+    for words in (flash_ext.__version__, torch.__version__, "(1, 7, 2, 32)", *VARIANTS):
+        assert words in text
+    expected = flash_ext.explain(
+        torch.empty(1, 5, 4, 64, device=device, dtype=torch.bfloat16),
+        *(torch.empty(1, 7, 2, d, device=device, dtype=torch.bfloat16) for d in (64, 32)),
+        causal=True, window=(3, 0), softcap=2.0, dropout_p=0.1,
+        alibi_slopes=torch.empty(4, device=device), sink=torch.empty(4, device=device),
+        bias=torch.empty(1, 4, 5, 7, device=device, dtype=torch.bfloat16),
+    )  # fmt: skip
+    assert str(expected) in text
+
+
+def test_command_line_of_what_does_not_run(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--q", "1", "5", "4", "300", "--device", "cpu"]) == 1
+    assert "head dimension must be 1 to 256" in capsys.readouterr().out
+
+
+def test_run_as_a_module() -> None:
+    root = Path(flash_ext.__file__).parent.parent
+    found = subprocess.run(
+        [sys.executable, "-m", "flash_ext", "--device", "cpu"],
+        check=True, capture_output=True, text=True, cwd=root,
+    )  # fmt: skip
+    assert "flash_ext runs: fa2" in found.stdout
+
+
+def test_targets_are_those_of_the_binary() -> None:
+    assert (ops.cuda_targets() is None) == (ops.cuda_missing is not None)

@@ -375,31 +375,6 @@ def test_gradient_of_a_gradient_is_refused(device: str) -> None:
         dq.float().sum().backward()
 
 
-def test_gradients_of_torch_func_are_refused(device: str) -> None:
-    inputs = make_inputs(Problem(1, 9, 9), device)
-    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
-    for attention in (flash_ext.attention, lambda *x: torch.ops.flash_ext.fwd(*x)[0]):
-        with pytest.raises(RuntimeError, match="flash_ext: the gradients of torch.func"):
-            torch.func.grad(lambda q, f=attention: f(q, k, v).float().sum())(q)
-
-
-def test_vmap(device: str) -> None:
-    """Of the forward pass, and of the backward pass over several gradients of one output."""
-    inputs = make_inputs(Problem(3, 9, 9), device)
-    leaves = (inputs.q, inputs.k, inputs.v)
-    with torch.no_grad():
-        expected = flash_ext.attention(*leaves)
-        actual = torch.func.vmap(flash_ext.attention)(*(x[:, None] for x in leaves))
-    assert_bitwise_equal(actual[:, 0], expected)
-    out = flash_ext.attention(*leaves)
-    douts = torch.stack([inputs.dout, 2 * inputs.dout])
-    batched = torch.autograd.grad(out, inputs.q, douts, retain_graph=True, is_grads_batched=True)
-    for dq, dout in zip(batched[0], douts, strict=True):
-        torch.testing.assert_close(
-            dq, torch.autograd.grad(out, inputs.q, dout, retain_graph=True)[0]
-        )
-
-
 @pytest.mark.parametrize("problem", (Problem(1, 9, 9), Problem(1, 9, 9, bias="1hqk")), ids=str)
 def test_compiled_autograd(problem: Problem, device: str) -> None:
     """The backward pass of a graph that was recorded eagerly."""

@@ -1,0 +1,103 @@
+"""What flash_ext can do here, and which variant runs for given shapes.
+
+    python -m flash_ext                                        # versions, devices, an example
+    python -m flash_ext --q 2 4096 32 128 --k 2 4096 8 128 --causal
+    python -m flash_ext --q 1 1 32 128 --k 1 9000 8 128 --softcap 50 --sink
+
+Shapes are (batch, seqlen, heads, head_dim); `flash_ext.explain` says the same of your own tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import __version__, ops
+from .explain import Explanation, explain
+
+_SHAPE = ("B", "S", "H", "D")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_ext",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    shape: dict[str, Any] = {"type": int, "nargs": 4, "metavar": _SHAPE}
+    add("--q", default=(2, 1024, 16, 64), **shape, help="queries; default: 2 1024 16 64")
+    add("--k", **shape, help="keys; default: as q")
+    add("--v", **shape, help="values; default: as k")
+    add("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32", "float64"])
+    add("--device", help="default: cuda where there is a GPU, else cpu")
+    add("--causal", action="store_true")
+    add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1))
+    add("--softcap", type=float, default=0.0)
+    add("--dropout-p", type=float, default=0.0)
+    add("--alibi", action="store_true", help="with alibi_slopes")
+    add("--bias", action="store_true", help="with a bias of (1, H, Sq, Sk)")
+    add("--sink", action="store_true", help="with a sink")
+    add("--variant", default="auto")
+    return parser
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    """Names and values of what is installed here."""
+    yield "flash_ext", __version__
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield "torch", f"{torch.__version__}, {cuda}"
+    yield "Python", platform.python_version()
+    yield "compiled for", ops.cuda_targets() or "no GPU"
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        yield f"cuda:{index}", f"{name}, compute capability {major}.{minor}"
+
+
+def _explained(args: argparse.Namespace) -> Explanation:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, args.dtype)
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    shape_k = args.k or args.q
+    q, k, v = (tensor(*shape, dtype=dtype) for shape in (args.q, shape_k, args.v or shape_k))
+    _, rows, heads, _ = q.shape
+    return explain(
+        q,
+        k,
+        v,
+        causal=args.causal,
+        window=tuple(args.window),
+        softcap=args.softcap,
+        dropout_p=args.dropout_p,
+        alibi_slopes=tensor(heads) if args.alibi else None,
+        bias=tensor(1, heads, rows, k.shape[1], dtype=dtype) if args.bias else None,
+        sink=tensor(heads) if args.sink else None,
+        variant=args.variant,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report. Returns the exit status: 1 where no variant runs."""
+    args = _parser().parse_args(arguments)
+    facts = list(_facts())
+    width = max(len(name) for name, _ in facts) + 2
+    for name, value in facts:
+        print(f"{name + ':':<{width}}{value}")
+    shapes = [f"{name} {tuple(x)}" for name in "qkv" if (x := getattr(args, name))]
+    print(f"\n{', '.join(shapes)}, {args.dtype}:")
+    explanation = _explained(args)
+    print(explanation)
+    return 0 if explanation.variant else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

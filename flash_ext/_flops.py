@@ -1,0 +1,72 @@
+"""FLOPs of the ops for `torch.utils.flop_counter.FlopCounterMode`, by the rule of SDPA's formulas.
+
+That is two matmuls forward and five backward over whole rows of scores: what a mask leaves out is
+counted. Packed sequences count by their own lengths, where these can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+def _values(lengths: Tensor) -> list[int] | None:
+    """None where tensors hold no values, as while a graph is traced."""
+    if lengths.is_meta or isinstance(lengths, (FakeTensor, FunctionalTensor)):
+        return None
+    return lengths.tolist()
+
+
+def _sequences(q: Tensor, k: Tensor, options: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """The queries and keys of each sequence. Unknown lengths are taken to be equal."""
+    used = options.get("seqused_k")
+    if "cu_seqlens_q" not in options:
+        batch = q.shape[0]
+        lengths_q, lengths_k = [q.shape[1]] * batch, [k.shape[1]] * batch
+    else:
+        cu_seqlens = options["cu_seqlens_q"], options["cu_seqlens_k"]
+        batch = cu_seqlens[0].shape[0] - 1
+        lengths_q, lengths_k = (
+            _values(x.diff()) or [total // max(batch, 1)] * batch
+            for x, total in zip(cu_seqlens, (q.shape[0], k.shape[0]), strict=True)
+        )
+    if used is not None:
+        lengths_k = _values(used) or lengths_k
+    return zip(lengths_q, lengths_k, strict=True)
+
+
+def _scores(q: Tensor, k: Tensor, options: dict[str, Any]) -> int:
+    """How many scores there are, of all heads."""
+    return int(q.shape[-2] * sum(rows * columns for rows, columns in _sequences(q, k, options)))
+
+
+def fwd_flops(q: Tensor, k: Tensor, v: Tensor, *, out_val: Any = None, **options: Any) -> int:
+    """Of the forward op: the scores, D multiplications and additions each, and P V."""
+    return 2 * _scores(q, k, options) * (q.shape[-1] + v.shape[-1])
+
+
+def bwd_flops(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """Of the backward op: S again, dP, dV, dQ and dK."""
+    return 2 * _scores(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def register(fwd: Any, bwd: Any) -> None:
+    """Register the formulas of the two ops, given as packets of overloads."""
+    register_flop_formula(fwd, get_raw=True)(fwd_flops)
+    register_flop_formula(bwd, get_raw=True)(bwd_flops)

@@ -1,0 +1,121 @@
+"""`torch.vmap` of the ops: the mapped dimension becomes part of the batch, in one call.
+
+Where the batch cannot hold it (packed sequences, a sink of its own for each element, dropout whose
+masks would be others, gradients that are summed over the batch) the elements run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call_vmap_helper
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.library import Library
+
+Dims = Any
+"""Of each tensor the mapped dimension, or None; of the options a dict of these."""
+
+
+def _folded(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """x of (B or 1, ...), mapped along `dim` or not: (size * B, ...), as the ops take it."""
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+    return x if x.dim() == 4 and x.stride(-1) == 1 else x.contiguous()
+
+
+def _folded_options(
+    options: dict[str, Any], dims: dict[str, int | None], size: int, batch: int
+) -> dict[str, Any]:
+    folded = dict(options)
+    for name in {"alibi_slopes", "bias", "seqused_k"} & dims.keys():  # what a batch may hold
+        x, dim = options[name], dims[name]
+        if name == "alibi_slopes" and x.dim() == 1 + (dim is not None):  # (Hq), one for the batch
+            x, dim = (x[None], None) if dim is None else (x.movedim(dim, 0)[:, None], 0)
+        folded[name] = _folded(x, dim, size, batch)
+    return folded
+
+
+def _element(tree: Any, dims: Dims, index: int) -> Any:
+    """The arguments of one element."""
+    if isinstance(tree, dict):
+        return {n: _element(x, dims.get(n), index) for n, x in tree.items()}
+    return tree if dims is None else tree.select(dims, index)
+
+
+def _one_by_one(op: Any, size: int, tensors: Any, dims: Any, options: Any, option_dims: Any) -> Any:
+    found = [
+        op(
+            *(_element(x, dim, i) for x, dim in zip(tensors, dims, strict=True)),
+            **_element(options, option_dims, i),
+        )
+        for i in range(size)
+    ]
+    return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
+
+
+def _together(op: Any, size: int, tensors: Any, dims: Any, options: Any, option_dims: Any) -> Any:
+    last, dim = tensors[-1], dims[-1]
+    batch = last.shape[0] if dim is None else last.movedim(dim, 0).shape[1]
+    results = op(
+        *(
+            None if x is None else _folded(x, dim, size, batch)
+            for x, dim in zip(tensors, dims, strict=True)
+        ),
+        **_folded_options(options, option_dims, size, batch),
+    )
+    # (0,) is a gradient that there is not.
+    split = tuple(x if x.dim() == 1 else x.unflatten(0, (size, batch)) for x in results)
+    return split, tuple(None if x.dim() == 1 else 0 for x in results)
+
+
+def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
+    """What `torch.vmap` does in place of the op.
+
+    Args:
+        op: takes tensors of (B, ...), the last of which is not None, and options.
+        sums_over_batch: whether the op with these options returns a sum over the batch.
+    """
+
+    def rule(info: Any, dims: Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], Dims]:
+        *tensors, options = arguments
+        *tensor_dims, every_dim = dims
+        option_dims = {name: every_dim[name] for name, x in options.items() if torch.is_tensor(x)}
+        apart = (
+            "cu_seqlens_q" in options
+            or options.get("dropout_p", 0.0) > 0
+            or option_dims.get("sink") is not None
+            or sums_over_batch(options)
+        )
+        call = _one_by_one if apart else _together
+        return call(op, info.batch_size, tensors, tensor_dims, options, option_dims)  # type: ignore[no-any-return]
+
+    return rule
+
+
+def _kernel(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        *tensors, options = arguments
+        return op(*tensors, **options)
+
+    def kernel(*tensors: Any, **options: Any) -> Any:
+        # torch.library.register_vmap refuses ops with keyword-only tensors; this is what it does.
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        return custom_function_call_vmap_helper(interpreter, rule, call, *tensors, options)
+
+    return kernel
+
+
+def _sums_gradients(options: dict[str, Any]) -> bool:
+    """Whether bwd returns gradients of a sink or of a bias, which may be one for all of a batch."""
+    bias = options.get("bias")
+    dbias = bias is not None and options.get("need_dbias", True) and bias.is_floating_point()
+    return dbias or options.get("sink") is not None
+
+
+def register(library: Library, fwd: Any, bwd: Any) -> None:
+    """Register the rules of the two ops."""
+    for name, op, sums in (("fwd", fwd, lambda options: False), ("bwd", bwd, _sums_gradients)):
+        library.impl(name, _kernel(op, _rule(op, sums)), "FuncTorchBatched")

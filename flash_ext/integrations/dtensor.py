@@ -1,0 +1,162 @@
+"""flash_ext on `torch.distributed.tensor.DTensor`: each rank computes its sequences and heads.
+
+    q, k, v = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v))  # (B, S, H, D): heads
+    out = flash_ext.attention(q, k, v, causal=True)  # Shard(2) too; nothing is communicated
+
+Nothing need be imported or registered: the first call with a DTensor does it.
+
+A dimension of the mesh splits the batch or the heads, whichever the first of q, k and v to be split
+says: the other tensors follow, options too, and are redistributed where they are placed otherwise.
+Key heads are split with the query heads they serve, so their number is a multiple of the ranks', or
+1: then every rank has the one, and its gradient is a partial sum. All else is computed on every
+rank alike: heads that do not divide, and splits of the sequence, which are gathered.
+
+A plain tensor among the arguments is one that every rank has alike, `rng_state` too. Each part
+drops by a mask of its own, so dropout is another than that of the whole on one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.library import register_torch_dispatch
+
+from .. import ops
+from .._options import BackwardTensors
+
+Role = Literal["batch", "heads"] | None
+"""What a dimension of the mesh splits. None: nothing."""
+
+
+class _Layout:
+    """Where each tensor of one call has its batch and its heads, and what the mesh splits."""
+
+    def __init__(self, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+        self.mesh, self.packed = mesh, packed
+        self.roles: list[Role] = [self._role(i, q, k, v) for i in range(mesh.ndim)]
+        splits = math.prod(mesh.size(i) for i, r in enumerate(self.roles) if r == "heads")
+        key_heads = k.shape[-2]
+        if key_heads > 1 and key_heads % splits != 0:
+            self.roles = [None if role == "heads" else role for role in self.roles]
+
+    def _role(self, mesh_dim: int, *tensors: Tensor) -> Role:
+        for x in tensors:
+            placement = x.placements[mesh_dim] if isinstance(x, DTensor) else None
+            for role in ("batch", "heads"):
+                dim = self._dim("q", 4 - self.packed, role)
+                if dim is not None and placement == Shard(dim) and tensors[0].shape[dim] > 1:
+                    return role
+        return None
+
+    def _dim(self, name: str, dims: int, role: str) -> int | None:
+        """The dimension of a tensor of so many dimensions that is split; None: it has not one."""
+        batch, heads = {
+            "lse": (0, 1),
+            "dlse": (0, 1),
+            "bias": (0, 1),
+            "alibi_slopes": (0, 1) if dims == 2 else (None, 0),
+            "sink": (None, 0),
+            "seqused_k": (0, None),
+            "cu_seqlens_q": (None, None),
+            "cu_seqlens_k": (None, None),
+            "rng_state": (None, None),
+        }.get(name, (0, 2))
+        if self.packed:  # the sequences lie one after the other: only heads are split
+            batch = None
+            if heads is not None and name not in ("bias", "alibi_slopes", "sink"):
+                heads -= 1
+        return batch if role == "batch" else heads
+
+    def placements(self, name: str, x: Tensor, broadcast: Placement) -> list[Placement]:
+        """Of x, which is q or an option. `broadcast` where it is one for all that is split."""
+
+        def place(role: Role) -> Placement:
+            if role is None:
+                return Replicate()
+            dim = self._dim(name, x.dim(), role)
+            return broadcast if dim is None or x.shape[dim] == 1 else Shard(dim)
+
+        return [place(role) for role in self.roles]
+
+    def local(self, name: str, x: Any) -> Any:
+        """This rank's part of an argument, as the ops take it."""
+        if not isinstance(x, Tensor):
+            return x
+        if not isinstance(x, DTensor):
+            everywhere = [Replicate()] * self.mesh.ndim
+            x = DTensor.from_local(x, self.mesh, everywhere, run_check=False)
+        placements = self.placements(name, x, Replicate())
+        part = x.redistribute(self.mesh, placements).to_local()
+        if name == "rng_state":
+            return torch.stack([part[0], part[1] + self._part()])
+        rows = name in ("q", "k", "v", "out", "dout", "bias")
+        return part if rows and part.stride(-1) == 1 else part.contiguous()
+
+    def _part(self) -> int:
+        """The number of this rank's part of the whole."""
+        number = 0
+        for index, (role, here) in enumerate(
+            zip(self.roles, self.mesh.get_coordinate() or (), strict=True)
+        ):
+            if role is not None:
+                number = number * self.mesh.size(index) + here
+        return number
+
+    def whole(self, part: Tensor, shape: Sequence[int], placements: list[Placement]) -> Tensor:
+        """The contiguous DTensor of which `part` is this rank's."""
+        shape = torch.Size(shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            part, self.mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+def _mesh(tensors: Sequence[Any]) -> DeviceMesh:
+    found = {x.device_mesh for x in tensors if isinstance(x, DTensor)}
+    if len(found) != 1:
+        raise ValueError(f"flash_ext: the DTensors must be on one mesh, got {found}")
+    return found.pop()
+
+
+def _fwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    q, k, v = args
+    options = kwargs or {}
+    with torch.no_grad():
+        layout = _Layout(_mesh((*args, *options.values())), q, k, v, "cu_seqlens_q" in options)
+        parts = [layout.local(name, x) for name, x in zip("qkv", args, strict=True)]
+        out, lse = op(*parts, **{name: layout.local(name, x) for name, x in options.items()})
+        *batch, rows, heads, _ = q.shape
+        lse_shape = (*batch, heads, rows)
+        like_q = layout.placements("q", q, Replicate())
+        like_lse = layout.placements("lse", torch.empty(lse_shape, device="meta"), Replicate())
+        return (
+            layout.whole(out, (*q.shape[:-1], v.shape[-1]), like_q),
+            layout.whole(lse, lse_shape, like_lse),
+        )
+
+
+def _bwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    x, options = BackwardTensors(*args), kwargs or {}
+    with torch.no_grad():
+        packed = "cu_seqlens_q" in options
+        layout = _Layout(_mesh((*args, *options.values())), x.q, x.k, x.v, packed)
+        parts = [layout.local(name, y) for name, y in x._asdict().items()]
+        gradients = op(*parts, **{name: layout.local(name, o) for name, o in options.items()})
+        gradients_of: dict[str, Tensor | None] = {"q": x.q, "k": x.k, "v": x.v}
+        gradients_of |= {name: options.get(name) for name in ("bias", "sink")}
+        return tuple(
+            layout.whole(part, part.shape, [Replicate()] * layout.mesh.ndim)
+            if y is None or part.dim() != y.dim()  # the gradient that there is not, (0,)
+            else layout.whole(part, y.shape, layout.placements(name, y, Partial()))
+            for part, (name, y) in zip(gradients, gradients_of.items(), strict=True)
+        )
+
+
+register_torch_dispatch(ops.fwd, DTensor, _fwd)
+register_torch_dispatch(ops.bwd, DTensor, _bwd)

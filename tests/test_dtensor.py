@@ -1,0 +1,232 @@
+"""DTensors over two ranks: results and gradients of the whole, and what is split how.
+
+Would catch a rule that gathers what it could compute in parts, a gradient that lacks the other
+rank's share, key heads that meet the wrong queries, parts that drop by the same mask, and a model
+whose tensor-parallel training differs from that on one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import traceback
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_testing import Problem, attend, make_inputs
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import flash_ext
+
+RANKS = 2
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+
+BATCH, HEADS, NOTHING, SEQUENCE = Shard(0), Shard(2), Replicate(), Shard(1)
+DENSE = Problem(2, 20, 30, 4, 2, 16, causal=True)
+EVERYTHING = dataclasses.replace(
+    DENSE, alibi="bh", bias="bhqk", bias_type="float32", sink=True, seqused_k=(30, 7), softcap=3.0
+)
+BROADCAST = dataclasses.replace(DENSE, alibi="h", bias="11qk", bias_type="float32", sink=True)
+MQA = dataclasses.replace(DENSE, heads_k=1)
+PACKED = Problem(
+    lengths_q=(9, 0, 12), lengths_k=(9, 3, 12), heads_q=4, heads_k=2, head_dim=16, alibi="h",
+    sink=True, tail=0,
+)  # fmt: skip
+# Of q, k and v; of out; and of the gradients of q, k, v and the rest.
+CASES = (
+    (DENSE, (HEADS,) * 3, HEADS, (HEADS,) * 3),
+    (DENSE, (BATCH,) * 3, BATCH, (BATCH,) * 3),
+    (DENSE, (NOTHING,) * 3, NOTHING, (NOTHING,) * 3),
+    (DENSE, (SEQUENCE,) * 3, NOTHING, (NOTHING,) * 3),
+    (DENSE, (NOTHING, HEADS, NOTHING), HEADS, (HEADS,) * 3),
+    (EVERYTHING, (HEADS,) * 3, HEADS, (HEADS, HEADS, HEADS, Shard(1), Shard(0))),
+    (EVERYTHING, (BATCH,) * 3, BATCH, (BATCH, BATCH, BATCH, Shard(0), Partial())),
+    (BROADCAST, (HEADS,) * 3, HEADS, (HEADS, HEADS, HEADS, Partial(), Shard(0))),
+    (BROADCAST, (BATCH,) * 3, BATCH, (BATCH, BATCH, BATCH, Partial(), Partial())),
+    (MQA, (HEADS, NOTHING, NOTHING), HEADS, (HEADS, Partial(), Partial())),
+    (dataclasses.replace(DENSE, batch=3), (BATCH,) * 3, BATCH, (BATCH,) * 3),
+    (dataclasses.replace(DENSE, batch=1), (BATCH,) * 3, NOTHING, (NOTHING,) * 3),
+    (dataclasses.replace(DENSE, heads_q=9, heads_k=3), (HEADS,) * 3, NOTHING, (NOTHING,) * 3),
+    (PACKED, (Shard(1),) * 3, Shard(1), (Shard(1), Shard(1), Shard(1), Shard(0))),
+    (PACKED, (Shard(0),) * 3, NOTHING, (NOTHING,) * 4),
+)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    whole = actual.full_tensor() if isinstance(actual, DTensor) else actual
+    torch.testing.assert_close(
+        whole.double(), expected.double(), rtol=2e-2, atol=2e-2, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def distributed(problem: Problem, mesh: DeviceMesh, placements) -> tuple:
+    """The same call on whole tensors and on DTensors: (inputs, inputs)."""
+    inputs = make_inputs(problem, mesh.device_type)
+    parts = {
+        name: distribute_tensor(getattr(inputs, name).detach(), mesh, [placement] * mesh.ndim)
+        for name, placement in zip("qkv", placements, strict=True)
+    }
+    for name in ("bias", "sink"):
+        if getattr(inputs, name) is not None:
+            parts[name] = distribute_tensor(getattr(inputs, name).detach(), mesh)
+    return inputs, dataclasses.replace(
+        inputs, **{name: x.requires_grad_() for name, x in parts.items()}
+    )
+
+
+def check_cases(mesh: DeviceMesh) -> None:
+    for problem, placements, of_out, of_gradients in CASES:
+        what = f"{problem} {placements}"
+        whole, parts = distributed(problem, mesh, placements)
+        options = {"return_lse": True, "deterministic": True}
+        expected, comm = attend(problem, whole, **options), CommDebugMode()
+        with comm:
+            out, lse = attend(problem, parts, **options)
+        silent = len(set(placements)) == 1 and placements[0] == of_out
+        if silent and all(x is None for x in (whole.bias, whole.sink)):
+            assert comm.get_total_counts() == 0, what
+        assert out.placements == (of_out,), f"{what}: {out.placements}"
+        close(out, expected[0], what)
+        finite = torch.isfinite(expected[1])
+        close(lse.full_tensor()[finite], expected[1][finite], what)
+        leaves = parts.leaves()
+        found = torch.autograd.grad(
+            (out, lse), tuple(leaves.values()),
+            tuple(distribute_tensor(x, mesh) for x in (whole.dout, whole.dlse)),
+        )  # fmt: skip
+        exact = torch.autograd.grad(
+            expected, tuple(whole.leaves().values()), (whole.dout, whole.dlse)
+        )
+        for name, x, e, placement in zip(leaves, found, exact, of_gradients, strict=True):
+            assert x.placements == (placement,), f"{what}, {name}: {x.placements}"
+            close(x, e, f"{what}, {name}")
+
+
+def check_two_dimensions(mesh: DeviceMesh) -> None:
+    """A mesh for the batch and one for the heads."""
+    square = init_device_mesh(mesh.device_type, (1, RANKS), mesh_dim_names=("data", "tensor"))
+    inputs = make_inputs(DENSE, mesh.device_type)
+    q, k, v = (distribute_tensor(x.detach(), square, [BATCH, HEADS])
+               for x in (inputs.q, inputs.k, inputs.v))  # fmt: skip
+    out = flash_ext.attention(q, k, v, causal=True)
+    assert out.placements == (BATCH, HEADS)
+    close(out, attend(DENSE, inputs), "two dimensions")
+
+
+def check_dropout(mesh: DeviceMesh) -> None:
+    """Two equal halves drop unalike; the backward pass has the forward's masks."""
+    torch.manual_seed(0)
+    like = {"device": mesh.device_type, "dtype": torch.bfloat16}
+    q, k, v = torch.randn(3, 1, 40, 1, 16, **like).expand(3, 1, 40, RANKS, 16).unbind()
+    rng_state = torch.tensor([1, 2], device=mesh.device_type)
+    q, k, v = (distribute_tensor(x.contiguous(), mesh, [HEADS]).requires_grad_() for x in (q, k, v))
+    out = flash_ext.attention(q, k, v, dropout_p=0.5, rng_state=rng_state)
+    whole = out.full_tensor().detach()
+    assert not torch.equal(whole[:, :, 0], whole[:, :, 1])
+    (dv,) = torch.autograd.grad(out, v, out.detach())
+    through_out = whole.double().square().sum()  # out is linear in v
+    through_v = (v.full_tensor().double() * dv.full_tensor().double()).sum()
+    torch.testing.assert_close(through_out, through_v, rtol=2e-2, atol=2e-2)
+
+
+def check_compiled(mesh: DeviceMesh) -> None:
+    whole, parts = distributed(DENSE, mesh, (HEADS,) * 3)
+    attend_compiled = torch.compile(
+        lambda q, k, v: flash_ext.attention(q, k, v, causal=True), backend="aot_eager",
+        fullgraph=True,
+    )  # fmt: skip
+    out = attend_compiled(parts.q, parts.k, parts.v)
+    assert out.placements == (HEADS,)
+    expected = attend(DENSE, whole)
+    close(out, expected, "compiled")
+    dout = distribute_tensor(whole.dout, mesh)
+    (dq,) = torch.autograd.grad(out, parts.q, dout)
+    close(dq, torch.autograd.grad(expected, whole.q, whole.dout)[0], "compiled dq")
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(32, 64), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 16)) for f in (self.q, self.k, self.v))
+        return self.out(flash_ext.attention(q, k, v, causal=True).flatten(2))
+
+
+def check_model(mesh: DeviceMesh) -> None:
+    """README's tensor parallelism: a training step has the same loss and the same gradients."""
+    for use_local_output in (False, True):  # DTensors in the attention, or this rank's heads
+        torch.manual_seed(1)
+        model = Attention().to(mesh.device_type, torch.bfloat16)
+        x = torch.randn(2, 12, 32, device=mesh.device_type, dtype=torch.bfloat16)
+        expected = model(x)
+        expected.square().sum().backward()
+        gradients = {name: w.grad.clone() for name, w in model.named_parameters()}
+        model.zero_grad()
+        colwise = ColwiseParallel(use_local_output=use_local_output)
+        plan = {"q": colwise, "k": colwise, "v": colwise, "out": RowwiseParallel()}
+        out = parallelize_module(model, mesh, plan)(x)
+        out.square().sum().backward()
+        close(out, expected, "model")
+        for name, w in model.named_parameters():
+            assert w.placements[0].is_shard() or name == "out.bias"
+            close(w.grad, gradients[name], name)
+
+
+def run(rank: int, device: str, port: int, errors) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0, timedelta(seconds=60))
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS)
+        mesh = init_device_mesh(device, (RANKS,))
+        for check in (
+            check_cases, check_two_dimensions, check_dropout, check_compiled, check_model,
+        ):  # fmt: skip
+            check(mesh)
+        dist.destroy_process_group()
+    except Exception:
+        errors.put(f"rank {rank}: {traceback.format_exc()}")
+        raise
+
+
+def test_two_ranks(device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    errors = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    processes = torch.multiprocessing.spawn(run, (device, port, errors), RANKS, join=False)
+    try:
+        while not processes.join(timeout=120):
+            pass
+    except Exception as error:
+        pytest.fail(errors.get() if not errors.empty() else str(error))
+
+
+def test_import_leaves_distributed_alone() -> None:
+    """Its import takes half a second."""
+    import subprocess
+    import sys
+
+    code = "import sys, flash_ext; sys.exit('torch.distributed.tensor' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
