@@ -28,7 +28,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,8 @@ class Mask:
     the keys that come before the padding."""
     dense: Tensor | None = None
     """bool (B, 1, S, S): packed sequences, causal and window as well, where values are unknown."""
+    ndim: ClassVar[int] = 4
+    """transformers asks where `generate` made the masks ahead: with static caches."""
 
     def to(self, device: torch.device, **options: Any) -> Mask:
         """On another device, for layers that are spread over several."""
@@ -128,7 +130,7 @@ def mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Mask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -149,6 +151,8 @@ def mask(
     Raises:
         ValueError: attention_mask is not of shape (B, Sk).
     """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
     if attention_mask is not None and attention_mask.dim() != 2:
         wanted = "of shape (batch, seqlen_k) or of four dimensions"
         raise ValueError(
@@ -329,6 +333,10 @@ def attention_forward(
         rule = attention_mask.to(query.device)
     elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
         rule = Mask(False)
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                f"flash_ext: attention_mask must be bool or floating, got {attention_mask.dtype}"
+            )
     else:
         got = getattr(attention_mask, "shape", None) or type(attention_mask).__name__
         raise ValueError(f"flash_ext: attention_mask must be of four dimensions, got {got}")
@@ -362,6 +370,11 @@ def attention_forward(
         return attention(q, k, v, bias=bias, seqused_k=seqused_k, **options), None
     if position_bias is not None:
         raise ValueError("flash_ext: position_bias goes with no packed sequences")
+    if cu_seqlens[0] is rule.cu_seqlens and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            "flash_ext: attention_mask is one for as many keys as queries, "
+            f"got {k.shape[1]} and {q.shape[1]}"
+        )
     tokens = (x.flatten(0, 1) for x in (q, k, v))
     offsets = (x.int() for x in cu_seqlens)
     out = attention_varlen(*tokens, *offsets, seqused_k=seqused_k, **options)
