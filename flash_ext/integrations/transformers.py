@@ -65,8 +65,11 @@ class Mask:
     the keys that come before the padding."""
     dense: Tensor | None = None
     """bool (B, 1, S, S): packed sequences, causal and window as well, where values are unknown."""
+    # What `generate` asks of masks, which are tensors to it, where it makes them ahead.
     ndim: ClassVar[int] = 4
-    """transformers asks where `generate` made the masks ahead: with static caches."""
+
+    def contiguous(self) -> Mask:
+        return self
 
     def to(self, device: torch.device, **options: Any) -> Mask:
         """On another device, for layers that are spread over several."""
