@@ -213,6 +213,18 @@ def test_packed_sequences_are_recognised():
     assert torch.equal(mask.cu_seqlens, CU_SEQLENS) and mask.seqused_k is None
 
 
+@pytest.mark.parametrize("extra", ["and_mask_function", "or_mask_function", "block_sequence_ids"])
+def test_packed_sequences_and_more(extra):
+    """What is more than packed becomes transformers' mask."""
+    config = build("llama").config
+    config._attn_implementation = fa_ext.NAME
+    more = lambda batch, head, q, kv: (q + kv) % 3 == 0  # noqa: E731
+    more = torch.zeros(1, S, dtype=torch.int64) if extra == "block_sequence_ids" else more
+    options = {"past_key_values": None, "position_ids": PACKED, extra: more}
+    mask = masking_utils.create_causal_mask(config, torch.empty(1, S, 0), None, **options)
+    assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, S, S)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("padding", ["whole", "left"])
 @pytest.mark.parametrize("name", [*CAUSAL, "t5"])

@@ -362,7 +362,6 @@ def attention_forward(
         cu_seqlens = cu_seq_lens_q, cu_seq_lens_k
     elif rule.dense is not None:
         visible = rule.dense
-        options |= {"causal": False, "window": (-1, -1)}
     elif rule.padding is not None and (seqused_k is None or position_bias is not None):
         visible, seqused_k = rule.padding[:, None, None], None
     elif rule.cu_seqlens is not None:
