@@ -373,6 +373,24 @@ def test_by_name():
     assert model.config._attn_implementation == fa_ext.NAME
 
 
+def test_autocast():
+    """float32 weights, and attention in bfloat16: as near to float32 as SDPA's."""
+    model, inputs = build("llama"), batch_of("llama", MASKS["left"])
+    expected = run(model, "eager", inputs, MASKS["left"])["logits"]
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, plain = (
+            run(model, name, inputs, MASKS["left"])["logits"] for name in (fa_ext.NAME, "sdpa")
+        )
+    assert (actual - expected).abs().max() <= 2 * (plain - expected).abs().max()
+
+
+def test_masks_move_with_their_layers():
+    mask = fa_ext.Mask(True, (3, 0), PACKED > 0, CU_SEQLENS)
+    moved = mask.to(torch.device("meta"))
+    assert (moved.causal, moved.window, moved.seqused_k) == (True, (3, 0), None)
+    assert moved.padding.is_meta and moved.cu_seqlens.is_meta
+
+
 def test_float64():
     """Much nearer to SDPA than float32 comes, in the attention function itself."""
     q, k, v = torch.randn(3, 2, 4, S, 16, dtype=torch.float64).unbind()
