@@ -53,7 +53,7 @@ endef
 export install_missing
 need = @$(PY) -c "$$install_missing"
 BUILD = setuptools ninja
-TEST = pytest pytest-xdist hypothesis pybind11
+TEST = pytest pytest-xdist hypothesis pybind11 transformers
 LINT = ruff mypy clang-format pytest
 DEMO = tqdm matplotlib
 

@@ -1,0 +1,403 @@
+"""flash_ext as an attention implementation of Hugging Face transformers 5.
+
+    from flash_ext.integrations import transformers as fa_ext
+
+    fa_ext.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=fa_ext.NAME)
+
+Every model that takes its attention from `transformers.AttentionInterface` can run on it. As with
+SDPA there the mask is the whole truth: it alone says which keys a query sees. What it says is kept
+to or refused, never left out:
+
+    causal, sliding window, bidirectional: options of the kernels, which take no memory.
+    packed sequences (position_ids, cu_seq_lens_q and _k), and padding of causal layers:
+        the stretches of tokens become sequences of `attention_varlen`, without a copy of q, k and v
+        but where a cache has them. Padded queries give 0 and get gradient 0.
+    padding at the end for layers that are not causal: seqused_k. Padded queries see the keys that
+        the others see.
+    other padding (at the start while decoding, in the midst of tokens), or whose values cannot be
+        looked at, under torch.compile: a bool bias (B, 1, 1, Sk).
+    anything else (image tokens, chunks, static caches, a 4-D mask of the user's): transformers'
+        mask (B, 1, Sq, Sk), as a bias.
+
+A bias is not for fa3: "auto" takes fa2 then. Attention probabilities are never returned.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import masking_utils
+
+from .._checks import statistics_dtype
+from ..functional import attention, attention_varlen
+
+NAME = "fa_ext"
+"""What to give as attn_implementation. transformers takes every name with "flash" in it for one of
+its own flash-attn backends and looks for that package, so it is not "flash_ext"."""
+
+_UNSUPPORTED = ("output_attentions", "head_mask", "indices", "block_indices", "cache")
+"""Keywords of models that change or ask for more than this computes: sparse and paged attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys each query sees, in fewer than B · Sq · Sk numbers: what `mask` gives the models.
+
+    causal and window are aligned bottom-right, as `flash_ext.attention` has them.
+    """
+
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    padding: Tensor | None = None
+    """bool (B, Sk): False hides the key."""
+    cu_seqlens: Tensor | None = None
+    """int32 (n + 1): the B · S tokens, row after row, as n sequences that do not see each other."""
+    seqused_k: Tensor | None = None
+    """int32: the same as padding. With cu_seqlens (n): 0 where the sequence is padding. Else (B):
+    the keys that come before the padding."""
+    dense: Tensor | None = None
+    """bool (B, 1, S, S): packed sequences, causal and window as well, where values are unknown."""
+    # What `generate` asks of masks, which are tensors to it, where it makes them ahead.
+    ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def to(self, device: torch.device, **options: Any) -> Mask:
+        """On another device, for layers that are spread over several."""
+        moved = {x.name: getattr(self, x.name) for x in fields(self) if x.type == "Tensor | None"}
+        moved = {name: x if x is None else x.to(device) for name, x in moved.items()}
+        return replace(self, **moved)
+
+
+# --- the mask function ---
+
+
+def _variables(function: Any, code: Any) -> dict[str, Any]:
+    """What function closes over, by name, where it was compiled from this code."""
+    if getattr(function, "__code__", None) is not code:
+        return {}
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+_PACKED = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
+
+
+def _packed_ids(mask_function: Callable[..., Any]) -> Tensor | None:
+    """The sequence of each token, (B, S), where transformers found packed position_ids.
+
+    It tells that by nothing but the mask's function, an `and_masks` of two. Where a release writes
+    this otherwise None is found, and the mask becomes a dense one.
+    """
+    parts = _variables(mask_function, _AND).get("mask_functions", ())
+    found = [_variables(part, _PACKED).get("packed_sequence_mask") for part in parts]
+    ids = [x for x in found if x is not None]
+    return ids[0] if len(parts) == 2 and len(ids) == 1 else None
+
+
+def _values_unknown(device: torch.device | str) -> bool:
+    """Whether the host cannot look at tensors: under torch.compile, in a CUDA graph's capture."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _inspect_padding(visible: Tensor) -> tuple[bool, bool, bool]:
+    """Of bool (B, S): is all visible, is each row one stretch at most, does it start its row."""
+    starts = (visible[:, 1:] & ~visible[:, :-1]).sum(-1)
+    found = visible.all(), (starts + visible[:, 0] <= 1).all(), (starts == 0).all()
+    whole, stretch, at_start = torch.stack(found).tolist()
+    return whole, stretch, at_start
+
+
+def _sequences(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """cu_seqlens, int32 (n + 1), of the stretches alike in ids (B, S), and the first of each."""
+    starts = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
+    first = starts.nonzero().flatten()
+    return F.pad(first, (0, 1), value=starts.numel()).int(), first
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | Mask | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Mask | Tensor | None:
+    """The mask function: `transformers.masking_utils.sdpa_mask` has its arguments.
+
+    allow_is_causal_skip and allow_is_bidirectional_skip say that there is no more to the mask than
+    being causal or bidirectional, local_size and padding; local_size is a sliding window or the
+    size of chunks.
+
+    Returns:
+        None where causality is all; a `Mask`; or what sdpa_mask gives, bool (B, 1, Sq, Sk).
+
+    Raises:
+        ValueError: attention_mask is not of shape (B, Sk).
+    """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    if attention_mask is not None and attention_mask.dim() != 2:
+        wanted = "of shape (batch, seqlen_k) or of four dimensions"
+        raise ValueError(
+            f"flash_ext: attention_mask must be {wanted}, got {tuple(attention_mask.shape)}"
+        )
+
+    def dense() -> Tensor | None:
+        result: Tensor | None = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+            config=config,
+            **kwargs,
+        )
+        return result
+
+    # The last query is the last key but with static caches, which have room for later tokens.
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    same_tokens = aligned and q_length == kv_length > 1
+    unknown = _values_unknown(device)
+    causal = not allow_is_bidirectional_skip
+    ids, maybe_packed = None, False
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        if use_vmap or not same_tokens:
+            return dense()
+        if unknown:
+            # What a function closes over is not to be had then. But without vmap there is no more
+            # to those that are an `and_masks`.
+            maybe_packed = getattr(mask_function, "__code__", None) is _AND
+        else:
+            ids = _packed_ids(mask_function)
+        if ids is None and not maybe_packed:
+            return dense()
+
+    window = (-1, -1)
+    if local_size is not None:
+        is_window = getattr(config, "sliding_window", None) == local_size
+        is_chunk = getattr(config, "attention_chunk_size", None) == local_size
+        if is_window == is_chunk or (is_chunk and kv_offset + kv_length > local_size):
+            return dense()
+        if is_window and not causal:
+            window = (local_size, local_size)
+        elif is_window and kv_length > local_size:
+            window = (local_size - 1, 0)
+    if (causal or window != (-1, -1)) and not aligned:
+        return dense()
+    if maybe_packed:
+        return Mask(causal, window, dense=dense())
+    if ids is not None:
+        return Mask(causal, window, cu_seqlens=_sequences(ids)[0])
+
+    visible = None
+    stretch = at_start = False
+    if attention_mask is not None:
+        end = kv_offset + kv_length
+        visible = F.pad(attention_mask.bool(), (0, max(end - attention_mask.shape[1], 0)))
+        visible = visible[:, kv_offset:end]
+        if not unknown:
+            whole, stretch, at_start = _inspect_padding(visible)
+            if whole:
+                visible = None
+    if visible is None:
+        whole_is_causal = causal and window == (-1, -1) and q_length in (1, kv_length)
+        return None if whole_is_causal else Mask(causal, window)
+    if causal and same_tokens and stretch:
+        cu_seqlens, first = _sequences(visible)
+        seqused_k = cu_seqlens.diff() * visible.flatten()[first]
+        return Mask(causal, window, visible, cu_seqlens, seqused_k)
+    if not causal and window == (-1, -1) and at_start:
+        # Queries stay whole: in cross attention they are other tokens, even if as many.
+        return Mask(causal, window, visible, seqused_k=visible.sum(-1, dtype=torch.int32))
+    return Mask(causal, window, visible)
+
+
+# --- the attention function ---
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _bias(visible: Tensor | None, position_bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask, bool or added to the scores, and a bias of the scores as one bias."""
+    if visible is None or position_bias is None:
+        bias = visible if position_bias is None else position_bias
+    elif visible.dtype == torch.bool:
+        bias = position_bias.masked_fill(~visible, -torch.inf)
+    else:
+        bias = position_bias + visible
+    if bias is not None and bias.dtype not in (torch.bool, q.dtype):
+        bias = bias.to(statistics_dtype(q.dtype))
+    return bias
+
+
+def _without_mask(
+    module: nn.Module,
+    sizes: tuple[int, int],
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> Mask:
+    """No mask is a causal one, where the layer is causal and there is more than one query."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal and sizes[0] > 1)
+    if causal and sizes[0] > sizes[1]:
+        raise ValueError(
+            "flash_ext: attention_mask must be given where a causal layer has more queries than "
+            f"keys, got None with {sizes[0]} and {sizes[1]}"
+        )
+    window = (-1, -1)
+    if sliding_window is not None:
+        window = (sliding_window - 1, 0 if causal or sizes[0] == 1 else sliding_window - 1)
+    return Mask(causal, window)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function, differentiable in query, key, value, s_aux and position_bias.
+
+    Args:
+        module: the layer; its `is_causal` stands for is_causal where that is None.
+        query: (B, Hq, Sq, D); key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv), of dtypes and sizes as
+            `flash_ext.attention` takes them.
+        attention_mask: what `mask` makes, or (B or 1, Hq or 1, Sq or 1, Sk or 1), bool (True is
+            visible) or floating (added to the scores). None is causal where the layer is. Without
+            a cache all keys are then visible to the last query; with more keys than queries the
+            later ones are an empty cache's, which nobody sees.
+        dropout, scaling, softcap, s_aux: dropout_p, scale, softcap and sink of `attention`.
+        sliding_window: this many keys are visible, the query's own included. Only with no mask:
+            otherwise the mask has it already.
+        position_bias: added to the scores, as bias of `attention`.
+        cu_seq_lens_q, cu_seq_lens_k: (n + 1): the packed sequences, as `attention_varlen` has them.
+            B · Sq rows of queries are one after the other.
+
+    Returns:
+        (B, Sq, Hq, Dv), and None for the probabilities.
+
+    Raises:
+        ValueError, RuntimeError: a mask or keyword that is not supported, or cannot be kept to
+            beside another; what `flash_ext.attention` raises.
+    """
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(f"flash_ext: {name} is not supported: use another attn_implementation")
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("flash_ext: cu_seq_lens_q and cu_seq_lens_k must be given together")
+    if attention_mask is None:
+        sizes = query.shape[2], key.shape[2]
+        rule = _without_mask(module, sizes, is_causal, sliding_window)
+        if rule.causal and cu_seq_lens_k is None and sizes[1] > sizes[0]:
+            key, value = key[:, :, : sizes[0]], value[:, :, : sizes[0]]
+            if position_bias is not None:
+                position_bias = position_bias[..., : sizes[0]]
+    elif isinstance(attention_mask, Mask):
+        rule = attention_mask.to(query.device)
+    elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+        rule = Mask(False)
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                f"flash_ext: attention_mask must be bool or floating, got {attention_mask.dtype}"
+            )
+    else:
+        got = getattr(attention_mask, "shape", None) or type(attention_mask).__name__
+        raise ValueError(f"flash_ext: attention_mask must be of four dimensions, got {got}")
+
+    q, k, v = (_rows_contiguous(x.transpose(1, 2)) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "causal": rule.causal,
+        "window": rule.window,
+        "softcap": softcap or 0.0,
+        "sink": s_aux,
+        "dropout_p": dropout,
+    }
+    visible = attention_mask if isinstance(attention_mask, Tensor) else None
+    cu_seqlens: tuple[Tensor, Tensor] | None = None
+    seqused_k = rule.seqused_k
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if visible is not None or rule.padding is not None:
+            raise ValueError("flash_ext: cu_seq_lens_q goes with no padding and no 4-D mask")
+        cu_seqlens = cu_seq_lens_q, cu_seq_lens_k
+    elif rule.dense is not None:
+        visible = rule.dense
+    elif rule.padding is not None and (seqused_k is None or position_bias is not None):
+        visible, seqused_k = rule.padding[:, None, None], None
+    elif rule.cu_seqlens is not None:
+        cu_seqlens = rule.cu_seqlens, rule.cu_seqlens
+
+    if cu_seqlens is None:
+        bias = _bias(visible, position_bias, q)
+        return attention(q, k, v, bias=bias, seqused_k=seqused_k, **options), None
+    if position_bias is not None:
+        raise ValueError("flash_ext: position_bias goes with no packed sequences")
+    if cu_seqlens[0] is rule.cu_seqlens and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            "flash_ext: attention_mask is one for as many keys as queries, "
+            f"got {k.shape[1]} and {q.shape[1]}"
+        )
+    tokens = (x.flatten(0, 1) for x in (q, k, v))
+    offsets = (x.int() for x in cu_seqlens)
+    out = attention_varlen(*tokens, *offsets, seqused_k=seqused_k, **options)
+    return out.unflatten(0, q.shape[:2]), None
+
+
+# --- registration ---
+
+
+def register() -> None:
+    """Make `NAME` an attention implementation of transformers. Nothing is used until it is named.
+
+    Raises:
+        RuntimeError: a transformers whose mask functions are called otherwise.
+    """
+    wanted = inspect.signature(masking_utils.sdpa_mask).parameters
+    missing = {"q_length", "q_offset", "local_size", "allow_is_bidirectional_skip"} - set(wanted)
+    if missing:
+        raise RuntimeError(
+            "flash_ext: transformers 5.5 or newer is needed: the masks of transformers "
+            f"{transformers.__version__} know no {', '.join(sorted(missing))}"
+        )
+    transformers.AttentionInterface.register(NAME, attention_forward)
+    transformers.AttentionMaskInterface.register(NAME, mask)
