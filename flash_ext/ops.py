@@ -208,15 +208,15 @@ def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 _record_forward, _record_backward = _recorder(_Forward), _recorder(_Backward)
 
 
-def _meet(kind: type[Tensor]) -> None:
-    """Register what a subclass of Tensor needs, at its first call."""
-    if kind.__module__.startswith("torch.distributed.tensor"):
+def _meet(*tensors: Tensor) -> None:
+    """Register what subclasses of Tensor need, at their first call."""
+    if any(type(x).__module__.startswith("torch.distributed.tensor") for x in tensors):
         from .integrations import dtensor  # noqa: F401
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if type(q) is not Tensor:
-        _meet(type(q))
+        _meet(q)
     bias, sink = options.get("bias"), options.get("sink")
     if (
         torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, sink)
@@ -271,12 +271,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
     dispatcher's way into Python and back takes longer than a launch.
     """
-    if (
-        is_compiling()
-        or not (type(q) is type(k) is type(v) is Tensor)
-        or _are_functorch_transforms_active()
-        or _is_torch_function_mode_enabled()
-    ):
+    if is_compiling() or _are_functorch_transforms_active() or _is_torch_function_mode_enabled():
+        return fwd(q, k, v, **options)
+    if not (type(q) is type(k) is type(v) is Tensor):
+        _meet(q, k, v)
         return fwd(q, k, v, **options)
     if _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         with _below_autocast():

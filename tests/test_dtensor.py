@@ -113,6 +113,14 @@ def check_cases(mesh: DeviceMesh) -> None:
             close(x, e, f"{what}, {name}")
 
 
+def check_inference(mesh: DeviceMesh) -> None:
+    """The first call of a process, without any autograd; k alone is split."""
+    whole, parts = distributed(DENSE, mesh, (NOTHING, HEADS, HEADS))
+    with torch.inference_mode():
+        out = flash_ext.attention(whole.q.detach(), parts.k, parts.v, causal=True)
+    close(out, attend(DENSE, whole), "inference")
+
+
 def check_two_dimensions(mesh: DeviceMesh) -> None:
     """A mesh for the batch and one for the heads."""
     square = init_device_mesh(mesh.device_type, (1, RANKS), mesh_dim_names=("data", "tensor"))
@@ -188,6 +196,16 @@ def check_model(mesh: DeviceMesh) -> None:
             close(w.grad, gradients[name], name)
 
 
+CHECKS = (
+    check_inference,
+    check_cases,
+    check_two_dimensions,
+    check_dropout,
+    check_compiled,
+    check_model,
+)
+
+
 def run(rank: int, device: str, port: int, errors) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -198,9 +216,7 @@ def run(rank: int, device: str, port: int, errors) -> None:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS)
         mesh = init_device_mesh(device, (RANKS,))
-        for check in (
-            check_cases, check_two_dimensions, check_dropout, check_compiled, check_model,
-        ):  # fmt: skip
+        for check in CHECKS:
             check(mesh)
         dist.destroy_process_group()
     except Exception:

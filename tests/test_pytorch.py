@@ -63,6 +63,12 @@ def qkv(device: str, *batch: int, seqlen: int = 9, dtype: torch.dtype | None = N
     return [randn(*batch, seqlen, h, 16, device=device, dtype=dtype) for h in heads]
 
 
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """As a whole, of numbers that went through roundings of 16 bits on the GPU."""
+    limit = 1e-2 if expected.is_cuda else 1e-6
+    assert (actual.double() - expected.double()).norm() <= limit * expected.double().norm()
+
+
 # --- Autocast ---
 
 
@@ -166,18 +172,20 @@ def test_grad_by_bias_and_sink(device: str) -> None:
 
 def test_gradients_of_a_model_for_each_sample(device: str) -> None:
     """vmap of grad, as for differentially private training."""
-    model = torch.nn.Linear(16, 48, device=device, dtype=qkv(device, 1)[0].dtype)
+    model = torch.nn.Linear(16, 48, device=device)
     weights = {name: x.detach() for name, x in model.named_parameters()}
-    samples = randn(3, 9, 16, device=device)
+    samples = torch.randn(3, 9, 16, device=device)
 
     def loss(weights, sample):
-        x = functional_call(model, weights, (sample,)).view(1, 9, 3, 16)
+        x = functional_call(model, weights, (sample,)).view(1, 9, 3, 16).to(like.dtype)
         return flash_ext.attention(*x.split(1, dim=2), causal=True).float().square().sum()
+
+    like = qkv(device, 1)[0]
 
     found = vmap(grad(loss), in_dims=(None, 0))(weights, samples)
     for i, sample in enumerate(samples):
         for name, e in grad(loss)(weights, sample).items():
-            torch.testing.assert_close(found[name][i], e)
+            assert_near(found[name][i], e)
 
 
 def test_jacobian(device: str) -> None:
@@ -185,7 +193,7 @@ def test_jacobian(device: str) -> None:
     jacobian = jacrev(lambda v: flash_ext.attention(q, k, v))(v)
     # out is linear in v.
     product = torch.einsum("bshdtujk,tujk->bshd", jacobian.double(), v.double())
-    torch.testing.assert_close(product.to(v.dtype), flash_ext.attention(q, k, v))
+    assert_near(product, flash_ext.attention(q, k, v))
 
 
 NESTED = {

@@ -3,7 +3,8 @@
     q, k, v = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v))  # (B, S, H, D): heads
     out = flash_ext.attention(q, k, v, causal=True)  # Shard(2) too; nothing is communicated
 
-Nothing need be imported or registered: the first call with a DTensor does it.
+Nothing need be imported or registered: the first call with a DTensor does it. (But for what is in
+`torch.inference_mode` and calls an op itself, or is compiled: import this module before.)
 
 A dimension of the mesh splits the batch or the heads, whichever the first of q, k and v to be split
 says: the other tensors follow, options too, and are redistributed where they are placed otherwise.

@@ -6,16 +6,21 @@
     with sdpa.activated():  # or for a while
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-It replaces the CUDA kernels of the two aten ops that are SDPA's flash backend. What flash_ext does
-not run there (dropout, the debug mask, empty tensors, a GPU without the kernel) goes to torch's
+It replaces the CUDA kernels of the aten ops that are SDPA's flash backend, and of those below
+`torch.nn.attention.varlen.varlen_attn` and nested tensors. What flash_ext does not run there
+(dropout, the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's
 kernels as before. SDPA's choice of a backend stays as it is, so an attn_mask, float32 and head dims
 above 256 go to the others, but for cuDNN's, which comes before the flash backend on Hopper GPUs: it
 is switched off meanwhile.
-`torch.nn.attention.varlen.varlen_attn` keeps torch's kernels.
+
+One implementation is active in the whole process, all its threads. Blocks of `activated` may be
+nested and may overlap between threads: flash_ext stays active until the last of them has ended.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +31,8 @@ from torch import Tensor
 from torch.library import Library
 
 from .. import ops
+from . import _varlen
+from ._varlen import has_kernel, strided_like
 
 NAME = "flash_ext"
 """The name in `torch.nn.attention.list_flash_attention_impls()`, once `activate` was called."""
@@ -39,21 +46,6 @@ _API = (
     "current_flash_attention_impl",
 )
 
-_runs_on: dict[tuple[torch.device, torch.dtype, int], bool] = {}
-"""Whether flash_ext has a kernel for this device, dtype and head dim."""
-
-
-def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    key = (q.device, q.dtype, q.shape[-1])
-    if key not in _runs_on:
-        try:
-            ops.check(q, k, v)
-        except (ValueError, RuntimeError):
-            _runs_on[key] = False
-        else:
-            _runs_on[key] = True
-    return _runs_on[key]
-
 
 def supported(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, debug: bool) -> bool:
     """Whether flash_ext runs this call of the flash backend, (B, H, S, D); else torch does."""
@@ -65,14 +57,7 @@ def supported(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, debug
     batch, heads = query.shape[:2]
     if key.shape != value.shape or key.shape[0] != batch or heads % key.shape[1] != 0:
         return False  # torch says what is wrong with these
-    return _has_kernel(*(x.transpose(1, 2) for x in tensors))
-
-
-def _strided_like(x: Tensor, like: Tensor) -> Tensor:
-    """x with the strides of empty_like(like), which is what torch.compile takes the ops to give."""
-    if x.stride() == torch.empty_like(like, device="meta").stride():
-        return x
-    return torch.empty_like(like).copy_(x)
+    return has_kernel(*(x.transpose(1, 2) for x in tensors))
 
 
 def forward(
@@ -91,7 +76,7 @@ def forward(
     out, lse = ops.fwd(q, k, v, causal=is_causal, scale=scale)
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    out = _strided_like(out.transpose(1, 2), query)
+    out = strided_like(out.transpose(1, 2), query)
     sizes = (query.shape[2], key.shape[2])
     return out, lse, None, None, *sizes, rng_state, unused, query.new_empty(0)
 
@@ -117,7 +102,7 @@ def backward(
     }
     dq, dk, dv, _, _ = ops.bwd(dout, None, q, k, v, o, logsumexp.contiguous(), **options)
     pairs = zip((dq, dk, dv), (query, key, value), strict=True)
-    return tuple(_strided_like(x.transpose(1, 2), like) for x, like in pairs)
+    return tuple(strided_like(x.transpose(1, 2), like) for x, like in pairs)
 
 
 def _forward_kernel(original: Any) -> Callable[..., Any]:
@@ -190,17 +175,34 @@ def _original(name: str) -> Any:
     return torch.library.get_kernel(f"aten::{name}", "CUDA")
 
 
+def _overrides() -> dict[str, Callable[[Any], Callable[..., Any]]]:
+    """By aten op, what makes its kernel out of torch's."""
+    found: dict[str, Callable[[Any], Callable[..., Any]]] = {
+        _FORWARD: _forward_kernel,
+        _BACKWARD: _backward_kernel,
+        _varlen.FORWARD: _varlen.forward_kernel,
+        _varlen.BACKWARD: _varlen.backward_kernel,
+    }
+    if hasattr(torch.ops.aten, _varlen.FORWARD_OUT):
+        found[_varlen.FORWARD_OUT] = _varlen.forward_out_kernel
+    return found
+
+
 def _register() -> Handle:
-    """Override the two ops. What `torch.nn.attention` calls to activate this implementation."""
+    """Override the ops. What `torch.nn.attention` calls to activate this implementation."""
+    overrides = _overrides()
     try:
-        originals = _original(_FORWARD), _original(_BACKWARD)
+        originals = {name: _original(name) for name in overrides}
     except RuntimeError as error:
         raise RuntimeError("flash_ext: this torch has no CUDA kernels of SDPA") from error
     library = Library("aten", "IMPL", "CUDA")
-    for name, make, original in zip(
-        (_FORWARD, _BACKWARD), (_forward_kernel, _backward_kernel), originals, strict=True
-    ):
-        library.impl(name, make(original), "CUDA", with_keyset=True)
+    with warnings.catch_warnings():
+        # That a kernel is overridden, which is the purpose, is what the dispatcher warns of.
+        warnings.filterwarnings(
+            "ignore", message=r"[\s\S]*Overriding a previously registered kernel"
+        )
+        for name, make in overrides.items():
+            library.impl(name, make(originals[name]), "CUDA", with_keyset=True)
     return Handle(library)
 
 
@@ -215,6 +217,11 @@ def _require_api() -> None:
         )
 
 
+_lock = threading.RLock()
+_blocks: list[str | None] = []
+"""Of each block of `activated` that runs, what was active before the first of them."""
+
+
 def activate() -> None:
     """Run the flash backend of SDPA on flash_ext, in the whole process, until `restore`.
 
@@ -226,27 +233,35 @@ def activate() -> None:
     _require_api()
     if ops.cuda_missing is not None:
         raise RuntimeError(f"flash_ext: the CUDA kernels are {ops.cuda_missing}")
-    attention_backends.register_flash_attention_impl(NAME, register_fn=_register)
-    attention_backends.activate_flash_attention_impl(NAME)
+    with _lock:
+        if attention_backends.current_flash_attention_impl() != NAME:
+            attention_backends.register_flash_attention_impl(NAME, register_fn=_register)
+            attention_backends.activate_flash_attention_impl(NAME)
 
 
 def restore() -> None:
     """Give SDPA its own kernels back. Nothing happens where flash_ext is not active."""
     _require_api()
-    if attention_backends.current_flash_attention_impl() == NAME:
-        attention_backends.restore_flash_attention_impl()
+    with _lock:
+        if attention_backends.current_flash_attention_impl() == NAME:
+            attention_backends.restore_flash_attention_impl()
 
 
 @contextmanager
 def activated() -> Iterator[None]:
     """`activate` for a with block; after it the implementation that was active before is again."""
     _require_api()
-    before = attention_backends.current_flash_attention_impl()
-    activate()
+    with _lock:
+        before = attention_backends.current_flash_attention_impl()
+        activate()
+        _blocks.append(_blocks[0] if _blocks else before)
     try:
         yield
     finally:
-        if before != NAME:
-            restore()
-            if before is not None:
-                attention_backends.activate_flash_attention_impl(before)
+        with _lock:
+            before = _blocks.pop()
+            active = attention_backends.current_flash_attention_impl() == NAME
+            if active and not _blocks and before != NAME:
+                restore()
+                if before is not None:
+                    attention_backends.activate_flash_attention_impl(before)
