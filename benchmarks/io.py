@@ -6,7 +6,7 @@
 Two boundaries are counted. Between HBM and L2 ('hbm'), and between L2 and the SMs ('sm'). The
 papers' model has two levels, on-chip memory of M bytes and everything else; M is an SM's shared
 memory, so 'sm' is what it predicts: N d + N^2 for standard attention, N^2 d^2 / M for
-FlashAttention. What HBM sees of it is less where L2 (50 MB) still holds what is read again.
+FlashAttention. What HBM sees of it is less where L2 still holds what is read again.
 
 'model' counts the same by the algorithms' own loops (``MODELS``): how often each tensor passes with
 the tile sizes of csrc/tuning.h. 'theta' is N^2 d^2 / M (or N d + N^2) in bytes, with M the shared
