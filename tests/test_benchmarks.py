@@ -428,18 +428,3 @@ def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row("softcap", *unknown, *("not measured yet",) * on_cpu) in lines
     assert row(support.PTX, *unknown, *("",) * on_cpu) in lines
     assert lines[-1] == "(1) no time."
-
-
-def test_report_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "probe", lambda device: {})
-    readme = tmp_path / "README.md"
-    readme.write_text((ROOT / "README.md").read_text())
-    arguments = ("--readme", str(readme))
-    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 1
-    assert run(report.main, *arguments, monkeypatch=monkeypatch) == 0
-    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 0
-    text = readme.read_text()
-    assert text.count("On a GPU: not measured yet.") == 3  # results, training and options
-    readme.write_text(text.replace("not measured yet", "fast", 1))
-    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 1
