@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from compare import (
     TOKENS,
     geometric_mean,
     on_grid,
+    ratio_spread,
     ratios,
     standard_cells,
     with_best,
@@ -171,6 +174,43 @@ def ratio_table(cells: list[Json], labels: dict[str, str]) -> str:
     return table(["", *(f"{a} / {labels.get(b, b)}" for a, b in pairs)], rows)
 
 
+def spread_note(cells: list[Json]) -> str:
+    """How far the quartiles of times move a cell's ratio, and what the GPU did meanwhile."""
+    spreads = [s for c in cells for pair in PAIRS if not math.isnan(s := ratio_spread([c], *pair))]
+    if not spreads:
+        return ""
+    note = (
+        f"The quartiles of the times keep a cell's ratio within {statistics.median(spreads):.1%}"
+        f" (median of {len(spreads)} ratios), {max(spreads):.1%} at most."
+    )
+    states = [c["gpu"] for c in cells if "gpu" in c]
+    if states:
+        clocks, watts = ([s[k] for s in states if k in s] for k in ("sm_mhz", "power_w"))
+        note += (
+            f" Meanwhile the SM clock was {min(clocks):.0f} to {max(clocks):.0f} MHz, the power"
+            f" {min(watts):.0f} to {max(watts):.0f} W, medians of each cell."
+        )
+    return note
+
+
+def other_table(cells: list[Json], labels: dict[str, str]) -> str:
+    """Grouped heads, in TFLOP/s, and few queries, in TB/s of K and V."""
+    names = [n for n in ROWS if any("ms" in c["providers"].get(n, {}) for c in cells)]
+    rows = []
+    for c in sorted(cells, key=lambda c: (c.get("seqlen_q", 0), c["direction"] != "forward",
+                                          c["dtype"], c["batch"])):  # fmt: skip
+        few = bool(c.get("seqlen_q"))
+        queries = f"{c['seqlen_q']} x " if few else ""
+        speeds = [c["providers"].get(n, {}).get("tbps" if few else "tflops") for n in names]
+        size = f"{c['batch']} x {queries}{c['seqlen']}, heads {c['heads']}/{c['kv_heads']}"
+        rows.append([
+            f"{c['direction']}, {c['dtype']}, d {c['d']}, {'causal' if c['causal'] else 'full'},"
+            f" {size}, {'TB/s of K and V' if few else 'TFLOP/s'}",
+            *(NO if s is None else f"{s:.2f}" if few else f"{s:.0f}" for s in speeds),
+        ])  # fmt: skip
+    return table(["few key heads, one query", *(labels.get(n, n) for n in names)], rows)
+
+
 def recorded_note(cells: list[Json], folder: Path) -> str:
     """What "best peer" means, where not all of it was measured here; "" where all was."""
     found = [c["providers"][BEST] for c in cells if BEST in c["providers"]]
@@ -231,7 +271,10 @@ def results_section() -> str:
         )
         parts += picture(folder, "speedup", "speed_forward", "speed_backward")
         parts.append(ratio_table(cells, labels))
+        parts += [note] if (note := spread_note(cells)) else []
         parts += [note] if (note := recorded_note(cells, folder)) else []
+        others = [c for c in compare["cells"] if c.get("seqlen_q") or c.get("kv_heads")]
+        parts += [other_table(others, labels)] if others else []
         parts += [host_table(compare["host"], labels)] if "host" in compare else []
         for direction in ("forward", "backward"):
             found = select(cells, direction=direction, dtype="bf16")

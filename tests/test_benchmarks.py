@@ -76,6 +76,93 @@ def test_flops() -> None:
         assert cell.flops() == full * factor
 
 
+def test_flops_of_few_queries_and_grouped_heads() -> None:
+    shape = {"dtype": "bf16", "d": 128, "seqlen": 4096, "batch": 2, "heads": 32, "kv_heads": 8}
+    decode = compare.Cell(**shape, causal=False, seqlen_q=1)
+    assert decode.flops() == 4 * 2 * 32 * 1 * 4096 * 128, "grouping saves bytes, not FLOPs"
+    assert decode.kv_bytes() == 2 * 2 * 4096 * 8 * 128 * 2
+    causal = compare.Cell(**shape, causal=True, seqlen_q=1024)
+    assert causal.flops() == 4 * 2 * 32 * 128 * (1024 * 4096 - 1024**2 / 2)
+
+
+def test_exact_results_of_grouped_heads() -> None:
+    """Against float64 standard attention on the whole, though computed a key head at a time."""
+    torch.manual_seed(0)
+    shape = (2, 48, 6, 16)
+    work = providers.Workload(shape, torch.float32, torch.device("cpu"), seqlen_q=20, kv_heads=2)
+    work.CHUNK_BYTES = 2 * 4 * 20 * 48 * 3  # two key heads at a time
+    leaves = [x.double().requires_grad_() for x in (work.q, work.k, work.v)]
+    out = flash_ext.reference.attention(*leaves, causal=True)[0]
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, work.dout.double())]
+    for got, want in zip(work.exact(causal=True, gradients=True), wanted, strict=True):
+        assert got.shape == want.shape
+        assert providers.relative_error(got, want.float()) < (1e-5, 1e-5)
+    for name in ("standard", "flash"):
+        provider = providers.PEERS[name]()
+        if name == "flash":  # which aligns the other way
+            with pytest.raises(ValueError, match="aligns"):
+                work.forward(provider, causal=True)()
+        got = work.forward(provider, causal=False)()
+        (want,) = work.exact(causal=False, gradients=False)
+        assert max(providers.relative_error(got, want)) < 1e-5
+
+
+def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[compare.Cell]:
+    monkeypatch.setattr(sys, "argv", ["compare", "--device", "cuda", *arguments])
+    return list(compare.grid(compare.parse()))
+
+
+def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    standard = grid_of(monkeypatch=monkeypatch)
+    assert [dataclasses.asdict(c) for c in standard] and len(standard) == len(SHAPES)
+    assert all(compare.on_grid(dataclasses.asdict(c)) for c in standard)
+    both = grid_of("--dtype", "bf16", "fp16", "--s", "512", monkeypatch=monkeypatch)
+    assert {c.dtype for c in both} == {"bf16", "fp16"} and len(both) == 2 * len(standard) / 6
+    others = grid_of("--set", "gqa", "decode", monkeypatch=monkeypatch)
+    assert not any(compare.on_grid(dataclasses.asdict(c)) for c in others)
+    decode = [c for c in others if c.seqlen_q == 1]
+    assert len(decode) == len(compare.DECODE)
+    assert all(c.direction == "forward" and not c.causal for c in decode)
+    assert {c.direction for c in others if not c.seqlen_q} == {"forward", "backward"}
+    own = grid_of("--s", "4096", "--sq", "128", "--kv-heads", "4", monkeypatch=monkeypatch)
+    assert {(c.seqlen, c.seqlen_q, c.kv_heads) for c in own} == {(4096, 128, 4)}
+    assert len({compare.key(dataclasses.asdict(c)) for c in (*standard, *others, *own)}) == (
+        len(standard) + len(others) + len(own)
+    ), "each has a place of its own in the file"
+
+
+def test_cells_of_old_files_keep_their_places() -> None:
+    new = dataclasses.asdict(compare.Cell(**SHAPES[0]))
+    assert compare.key(SHAPES[0]) == compare.key(new)
+
+
+def test_spread_of_ratios() -> None:
+    times = {"fa2": {"ms": 1.0, "q1_ms": 0.9, "q3_ms": 1.1}, "flash": {"ms": 2.0, "q1_ms": 2.0,
+                                                                       "q3_ms": 2.2}}  # fmt: skip
+    cell = SHAPES[0] | {"providers": times}
+    assert compare.ratio_range(cell, "fa2", "flash") == pytest.approx((2 / 1.1, 2.2 / 0.9))
+    assert compare.ratio_spread([cell], "fa2", "flash") == pytest.approx(2.2 / 0.9 / 2 - 1)
+    (note,) = [report.spread_note([cell | {"gpu": {"sm_mhz": 1500.0, "power_w": 690.0}}])]
+    assert "22.2% at most" in note and "1500 to 1500 MHz" in note and "690" in note
+    assert report.spread_note([]) == ""
+
+
+def test_table_of_few_queries() -> None:
+    cell = dataclasses.asdict(compare.Cell("bf16", 128, False, 8192, 16, 32, "forward", 1, 8))
+    times = {"fa2": {"ms": 1.0, "tflops": 2.0, "tbps": 3.456}}
+    text = report.other_table([cell | {"providers": times}], {"fa2": "flash_ext fa2"})
+    assert "16 x 1 x 8192, heads 32/8, TB/s of K and V | 3.46 |" in text
+
+
+def test_clocks() -> None:
+    log = common.ClockLog(torch.device("cpu"))
+    for line in ("1980, 100.5, 30\n", "[N/A], 1, 2\n", "1500, 690.5, 50\n", "1400, 695, 50\n"):
+        log.add(line)
+    assert log.since_last() == {"sm_mhz": 1500, "power_w": 690.5, "temperature_c": 50}
+    assert log.since_last() == {}
+    log.close()
+
+
 class FakeConfig:
     """As much of pytest's config as the check of completeness reads."""
 
