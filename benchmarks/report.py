@@ -59,6 +59,8 @@ FA3_SPEEDS = {
     ("backward", 64, False): 560, ("backward", 128, False): 650, ("backward", 256, False): 520,
     ("backward", 128, True): 620,
 }  # fmt: skip
+SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BERT-large",
+         "long-range": "as long-range arena"}  # fmt: skip
 MEMORY = "out of memory"  # in the reason for which a provider was left out
 
 
@@ -289,14 +291,16 @@ def results_section() -> str:
 def training_table(result: Json) -> str:
     """Tokens per second, the ratio to SDPA, and the peak memory of each attention."""
     rows = []
-    for cell in sorted(result["cells"], key=lambda c: (c["width"], c["seqlen"])):
+    for cell in sorted(
+        result["cells"], key=lambda c: (c.get("causal", True), c["width"], c["seqlen"])
+    ):
         found = cell["providers"]
         base = found.get("sdpa", {}).get("tokens_per_second")
         for name, label in result["labels"].items():
             r = found.get(name)
             if r is None:  # it was not asked for
                 continue
-            row = [f"GPT-2 {cell['model']}'s, S {cell['seqlen']}", label]
+            row = [f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}", label]
             speed = r.get("tokens_per_second")
             if speed is None:
                 why = "wrong" if r.get("wrong") else "no memory" if MEMORY in r["skipped"] else NO

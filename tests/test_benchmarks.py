@@ -24,6 +24,7 @@ import flash_ext
 common = evidence.common
 import calls  # noqa: E402
 import compare  # noqa: E402
+import memory  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
 import report  # noqa: E402
@@ -370,6 +371,20 @@ def test_a_wrong_option_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert results["wrong"]["wrong"] and "ms" not in results["wrong"]
 
 
+def test_memory_ends_where_calls_get_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow is no failure of a variant; a growth that is not linear is."""
+    path = tmp_path / "memory.json"
+    arguments = ("--device", "cpu", "--d", "32", "--heads", "1", "--out", str(path), "--peers")
+    quick = ("--s", "64", "128", "99999", "--variants", "fa2")
+    run(memory.main, *arguments, *quick, monkeypatch=monkeypatch)
+    rows = json.loads(path.read_text())["providers"]["fa2"]
+    for row in rows.values():
+        assert list(row["bytes"]) == ["64", "128"] and "stopped" not in row
+        assert row["slow"].startswith("S = 99999: a call would take about")
+    assert memory.fit({1024: 1 << 20, 2048: 2 << 20, 4096: 4 << 20}).exponent == 1
+    assert memory.fit({1024: 1 << 20, 2048: 4 << 20}).exponent == 2
+
+
 def train_on_the_cpu(
     path: Path, monkeypatch: pytest.MonkeyPatch, *names: str, status: int = 0
 ) -> dict[str, dict]:
@@ -404,7 +419,7 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ratio = found["fa2"]["tokens_per_second"] / found["sdpa"]["tokens_per_second"]
     text = report.training_section()
     assert f"| flash_ext fa2 | {found['fa2']['tokens_per_second']:,.0f} | {ratio:.2f} |" in text
-    assert "| GPT-2 tiny's, S 64 | SDPA |" in text
+    assert "| tiny, S 64 | SDPA |" in text
 
     config = train.train_gpt.Config(2, 2, 32, 64, 2, 7, "cpu", train.MEGABYTES, train.RATE)
     data = train.train_gpt.standard_library(train.MEGABYTES)
@@ -420,6 +435,28 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     extra = common.peak_extra_memory(bench.step, bench.device)
     assert extra > weights, "gradients, and more"
     assert bench.peak_bytes - bench.state_bytes() == pytest.approx(extra, rel=0.1)
+
+
+def test_shapes_without_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every position attends to all: the exact results and all providers have no mask."""
+    assert {m for m, size in train.MODELS.items() if not size.causal} == {
+        "bert-large", "long-range",
+    }  # fmt: skip
+    sizes = {"wide": train.Size(1, 2, 32, (32, 64), causal=False)}
+    monkeypatch.setattr(train, "MODELS", train.MODELS | sizes)
+    path = tmp_path / "train.json"
+    arguments = ("--device", "cpu", "--model", "wide", "--rounds", "1", "--steps", "1",
+                 "--out", str(path))  # fmt: skip
+    assert run(train.main, *arguments, monkeypatch=monkeypatch) == 0
+    cells = json.loads(path.read_text())["cells"]
+    assert [(c["seqlen"], c["causal"]) for c in cells] == [(32, False), (64, False)]
+    found = cells[1]["providers"]
+    assert set(found) == {"fa1", "fa2", "sdpa", "standard"}
+    assert all(r["loss_difference"] < 1e-5 for r in found.values())
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+    masked, whole = (train.in_model(train.sdpa(), causal)(q, k, v) for causal in (True, False))
+    assert not torch.equal(masked[:, 0], whole[:, 0])
+    assert torch.allclose(masked[:, -1], whole[:, -1], atol=1e-6)
 
 
 def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,8 +476,8 @@ def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["fa2"]["wrong"] and found["fa2"]["skipped"].startswith("WRONG RESULT: relative")
     assert "losses" not in found["fa2"] and "tokens_per_second" in found["sdpa"]
 
-    def misplaced(provider: providers.Provider) -> object:
-        return in_model(wrong if provider.name == "fa2" else provider)
+    def misplaced(provider: providers.Provider, causal: bool) -> object:
+        return in_model(wrong if provider.name == "fa2" else provider, causal)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "in_model", misplaced)
@@ -448,10 +485,10 @@ def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["fa2"]["wrong"] and "of standard's" in found["fa2"]["skipped"]
     assert "tokens_per_second" not in found["fa2"] and "tokens_per_second" in found["sdpa"]
 
-    def no_memory(provider: providers.Provider) -> object:
+    def no_memory(provider: providers.Provider, causal: bool) -> object:
         if provider.name == "standard":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 GiB.")
-        return in_model(provider)
+        return in_model(provider, causal)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "in_model", no_memory)

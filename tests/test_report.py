@@ -16,6 +16,7 @@ import pytest
 
 common = evidence.common
 import claims  # noqa: E402
+import everything  # noqa: E402
 import figures  # noqa: E402
 import report  # noqa: E402
 
@@ -145,6 +146,43 @@ def test_verdicts_follow_the_numbers() -> None:
     measure = claims.training("small", 3, "why")
     assert measure(train(3.1)).verdict == "holds" and measure(train(3.1)).figure == "3.1×"
     assert measure(train(2.0)).verdict == "not reached: why"
+
+
+def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells are found by what they are, wherever they stand; noise and other keys are left out."""
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    for name in ("compare", "memory", "io", "numerics", "options"):
+        where = [w for w, _, _ in everything.numbers(results[name])]
+        assert len(where) == len(set(where)) > 10, f"{name}: numbers that have one name"
+        assert everything.moved(results[name], results[name])[0] == []
+
+    old, new = results["compare"], copy.deepcopy(results["compare"])
+    new["cells"].reverse()
+    assert everything.moved(old, new)[0] == []
+    times = new["cells"][0]["providers"]["fa2"]
+    times["ms"] *= 1.03
+    times["host_us"] *= 9
+    assert everything.moved(old, new)[0] == []
+    times["ms"] *= 1.1
+    ((change, line),) = everything.moved(old, new)[0]
+    assert change == pytest.approx(0.133) and "fa2, ms" in line and "(+13.3%)" in line
+    new["digest"] = "0" * 16
+    everything.print_moved("compare.json", old, new)
+    printed = capsys.readouterr().out
+    assert "1 of " in printed and f"digest {old['digest']} -> {'0' * 16}" in printed
+
+    io = copy.deepcopy(results["io"])
+    io["cases"][3]["sm"] *= 1.5
+    assert len(everything.moved(results["io"], io)[0]) == 1
+    everything.print_moved("x.json", None, io)
+    assert "x.json: new" in capsys.readouterr().out
+
+
+def test_every_part_of_the_bench_is_a_script_that_takes_its_arguments() -> None:
+    for name, arguments in everything.RUNS.items():
+        script = ROOT / "benchmarks" / f"{everything.SCRIPTS.get(name, name)}.py"
+        text = script.read_text()
+        assert all(f'"{a}"' in text for a in arguments if a.startswith("--")), name
 
 
 def test_report_draws_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
