@@ -57,7 +57,8 @@ def io_section() -> str:
     def part(folder: Path, io: Json) -> list[str]:
         if "not_counted" in io:
             return [f"Not counted: {io['not_counted']}"]
-        return [*picture(folder, "io", "roofline"), io_table(io)]
+        details = f"<details><summary>In bytes</summary>\n\n{io_table(io)}\n\n</details>"
+        return [*picture(folder, "io", "roofline"), details]
 
     return per_gpu("io", part)
 
