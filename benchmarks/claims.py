@@ -85,7 +85,7 @@ def standard_io(results: Results) -> Finding | None:
         return None
     values = {d: [hbm(c) / c["theta"] for c in cases] for d, cases in found.items()}
     level = all(max(v) / min(v) <= LEVEL for v in values.values())
-    figure = "; ".join(f"{d} {span(v, ' times that')}" for d, v in values.items())
+    figure = "; ".join(f"{d} {span(v, '')}" for d, v in values.items()) + " times that"
     return Finding(figure, lengths(found["forward"]),
                    "holds: level over S" if level else "not reached: not level over S")  # fmt: skip
 
@@ -115,17 +115,18 @@ def hbm_saved(method: str, least: float, why: str) -> Measure:
     """How many times fewer bytes of HBM than standard attention, forward and backward."""
 
     def measure(results: Results) -> Finding | None:
-        values = []
-        cases = counted(results, method=method)
-        for c in cases:
+        by_heads: dict[int, list[float]] = {}
+        for c in counted(results, method=method):
             same = {k: c[k] for k in ("direction", "seqlen", "d", "heads")}
-            values += [hbm(s) / hbm(c) for s in counted(results, method="standard", **same)]
+            by_heads.setdefault(c["heads"], []).extend(
+                hbm(s) / hbm(c) for s in counted(results, method="standard", **same)
+            )
+        values = [v for ratios in by_heads.values() for v in ratios]
         if not values:
             return None
-        few, many = (f(c["heads"] for c in cases) for f in (min, max))
-        return Finding(
-            span(values), f"bf16, d 64–256, {few} and {many} heads", judged(values, least, why)
-        )
+        figure = "; ".join(f"{span(v)} with {h} heads" for h, v in sorted(by_heads.items()))
+        conditions = f"{method}, forward and backward, bf16, d 64–256"
+        return Finding(figure, conditions, judged(values, least, why))
 
     return measure
 
@@ -202,7 +203,7 @@ def speed_over_standard(method: str, least: float, why: str, direction: str = "f
         if not values:
             return None
         return Finding(
-            f"{span(values)}", f"{direction}, bf16, d 64–256, S 512–8192, {cases[0]['heads']} heads"
+            f"{method} {span(values)}", f"{direction}, bf16, d 64–256, S 512–8192, {cases[0]['heads']} heads"
             ", full", judged(values, least, why),
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -507,8 +508,8 @@ def markdown(name: str, gpu: str, document: Path) -> str | None:
     figure = next(f for f in FIGURES if f.name == name)
     if figure.data(load(common.RESULTS / gpu)) is None:
         return None
-    path = Path(*[".."] * (len(document.parent.parts))) / figure.path(gpu).relative_to(common.ROOT)
-    return f"![{figure.title}]({path.as_posix()})"
+    path = os.path.relpath(figure.path(gpu), common.ROOT / document.parent)
+    return f"![{figure.title}]({Path(path).as_posix()})"
 
 
 def stale(gpu: str) -> list[str]:
