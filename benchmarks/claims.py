@@ -202,10 +202,12 @@ def speed_over_standard(method: str, least: float, why: str, direction: str = "f
         ]  # fmt: skip
         if not values:
             return None
-        return Finding(
-            f"{method} {span(values)}", f"{direction}, bf16, d 64–256, S 512–8192, {cases[0]['heads']} heads"
-            ", full", judged(values, least, why),
-        )  # fmt: skip
+        sizes, dims = ({c[key] for c in cases} for key in ("seqlen", "d"))
+        conditions = (
+            f"{direction}, bf16, d {min(dims)}–{max(dims)}, S {min(sizes)}–{max(sizes)},"
+            f" {cases[0]['heads']} heads, full"
+        )
+        return Finding(f"{method} {span(values)}", conditions, judged(values, least, why))
 
     return measure
 
