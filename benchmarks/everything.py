@@ -87,6 +87,13 @@ def moved(old: Json, new: Json) -> tuple[list[tuple[float, str]], list[float]]:
     return sorted(found, key=lambda f: -abs(f[0])), changes
 
 
+def answers(value: object, path: tuple[str, ...] = ()) -> dict[str, object]:
+    """The leaves of what has no speeds: support.json's answers, tests.json's counts."""
+    if not isinstance(value, dict):
+        return {", ".join(path): value}
+    return {k: v for name, x in value.items() for k, v in answers(x, (*path, name)).items()}
+
+
 def print_moved(name: str, old: Json | None, new: Json | None) -> None:
     """What moved in one result file."""
     if old is None or new is None or old == new:
@@ -97,12 +104,18 @@ def print_moved(name: str, old: Json | None, new: Json | None) -> None:
     setup = [f"{k} {old.get(k)} -> {new.get(k)}" for k in common.SAME_SETUP
              if old.get(k) != new.get(k)]  # fmt: skip
     total = sum(1 for _ in numbers(new))
-    print(f"\n{name}: {len(found)} of {total} numbers moved" + "".join(f"; {s}" for s in setup))
+    words = f"{len(found)} of {total} numbers moved" if total else "measured again"
+    print(f"\n{name}: {words}" + "".join(f"; {s}" for s in setup))
     if changes:
         print(f"  times: median {statistics.median(changes):+.1%}, from {min(changes):+.1%}"
               f" to {max(changes):+.1%}")  # fmt: skip
     for _, line in found[:SHOWN]:
         print(f"  {line}")
+    for part in ("support", "counts", "tools"):
+        before, after = (answers(x.get(part, {})) for x in (old, new))
+        for where in sorted(before.keys() | after.keys()):
+            if before.get(where) != after.get(where):
+                print(f"  {where}: {before.get(where)} -> {after.get(where)}")
     if len(found) > SHOWN:
         print(f"  and {len(found) - SHOWN} more")
 

@@ -178,6 +178,14 @@ def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
     assert "x.json: new" in capsys.readouterr().out
 
 
+def test_what_moved_where_there_are_no_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    new = copy.deepcopy(results["support"])
+    new["support"]["dropout"]["fa2"]["forward"] = "no time"
+    everything.print_moved("support.json", results["support"], new)
+    assert "dropout, fa2, forward: None -> no time" in capsys.readouterr().out
+
+
 def test_every_part_of_the_bench_is_a_script_that_takes_its_arguments() -> None:
     for name, arguments in everything.RUNS.items():
         script = ROOT / "benchmarks" / f"{everything.SCRIPTS.get(name, name)}.py"
