@@ -63,6 +63,23 @@ def test_equal_data_give_equal_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )  # fmt: skip
 
 
+def test_every_figure_draws(tmp_path: Path) -> None:
+    """Training too, of which there may be no results yet."""
+    pytest.importorskip("matplotlib")
+    speeds = {"fa3": 5.0, "sdpa": 4.0, "standard": 2.0}
+    providers = {n: {"tokens_per_second": x} for n, x in speeds.items()} | {"fa1": {"skipped": "x"}}
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    results["train"] = {"cells": [{"model": "small", "seqlen": 1024, "providers": providers}]}
+    rows = [["small, S 1024", "fa3", 1.25], ["small, S 1024", "standard", 0.5]]
+    assert figures.training_data(results) == rows
+    for figure in figures.FIGURES:
+        data = figure.data(results)
+        assert data is not None and len(figure.digest(data)) == 16
+        drawn = figure.draw(data)
+        drawn.savefig(tmp_path / f"{figure.name}.svg")
+        figures.pyplot().close(drawn)
+
+
 @pytest.mark.parametrize("path", sorted(common.RESULTS.glob("*/*.json")), ids=lambda p: p.stem)
 def test_results_say_what_they_were_measured_with(path: Path) -> None:
     result = common.read_json(path)
