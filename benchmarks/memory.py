@@ -112,8 +112,8 @@ def parse() -> argparse.Namespace:
     add("--d", type=int, default=128, help="head dim")
     add("--heads", type=int, default=4)
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
-    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 256k")
-    add("--limit", type=float, default=4.0, help="seconds that a call may take")
+    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 128k")
+    add("--limit", type=float, default=2.5, help="seconds that a call may take")
     add("--out", help="result file, default benchmarks/results/<device>/memory.json")
     return parser.parse_args()
 
@@ -122,7 +122,7 @@ def main() -> int:
     """Run; the exit status is 1 if a variant's memory was not measured to grow linearly."""
     args = parse()
     device = torch.device(args.device)
-    lengths = range(10, 19) if device.type == "cuda" else range(6, 13)  # 2^18 = 256k
+    lengths = range(10, 18) if device.type == "cuda" else range(6, 13)  # 2^17 = 128k
     seqlens = sorted(args.s or [1 << n for n in lengths])
     providers, missing = collect(args.variants or running(device), args.peers)
     torch.manual_seed(0)
