@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "compare": ("--brief", "--min-time", "0.05", "--set", "standard", "gqa", "decode"),
     "fp16": ("--brief", "--min-time", "0.05", "--dtype", "fp16", "--d", "128", "--peers", "flash",
              "cudnn", "flash_attn_4"),
-    "options": (),
+    "options": ("--rounds", "10"),
     "train": ("--rounds", "2", "--model", "small", "medium", "bert-large", "long-range"),
 }  # fmt: skip
 SCRIPTS = {"fp16": "compare"}  # a part that is not named as its script
