@@ -449,8 +449,8 @@ WIDE_O = "its O, m and l pass through HBM in float32 at every step, where O does
 MMA = "mma.sync, which FA2 is made of, reaches some two thirds of a Hopper GPU's matmul speed"
 MODELS_DIFFER = (
     "the papers' baselines run masks, dropout and softmax as kernels of their own on an A100; here"
-    " the H200 moves twice the bytes, standard attention is leaner, attention's share is smaller, and the"
-    " smallest models wait for the CPU"
+    " the H200 moves twice the bytes, standard attention is leaner, attention's share is smaller,"
+    " and the smallest models wait for the CPU"
 )
 
 CLAIMS = (
