@@ -68,9 +68,9 @@ help:
 	@echo "make gpu-test  run the GPU tests; writes benchmarks/results/<gpu>/tests.json"
 	@echo "make soak      random problems on the GPU, four minutes of them (SOAK=80: a variant's seconds)"
 	@echo "make sanitize  run the kernels under compute-sanitizer"
-	@echo "make bench     compare with other attention kernels (ARGS=--help: how)"
-	@echo "make bench BENCH=train   tokens per second of a GPT with each (or memory, options, support)"
-	@echo "make report    put the measured tables into README.md"
+	@echo "make bench     measure all tables and figures again on the GPU; prints what moved"
+	@echo "make bench BENCH=compare   one of them (ARGS=--help: how), or io, memory, numerics, train, ..."
+	@echo "make report    put the measured tables and figures into README.md and docs/"
 	@echo "make clean     remove what was built"
 
 .venv/ready:
@@ -122,10 +122,10 @@ soak: build
 sanitize: build
 	bash tests/sanitize.sh $(ARGS)
 
-# The script in benchmarks/: compare, train, memory, options or support.
-BENCH ?= compare
+# The script in benchmarks/: compare, io, memory, numerics, options, support or train; or all.
+BENCH ?= everything
 bench: build
-	$(need) tqdm
+	$(need) tqdm matplotlib
 	$(PY) benchmarks/$(BENCH).py $(ARGS)
 
 report: $(ENVIRONMENT)

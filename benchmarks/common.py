@@ -10,8 +10,10 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,6 +92,52 @@ def nvidia_smi(device: torch.device) -> dict[str, str]:
         if done.returncode == 0 and lines:
             return dict(zip(fields, (v.strip() for v in lines[0].split(",")), strict=False))
     return {}
+
+
+class ClockLog:
+    """SM clock, power and temperature of a GPU over time, from an nvidia-smi that keeps running."""
+
+    FIELDS = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
+    PERIOD_MS = 100
+
+    def __init__(self, device: torch.device) -> None:
+        self.samples: list[list[float]] = []
+        self.process: subprocess.Popen[str] | None = None
+        if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+            return
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        chosen = [f"--id=GPU-{uuid}"] if uuid else []
+        query = f"--query-gpu={','.join(self.FIELDS.values())}"
+        self.process = subprocess.Popen(
+            ["nvidia-smi", *chosen, query, "--format=csv,noheader,nounits", "-lms",
+             str(self.PERIOD_MS)],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        for line in self.process.stdout:
+            self.add(line)
+
+    def add(self, line: str) -> None:
+        """One line of nvidia-smi's; what it cannot tell ("[N/A]") is left out."""
+        try:
+            self.samples.append([float(x) for x in line.split(",")])
+        except ValueError:
+            return
+
+    def since_last(self) -> dict[str, float]:
+        """Medians of what came since the last question; {} of nothing."""
+        found, self.samples = self.samples, []
+        columns = zip(*found, strict=True)
+        return {n: statistics.median(c) for n, c in zip(self.FIELDS, columns, strict=False)}
+
+    def close(self) -> None:
+        """End the nvidia-smi that was started."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
 
 
 def describe_setup(device: torch.device) -> Json:

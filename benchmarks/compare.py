@@ -3,7 +3,9 @@
     python benchmarks/compare.py                                 # the standard grid, everything
     python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
-    python benchmarks/compare.py --dtype fp16
+    python benchmarks/compare.py --dtype bf16 fp16
+    python benchmarks/compare.py --set gqa decode                # grouped heads; one query
+    python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
     python benchmarks/compare.py --host                          # the CPU's time per call alone
     python benchmarks/compare.py --device cpu                    # a smoke test
@@ -11,7 +13,8 @@
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
 to 16,384, causal and full: 72 cells. There are 2048 // d heads, also where d does not divide 2048:
 21 at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for
-backward. No provider is timed before its results agree with float32 standard attention.
+backward. No provider is timed before its results agree with float32 standard attention. Beside each
+cell stand the SM clock and the power that nvidia-smi saw meanwhile.
 
 The last lines say whether each variant reaches its goal on the standard grid: fa2 over SDPA flash,
 fa3 over the best peer, the faster of cuDNN and flash-attn 4 in each cell. Where flash-attn 4 cannot
@@ -33,7 +36,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import FunctionType
 
 import common
@@ -58,6 +61,11 @@ CPU_TOKENS, CPU_HIDDEN = 512, 128  # a smoke test
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GQA = ((8, 2048), (1, 16384))  # batch, S: 16 query heads of 128 on 2 key heads, causal
+DECODE = (  # batch, query heads, key heads, keys: one query each, d 128
+    (1, 32, 8, 131072), (16, 32, 8, 8192), (64, 32, 8, 4096), (128, 32, 32, 2048),
+)  # fmt: skip
+SETS = ("standard", "gqa", "decode")
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
 HOST_ROWS = {
@@ -99,11 +107,25 @@ class Cell:
     batch: int
     heads: int
     direction: str = "forward"
+    seqlen_q: int = 0  # 0: seqlen, which is that of the keys
+    kv_heads: int = 0  # 0: heads
 
     def flops(self) -> float:
         """Floating-point operations of the two (forward) or five (backward) matmuls."""
-        matmuls = 4.0 * self.batch * self.heads * self.seqlen**2 * self.d
-        return matmuls * (0.5 if self.causal else 1.0) * (2.5 if self.direction != "forward" else 1)
+        queries = self.seqlen_q or self.seqlen
+        pairs = queries * (self.seqlen - (queries / 2 if self.causal else 0))
+        matmuls = 4.0 * self.batch * self.heads * pairs * self.d
+        return matmuls * (2.5 if self.direction != "forward" else 1)
+
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, which is what decoding has to read."""
+        size = DTYPES[self.dtype].itemsize
+        return 2 * self.batch * self.seqlen * (self.kv_heads or self.heads) * self.d * size
+
+    def workload(self, device: torch.device) -> Workload:
+        """Fresh inputs."""
+        shape = (self.batch, self.seqlen, self.heads, self.d)
+        return Workload(shape, DTYPES[self.dtype], device, self.seqlen_q, self.kv_heads)
 
     def matches(self, terms: str) -> bool:
         """Whether the cell meets every term of a filter such as 'd=128,causal,fwd,S>=2048'."""
@@ -134,11 +156,14 @@ def parse() -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
     add("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
-    add("--dtype", choices=list(DTYPES), help="default: bf16, on a CPU fp32")
+    add("--dtype", nargs="*", choices=list(DTYPES), help="default: bf16, on a CPU fp32")
+    add("--set", nargs="*", choices=SETS, help="default: standard")
     add("--d", nargs="*", type=int, help=f"head dims, default {HEAD_DIMS}")
     add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
     add("--batch", type=int, help=f"default: {TOKENS} tokens over S")
     add("--heads", type=int, help=f"default: {HIDDEN} over the head dim")
+    add("--kv-heads", type=int, default=0, help="key heads, default: as many as query heads")
+    add("--sq", type=int, default=0, help="queries, default: as many as keys")
     add("--causal", action="store_true", help="only causal")
     add("--full", action="store_true", help="only without a mask")
     add("--fwd", action="store_true", help="only forward")
@@ -159,24 +184,37 @@ def parse() -> argparse.Namespace:
 def grid(args: argparse.Namespace) -> Iterator[Cell]:
     """The cells of a run, the two directions of a shape one after the other."""
     cpu = args.device == "cpu"
-    dtype = args.dtype or ("fp32" if cpu else "bf16")
     tokens, hidden = (CPU_TOKENS, CPU_HIDDEN) if cpu else (TOKENS, HIDDEN)
     masks = [m for m, only in ((True, args.full), (False, args.causal)) if not only] or [
         True,
         False,
     ]
-    directions = ["forward", "backward"]
-    if args.fwd != args.bwd:
-        directions = ["forward"] if args.fwd else ["backward"]
     head_dims = args.d or ((64,) if cpu else HEAD_DIMS)
     seqlens = args.s or ((128, 256) if cpu else SEQLENS)
-    for d, causal, seqlen in itertools.product(head_dims, masks, seqlens):
-        batch = args.batch or max(1, tokens // seqlen)
-        heads = args.heads or max(1, hidden // d)
-        for direction in directions:
-            cell = Cell(dtype, d, causal, seqlen, batch, heads, direction)
-            if not args.filter or any(cell.matches(f) for f in args.filter):
-                yield cell
+    sets = args.set or ["standard"]
+    for dtype in args.dtype or ["fp32" if cpu else "bf16"]:
+        shapes = []
+        for d, causal, seqlen in itertools.product(head_dims, masks, seqlens):
+            batch = args.batch or max(1, tokens // seqlen)
+            heads = args.heads or max(1, hidden // d)
+            size = Cell(dtype, d, causal, seqlen, batch, heads, seqlen_q=args.sq)
+            shapes.append(replace(size, kv_heads=args.kv_heads) if args.kv_heads else size)
+        shapes = shapes if "standard" in sets else []
+        if "gqa" in sets:
+            shapes += [Cell(dtype, 128, True, s, b, 16, kv_heads=2) for b, s in GQA]
+        if "decode" in sets:
+            shapes += [
+                Cell(dtype, 128, False, s, b, h, seqlen_q=1, kv_heads=hk) for b, h, hk, s in DECODE
+            ]
+        for shape in shapes:
+            directions = ["forward"] if shape.seqlen_q == 1 else ["forward", "backward"]
+            if args.fwd != args.bwd:
+                wanted = "forward" if args.fwd else "backward"
+                directions = [d for d in directions if d == wanted]
+            for direction in directions:
+                cell = replace(shape, direction=direction)
+                if not args.filter or any(cell.matches(f) for f in args.filter):
+                    yield cell
 
 
 def compiled_provider(provider: Provider) -> Provider:
@@ -205,9 +243,7 @@ class Bench:
     def shape(self, cells: list[Cell]) -> Iterator[tuple[Cell, Json]]:
         """Measure the directions of one shape on the same inputs."""
         cell = cells[0]
-        work = Workload(
-            (cell.batch, cell.seqlen, cell.heads, cell.d), DTYPES[cell.dtype], self.device
-        )
+        work = cell.workload(self.device)
         exact = work.exact(cell.causal, gradients=any(c.direction == "backward" for c in cells))
         for cell in cells:
             yield (
@@ -249,6 +285,8 @@ class Bench:
             for name, samples in timed.items():
                 summary = samples.summary()
                 summary["tflops"] = round(cell.flops() / summary["ms"] * 1e-9, 4)
+                if cell.seqlen_q:
+                    summary["tbps"] = round(cell.kv_bytes() / summary["ms"] * 1e-9, 4)
                 results[name] = summary | results[name]
         return results
 
@@ -318,6 +356,27 @@ def ratios(cells: list[Json], ours: str, peer: str) -> list[float]:
     return [b["ms"] / a["ms"] for a, b in pairs if "ms" in a and "ms" in b]
 
 
+def ratio_range(cell: Json, ours: str, peer: str) -> tuple[float, float]:
+    """Where the quartiles of both put a cell's ratio."""
+    a, b = cell["providers"][ours], cell["providers"][peer]
+    return b.get("q1_ms", b["ms"]) / a.get("q3_ms", a["ms"]), b.get("q3_ms", b["ms"]) / a.get(
+        "q1_ms", a["ms"]
+    )
+
+
+def ratio_spread(cells: list[Json], ours: str, peer: str) -> float:
+    """The largest distance of a cell's range from its ratio, relative to it; NaN of nothing."""
+    return max(
+        (
+            abs(edge / ratio - 1)
+            for c in cells
+            for ratio in ratios([c], ours, peer)
+            for edge in ratio_range(c, ours, peer)
+        ),
+        default=math.nan,
+    )
+
+
 def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
     """Who is compared with whom: each two of our own variants once, the later over the earlier."""
     names = list(names)
@@ -333,7 +392,8 @@ def place(cell: Json) -> str:
 def on_grid(cell: Json, tokens: int = TOKENS, hidden: int = HIDDEN) -> bool:
     """Whether a cell's batch and heads are the standard grid's; head dim and type may be others."""
     batch, heads = max(1, tokens // cell["seqlen"]), max(1, hidden // cell["d"])
-    return (cell["batch"], cell["heads"]) == (batch, heads)
+    others = cell.get("seqlen_q") or cell.get("kv_heads")
+    return (cell["batch"], cell["heads"]) == (batch, heads) and not others
 
 
 def summarise(cells: list[Json], names: Iterable[str]) -> list[Json]:
@@ -356,6 +416,7 @@ def summarise(cells: list[Json], names: Iterable[str]) -> list[Json]:
                 "min": round(least, 4),
                 "min_at": place(where),
                 "below_1": sum(v < 1 for v, _ in values),
+                "spread": round(ratio_spread([c for _, c in values], ours, peer), 4),
             })  # fmt: skip
     return rows
 
@@ -398,23 +459,30 @@ def print_tables(cells: list[Json], labels: dict[str, str], brief: bool) -> None
     """One table per direction, head dim and mask; then geometric means over all of them."""
     pairs = pairs_of(labels)
 
-    def group(cell: Json) -> tuple[bool, int, bool, str]:
-        return cell["direction"] != "forward", cell["d"], cell["causal"], cell["dtype"]
+    def group(cell: Json) -> tuple[bool, bool, int, bool, str]:
+        decode = bool(cell.get("seqlen_q"))
+        return decode, cell["direction"] != "forward", cell["d"], cell["causal"], cell["dtype"]
 
     def line(label: str, values: list[str]) -> None:
         print(f"  {label:<28}" + "".join(f"{v:>9}" for v in values))
 
-    for (backward, d, causal, dtype), found in itertools.groupby(sorted(cells, key=group), group):
+    for (few, backward, d, causal, dtype), found in itertools.groupby(
+        sorted(cells, key=group), group
+    ):
         columns = sorted(found, key=lambda c: (c["seqlen"], c["batch"], c["heads"]))
         title = f"{'backward' if backward else 'forward'}, d {d}, {'causal' if causal else 'full'}"
-        print(f"\n{title}, {dtype}: TFLOP/s")
+        speed = "tbps" if few else "tflops"
+        print(f"\n{title}, {dtype}: {'TB/s of K and V' if few else 'TFLOP/s'}")
+        if few:
+            line("queries", [str(c["seqlen_q"]) for c in columns])
         line("S", [str(c["seqlen"]) for c in columns])
-        line("B x H", [f"{c['batch']}x{c['heads']}" for c in columns])
+        line("B x H", [f"{c['batch']}x{c['heads']}" + f"/{c['kv_heads']}" * bool(c.get("kv_heads"))
+                       for c in columns])  # fmt: skip
         for name, label in labels.items():
             row = [c["providers"].get(name, {}) for c in columns]
             marks = ["WRONG" if r.get("wrong") else "-" for r in row]
             values = [
-                f"{r['tflops']:.3g}" + "*" * ("launch_bound" in r) + "r" * ("recorded" in r)
+                f"{r[speed]:.3g}" + "*" * ("launch_bound" in r) + "r" * ("recorded" in r)
                 if "ms" in r
                 else mark
                 for r, mark in zip(row, marks, strict=True)
@@ -435,7 +503,7 @@ def print_tables(cells: list[Json], labels: dict[str, str], brief: bool) -> None
         print(
             f"  {row['dtype']} {row['direction']:<9}{row['ours']} / {labels[row['peer']]:<20}"
             f"{d:<14}{row['geometric_mean']:6.2f}x {row['min']:6.2f}x ({row['min_at']})"
-            f"  in {row['cells']} cells"
+            f"  in {row['cells']} cells, quartiles within {row['spread']:.1%}"
         )
     reasons = {
         (labels[name], result["skipped"]): f"d {c['d']} S {c['seqlen']} {c['direction']}"
@@ -478,7 +546,7 @@ def print_host(host: Json, labels: dict[str, str]) -> None:
 
 def key(cell: Json) -> tuple[object, ...]:
     """What identifies a cell of a result file."""
-    return tuple(cell[k] for k in Cell.__dataclass_fields__)
+    return tuple(cell.get(f.name, f.default) for f in fields(Cell))
 
 
 def main() -> int:
@@ -509,6 +577,7 @@ def main() -> int:
     recorded = common.read_json(common.result_path(bench.device, "recorded_peers.json"))
 
     measured: list[Json] = []
+    log = common.ClockLog(bench.device)
     shapes: dict[Cell, list[Cell]] = {}
     for cell in cells:
         shapes.setdefault(Cell(**(asdict(cell) | {"direction": "forward"})), []).append(cell)
@@ -520,10 +589,12 @@ def main() -> int:
 
     try:
         for cell, results in common.progress(run(), len(cells), "cells"):
-            measured.append(asdict(cell) | {"date": common.now(), "providers": results})
+            state = {"gpu": clocks} if (clocks := log.since_last()) else {}
+            measured.append(asdict(cell) | {"date": common.now()} | state | {"providers": results})
         host = bench.host() if args.host else old.get("host")
         result |= {"host": host} if host else {}
     finally:  # also what an interrupted run has measured
+        log.close()
         kept |= {key(c): c for c in measured}
         if bench.device.type == "cuda":
             result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)

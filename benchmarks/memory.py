@@ -1,10 +1,12 @@
-"""Peak extra memory of attention, forward and backward, from S = 1k to 64k.
+"""Peak extra memory of attention, forward and backward, from S = 1k up to where a method stops.
 
     python benchmarks/memory.py               # on the GPU
     python benchmarks/memory.py --device cpu  # shorter sequences, the CPU kernels
 
 For each variant the growth is fitted: the exponent is the slope of log(bytes) over log(S), and
-must stay under 1.1 (the papers' O(N) extra memory); standard attention's is near 2. Results go to
+must stay under 1.1 (the papers' O(N) extra memory); standard attention's is near 2. A method stops
+where it runs out of memory ('stopped'), at the longest S, or where a call would take longer than
+--limit seconds ('slow'): what grows linearly here grows quadratically in time. Results go to
 benchmarks/results/<device>/memory.json.
 """
 
@@ -14,6 +16,7 @@ import argparse
 import gc
 import math
 import sys
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +26,7 @@ from common import Json
 from providers import PEERS, VARIANTS, Provider, Workload, collect, running
 
 EXPONENT_LIMIT = 1.1
+PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
 DIRECTIONS = {
     "forward": "one forward call without gradients",
     "backward": "one backward call, on a graph that was built before",
@@ -69,16 +73,23 @@ def measure(
     """Bytes per sequence length, until a length no longer fits or runs, and the fit."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     points: dict[int, int] = {}
-    stopped = None
+    ends: dict[str, str] = {}
+    seconds = 0.0
     for seqlen in seqlens:
+        expected = seconds * (seqlen / max(points, default=seqlen)) ** 2
+        if expected > args.limit:
+            ends["slow"] = f"S = {seqlen}: a call would take about {expected:.1g} s"
+            break
         work = Workload((1, seqlen, args.heads, args.d), dtype, device)
         try:
             call = prepare(work, provider, direction, args.causal)
             call()  # the first call may set up what stays, such as a library's workspace
             gc.collect()
+            started = time.perf_counter()
             points[seqlen] = common.peak_extra_memory(call, device)
+            seconds = time.perf_counter() - started
         except Exception as error:
-            stopped = f"S = {seqlen}: {common.first_line(error)}"
+            ends["stopped"] = f"S = {seqlen}: {common.first_line(error)}"
             break
         finally:
             call = None
@@ -86,7 +97,7 @@ def measure(
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     growth = fit(points)._asdict() if len(points) > 1 else {}
-    return {"bytes": points, **growth} | ({"stopped": stopped} if stopped else {})
+    return {"bytes": points, **growth, **ends}
 
 
 def parse() -> argparse.Namespace:
@@ -97,11 +108,12 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
-    add("--peers", nargs="*", default=["standard"], choices=list(PEERS))
+    add("--peers", nargs="*", default=list(PEERS_ASKED), choices=list(PEERS))
     add("--d", type=int, default=128, help="head dim")
     add("--heads", type=int, default=4)
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
-    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 64k")
+    add("--s", nargs="*", type=int, help="sequence lengths, default 1k, 2k, ... 128k")
+    add("--limit", type=float, default=2.5, help="seconds that a call may take")
     add("--out", help="result file, default benchmarks/results/<device>/memory.json")
     return parser.parse_args()
 
@@ -110,8 +122,8 @@ def main() -> int:
     """Run; the exit status is 1 if a variant's memory was not measured to grow linearly."""
     args = parse()
     device = torch.device(args.device)
-    top = 16 if device.type == "cuda" else 12  # 2^16 = 64k
-    seqlens = sorted(args.s or [1 << n for n in range(top - 6, top + 1)])
+    lengths = range(10, 18) if device.type == "cuda" else range(6, 13)  # 2^17 = 128k
+    seqlens = sorted(args.s or [1 << n for n in lengths])
     providers, missing = collect(args.variants or running(device), args.peers)
     torch.manual_seed(0)
     result = common.describe_setup(device) | {
@@ -143,8 +155,9 @@ def main() -> int:
         exponent = row.get("exponent", math.nan)
         print(f"  {provider.label + ', ' + direction:<32}{line}  {exponent:>8.3f}"
               f"  {row.get('bytes_per_token', math.nan):>11.0f}")  # fmt: skip
-        if "stopped" in row:
-            print(f"    stopped at {row['stopped']}")
+        for end in ("stopped", "slow"):
+            if end in row:
+                print(f"    {end} at {row[end]:.110}")
         if provider.ours and ("stopped" in row or not exponent < EXPONENT_LIMIT):
             not_linear.append(f"{provider.name} {direction}")
     print(f"\nwritten: {path}")

@@ -57,15 +57,19 @@ def sdpa(name: str, label: str, backend: SDPBackend) -> Provider:
     """One backend of torch's scaled_dot_product_attention."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+        if causal and q.shape[2] != k.shape[2]:
+            raise ValueError("is_causal aligns the first query with the first key, not the last")
+        grouped = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
     return Provider(name, label, attend, True, functools.partial(sdpa_kernel, [backend]))
 
 
 @functools.lru_cache(maxsize=1)
-def causal_mask(seqlen: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(S, S): -inf where key j is hidden from query i, else 0; made once, in the untimed calls."""
-    return torch.full((seqlen, seqlen), -torch.inf, dtype=dtype, device=device).triu(1)
+def causal_mask(seqlen_q: int, seqlen_k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(Sq, Sk): -inf where key j is hidden from query i, else 0; made in the untimed calls."""
+    hidden = torch.full((seqlen_q, seqlen_k), -torch.inf, dtype=dtype, device=device)
+    return hidden.triu(1 + seqlen_k - seqlen_q)
 
 
 def standard() -> Provider:
@@ -77,9 +81,12 @@ def standard() -> Provider:
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        group = q.shape[2] // k.shape[2]
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
         scores = (q * q.shape[-1] ** -0.5).transpose(1, 2) @ k.permute(0, 2, 3, 1)
         if causal:
-            scores += causal_mask(q.shape[1], q.dtype, q.device)
+            scores += causal_mask(q.shape[1], k.shape[1], q.dtype, q.device)
         return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
 
     return Provider("standard", "standard attention", attend)
@@ -159,10 +166,20 @@ class Workload:
     BLOCK = 64  # rows per block of the block-wise error
 
     def __init__(
-        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        seqlen_q: int = 0,
+        kv_heads: int = 0,
     ) -> None:
+        """``shape`` is (B, Sk, Hq, D); ``seqlen_q`` and ``kv_heads`` are equal to those where 0."""
+        batch, seqlen, heads, width = shape
+        of_queries = (batch, seqlen_q or seqlen, heads, width)
+        of_keys = (batch, seqlen, kv_heads or heads, width)
         self.q, self.k, self.v, self.dout = (
-            torch.randn(shape, dtype=dtype, device=device) for _ in range(4)
+            torch.randn(size, dtype=dtype, device=device)
+            for size in (of_queries, of_keys, of_keys, of_queries)
         )
 
     def forward(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
@@ -196,15 +213,17 @@ class Workload:
 
     def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
         """out, or out, dq, dk, dv, of standard attention in float32, each (B, S, H, D)."""
-        batch, seqlen, heads, width = self.q.shape
-        # One head per batch entry, so that a chunk may hold any number of heads.
+        (batch, seqlen_q, heads, width), (_, seqlen_k, kv_heads, _) = self.q.shape, self.k.shape
+        group = heads // kv_heads
+        # One key head per batch entry, so that a chunk may hold any number of heads.
         inputs = [
-            x.transpose(1, 2).reshape(batch * heads, seqlen, 1, width)
+            x.transpose(1, 2).reshape(batch * kv_heads, -1, x.shape[1], width).transpose(1, 2)
             for x in (self.q, self.k, self.v, self.dout)
         ]
-        step = max(1, self.CHUNK_BYTES // (4 * seqlen * seqlen))
-        results = [torch.empty_like(inputs[0], dtype=torch.float32) for _ in range(4)]
-        for first in range(0, batch * heads, step):
+        step = max(1, self.CHUNK_BYTES // (4 * seqlen_q * seqlen_k * group))
+        kinds = (0, 0, 1, 1)  # out, dq: as q; dk, dv: as k
+        results = [torch.empty_like(inputs[kind], dtype=torch.float32) for kind in kinds]
+        for first in range(0, batch * kv_heads, step):
             part = slice(first, first + step)
             q, k, v, dout = (x[part].float().requires_grad_(gradients) for x in inputs)
             out = flash_ext.reference.attention(q, k, v, causal=causal)[0]
@@ -215,7 +234,7 @@ class Workload:
                 ):
                     result[part] = grad
         return [
-            x.view(batch, heads, seqlen, width).transpose(1, 2)
+            x.transpose(1, 2).reshape(batch, -1, x.shape[1], width).transpose(1, 2)
             for x in (results if gradients else results[:1])
         ]
 

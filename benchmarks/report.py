@@ -1,23 +1,27 @@
-"""Writes README's measured tables from benchmarks/results; no number is typed.
+"""Writes the measured tables and figures of README and docs from benchmarks/results.
 
-    python benchmarks/report.py            # rewrite README.md between its markers
-    python benchmarks/report.py --check    # exit 1 if README.md differs from what would be written
+    python benchmarks/report.py            # rewrite them
+    python benchmarks/report.py --check    # exit 1 if one differs from what would be written
 
-The markers are <!-- generated:results begin --> ... <!-- generated:results end -->, and the same
-with 'training', 'options' and 'support'. CPU support is asked of the package here and now; GPU
-support comes from support.json, where the same questions were asked on the GPU.
+No number is typed. Tables stand between <!-- generated:results begin --> and <!-- generated:results
+end -->, and the same with the other names in ``DOCUMENTS``; figures are figures.py's. CPU support
+is asked of the package here and now; GPU support comes from support.json, where the same questions
+were asked on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import common
+import figures
 import torch
 from common import Json
 from compare import (
@@ -28,13 +32,16 @@ from compare import (
     TOKENS,
     geometric_mean,
     on_grid,
+    ratio_spread,
     ratios,
     standard_cells,
     with_best,
 )
 from options import MEASURED, MIXED, PLAIN
 from providers import BEST, BEST_LABEL
+from sections import STEPS, claims_section, io_section, memory_section, numerics_section, picture
 from support import BOTH, features, probe
+from tables import NO, NOWHERE, UNKNOWN, YES, gpu_folders, provenance, select, table
 
 import flash_ext
 
@@ -52,26 +59,9 @@ FA3_SPEEDS = {
     ("backward", 64, False): 560, ("backward", 128, False): 650, ("backward", 256, False): 520,
     ("backward", 128, True): 620,
 }  # fmt: skip
-YES, NO, UNKNOWN = "yes", "–", "not measured yet"
+SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BERT-large",
+         "long-range": "as long-range arena"}  # fmt: skip
 MEMORY = "out of memory"  # in the reason for which a provider was left out
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right."""
-    lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def select(cells: list[Json], **wanted: object) -> list[Json]:
-    """The cells whose entries equal ``wanted``, or are in it where it is a tuple."""
-    return [
-        cell
-        for cell in cells
-        if all(
-            cell[key] in value if isinstance(value, tuple) else cell[key] == value
-            for key, value in wanted.items()
-        )
-    ]
 
 
 def verdict(reached: bool) -> str:
@@ -186,12 +176,41 @@ def ratio_table(cells: list[Json], labels: dict[str, str]) -> str:
     return table(["", *(f"{a} / {labels.get(b, b)}" for a, b in pairs)], rows)
 
 
-def provenance(result: Json) -> str:
-    """Where a result file's numbers come from."""
-    versions = [f"torch {result['torch']}"]
-    versions += [f"cuDNN {result['cudnn']}"] if result.get("cudnn") else []
-    versions += [f"driver {result['driver']}"] if result.get("driver") else []
-    return f"{', '.join(versions)}; {result['date'][:10]}; source `{result['digest']}`"
+def spread_note(cells: list[Json]) -> str:
+    """How far the quartiles of times move a cell's ratio, and what the GPU did meanwhile."""
+    spreads = [s for c in cells for pair in PAIRS if not math.isnan(s := ratio_spread([c], *pair))]
+    if not spreads:
+        return ""
+    note = (
+        f"The quartiles of the times keep a cell's ratio within {statistics.median(spreads):.1%}"
+        f" (median of {len(spreads)} ratios), {max(spreads):.1%} at most."
+    )
+    states = [c["gpu"] for c in cells if "gpu" in c]
+    if states:
+        clocks, watts = ([s[k] for s in states if k in s] for k in ("sm_mhz", "power_w"))
+        note += (
+            f" Meanwhile the SM clock was {min(clocks):.0f} to {max(clocks):.0f} MHz, the power"
+            f" {min(watts):.0f} to {max(watts):.0f} W, medians of each cell."
+        )
+    return note
+
+
+def other_table(cells: list[Json], labels: dict[str, str]) -> str:
+    """Grouped heads, in TFLOP/s, and few queries, in TB/s of K and V."""
+    names = [n for n in ROWS if any("ms" in c["providers"].get(n, {}) for c in cells)]
+    rows = []
+    for c in sorted(cells, key=lambda c: (c.get("seqlen_q", 0), c["direction"] != "forward",
+                                          c["dtype"], c["batch"])):  # fmt: skip
+        few = bool(c.get("seqlen_q"))
+        queries = f"{c['seqlen_q']} x " if few else ""
+        speeds = [c["providers"].get(n, {}).get("tbps" if few else "tflops") for n in names]
+        size = f"{c['batch']} x {queries}{c['seqlen']}, heads {c['heads']}/{c['kv_heads']}"
+        rows.append([
+            f"{c['direction']}, {c['dtype']}, d {c['d']}, {'causal' if c['causal'] else 'full'},"
+            f" {size}, {'TB/s of K and V' if few else 'TFLOP/s'}",
+            *(NO if s is None else f"{s:.2f}" if few else f"{s:.0f}" for s in speeds),
+        ])  # fmt: skip
+    return table(["few key heads, one query", *(labels.get(n, n) for n in names)], rows)
 
 
 def recorded_note(cells: list[Json], folder: Path) -> str:
@@ -234,12 +253,6 @@ def tests_line(tests: Json | None) -> str:
     return f"GPU tests: {counts} (exit status {tests['exit_status']}); {provenance(tests)}."
 
 
-def gpu_folders() -> list[Path]:
-    """The devices with results, the CPU's smoke tests aside."""
-    folders = sorted(p for p in common.RESULTS.glob("*") if p.is_dir() and p.name != "cpu")
-    return [p for p in folders if any(p.glob("*.json"))]
-
-
 def results_section() -> str:
     """README's measured tables, one part per GPU."""
     parts = []
@@ -262,8 +275,12 @@ def results_section() -> str:
             " bf16 where not said otherwise. How many times faster, as the geometric mean over S,"
             " and the smallest in brackets:"
         )
+        parts += picture(folder, "speedup", "speed_forward", "speed_backward")
         parts.append(ratio_table(cells, labels))
+        parts += [note] if (note := spread_note(cells)) else []
         parts += [note] if (note := recorded_note(cells, folder)) else []
+        others = [c for c in compare["cells"] if c.get("seqlen_q") or c.get("kv_heads")]
+        parts += [other_table(others, labels)] if others else []
         parts += [host_table(compare["host"], labels)] if "host" in compare else []
         for direction in ("forward", "backward"):
             found = select(cells, direction=direction, dtype="bf16")
@@ -272,20 +289,22 @@ def results_section() -> str:
                     f"<details><summary>{direction.capitalize()}, TFLOP/s</summary>\n\n"
                     f"{speed_table(found, labels)}\n\n</details>"
                 )
-    return "\n\n".join(parts) or f"On a GPU: {UNKNOWN}."
+    return "\n\n".join(parts) or NOWHERE
 
 
 def training_table(result: Json) -> str:
     """Tokens per second, the ratio to SDPA, and the peak memory of each attention."""
     rows = []
-    for cell in sorted(result["cells"], key=lambda c: (c["width"], c["seqlen"])):
+    for cell in sorted(
+        result["cells"], key=lambda c: (c.get("causal", True), c["width"], c["seqlen"])
+    ):
         found = cell["providers"]
         base = found.get("sdpa", {}).get("tokens_per_second")
         for name, label in result["labels"].items():
             r = found.get(name)
             if r is None:  # it was not asked for
                 continue
-            row = [f"GPT-2 {cell['model']}'s, S {cell['seqlen']}", label]
+            row = [f"{SIZES.get(cell['model'], cell['model'])}, S {cell['seqlen']}", label]
             speed = r.get("tokens_per_second")
             if speed is None:
                 why = "wrong" if r.get("wrong") else "no memory" if MEMORY in r["skipped"] else NO
@@ -312,8 +331,9 @@ def training_section() -> str:
             f"{result['device']}: {provenance(result)}. Median step; losses within"
             f' {result["loss_limit"]:.1%} of each other\'s at every step, or "wrong".{chosen}'
         )
+        parts += picture(folder, "training")
         parts.append(training_table(result))
-    return "\n\n".join(parts) or f"On a GPU: {UNKNOWN}."
+    return "\n\n".join(parts) or NOWHERE
 
 
 def options_table(result: Json) -> str:
@@ -393,7 +413,7 @@ def options_section() -> str:
                 f" {result['dense_seqlen']}, about as many FLOPs."
             )
             parts.append(mix_table(result))
-    return "\n\n".join(parts) or f"On a GPU: {UNKNOWN}."
+    return "\n\n".join(parts) or NOWHERE
 
 
 def support_section() -> str:
@@ -440,39 +460,66 @@ def support_section() -> str:
     return "\n\n".join(lines)
 
 
+SECTIONS: dict[str, Callable[[], str]] = {
+    "results": results_section,
+    "claims": claims_section,
+    "io": io_section,
+    "memory": memory_section,
+    "numerics": numerics_section,
+    "training": training_section,
+    "options": options_section,
+    "support": support_section,
+}
+DOCUMENTS = {"README.md": SECTIONS, "docs/walkthrough.md": STEPS}
+
+
 def replaced(text: str, name: str, content: str) -> str:
     """``text`` with ``content`` between the markers of ``name``."""
     begin, end = f"<!-- generated:{name} begin -->", f"<!-- generated:{name} end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise SystemExit(f"README must hold the markers {begin} and {end} once, in this order")
+        raise SystemExit(f"there must be the markers {begin} and {end} once, in this order")
     return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
 
 
+def outdated(root: Path) -> dict[Path, str]:
+    """The documents that differ from what the results give, with what they should be."""
+    found = {}
+    for name, sections in DOCUMENTS.items():
+        before = after = (root / name).read_text()
+        for section, content in sections.items():
+            after = replaced(after, section, content())
+        if after != before:
+            found[root / name] = after
+    return found
+
+
 def main() -> int:
-    """Rewrite or check README."""
+    """Rewrite or check the documents and figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
-    parser.add_argument("--readme", type=Path, default=common.ROOT / "README.md")
+    parser.add_argument("--root", type=Path, default=common.ROOT, help="of README.md and docs/")
     args = parser.parse_args()
     digest = common.source_digest()
     for path in sorted(common.RESULTS.glob("*/*.json")):
         found = (common.read_json(path) or {}).get("digest")
         if found not in (digest, None):  # what is recorded of others has none
-            print(f"note: {path.relative_to(common.ROOT)} is of source {found}, not of {digest}",
+            print(f"note: {path.relative_to(common.RESULTS)} is of source {found}, not of {digest}",
                   file=sys.stderr)  # fmt: skip
-    before = args.readme.read_text()
-    after = replaced(before, "results", results_section())
-    after = replaced(after, "training", training_section())
-    after = replaced(after, "options", options_section())
-    after = replaced(after, "support", support_section())
+    gpus = [folder.name for folder in gpu_folders()]
+    old = [f"docs/figures/{gpu}/{name}.svg" for gpu in gpus for name in figures.stale(gpu)]
+    documents = outdated(args.root)
     if args.check:
-        if after != before:
-            print(f"{args.readme.name} is not up to date: run python benchmarks/report.py")
-        return int(after != before)
-    args.readme.write_text(after)
+        for name in [*old, *(path.name for path in documents)]:
+            print(f"{name} is not up to date: run python benchmarks/report.py")
+        return int(bool(old or documents))
+    for path, text in documents.items():
+        path.write_text(text)
+    if old:
+        for gpu in gpus:
+            figures.write(gpu)
     return 0
 
 

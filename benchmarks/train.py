@@ -1,7 +1,7 @@
 """Training speed end to end: tokens per second and peak memory of a GPT with each attention.
 
     python benchmarks/train.py                   # GPT-2 small's size, under a minute on an H200
-    python benchmarks/train.py --medium          # 24 layers, 16 heads, width 1024
+    python benchmarks/train.py --model medium bert-large long-range
     python benchmarks/train.py --seq 4096 --providers fa1 fa2 fa3 sdpa cudnn
     python benchmarks/train.py --device cpu      # a smoke test
 
@@ -10,6 +10,11 @@ library, bf16 autocast, AdamW, gradient clipping, about 16,384 tokens a step. "s
 scaled_dot_product_attention, which chooses its backend; the result file says which. "standard" is
 standard attention in three passes; autocast computes its softmax in float32. A provider that does
 not run or does not fit into memory is left out, with the reason.
+
+"small" and "medium" are GPT-2's sizes. "bert-large" and "long-range" have the shapes of BERT-large
+and of the small encoders of long-range arena, where every position attends to all: the same model
+and the same loss without the mask. What they learn (a byte that they see) means nothing, the time
+of a step does. The papers trained on A100s, with dropout, padding and other tasks.
 
 Before a provider trains, its attention must agree with float32 standard attention at the model's
 shape; and its loss must stay with standard attention's (SDPA's, if that did not run) at every step.
@@ -31,7 +36,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import common
 import torch
@@ -45,9 +50,27 @@ from torch.nn.attention import SDPBackend
 sys.path.append(str(common.ROOT / "examples"))
 import train_gpt  # noqa: E402
 
-MODELS = {"small": (12, 12, 768), "medium": (24, 16, 1024), "tiny": (2, 2, 32)}
-SEQLENS, TOKENS = (1024, 8192), 16384
-CPU_SEQLENS, CPU_TOKENS = (16, 64), 128  # a smoke test
+TOKENS, CPU_TOKENS = 16384, 128  # a step's
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's shape, and the sequence lengths it is trained at."""
+
+    layers: int
+    heads: int
+    width: int
+    seqlens: tuple[int, ...]
+    causal: bool = True
+
+
+MODELS = {
+    "small": Size(12, 12, 768, (1024, 8192)),
+    "medium": Size(24, 16, 1024, (1024,)),
+    "bert-large": Size(24, 16, 1024, (512,), causal=False),
+    "long-range": Size(4, 4, 256, (1024, 2048, 4096), causal=False),
+    "tiny": Size(2, 2, 32, (16, 64)),  # a smoke test
+}
 RATE = 6e-4
 MEGABYTES = 1  # of text: many times what the steps read
 WARM_UP = 3
@@ -71,35 +94,42 @@ def sdpa() -> Provider:
     return replace(PEERS["flash"](), name=SDPA, label="SDPA", around=nullcontext)
 
 
-def chosen_backend(work: Workload) -> str:
+def chosen_backend(work: Workload, causal: bool) -> str:
     """Which backend torch's attention chooses for these inputs."""
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (work.q, work.k, work.v))
-    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.lower()
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal)).name.lower()
 
 
-def in_model(provider: Provider) -> train_gpt.Attention:
-    """A provider as the model calls it: causal, (B, S, H, D) in and out."""
+def in_model(provider: Provider, causal: bool = True) -> train_gpt.Attention:
+    """A provider as the model calls it: (B, S, H, D) in and out."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with provider.around():
-            return provider.view(provider.attend(*map(provider.view, (q, k, v)), True))
+            return provider.view(provider.attend(*map(provider.view, (q, k, v)), causal))
 
     return attention
 
 
 def loss_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference at the same step; NaN counts as infinite."""
-    differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    """The largest difference at the same step, relative to the loss where it is above 1; NaN counts
+    as infinite."""
+    differences = [abs(a - b) / max(abs(b), 1) for a, b in zip(losses, reference, strict=True)]
     return max(d if math.isfinite(d) else math.inf for d in differences)
 
 
 class Trainee:
     """One provider's model on its way through the batches, and what was measured of it."""
 
-    def __init__(self, provider: Provider, config: train_gpt.Config, chunks: list[Tensor]) -> None:
+    def __init__(
+        self,
+        provider: Provider,
+        config: train_gpt.Config,
+        chunks: list[Tensor],
+        causal: bool = True,
+    ) -> None:
         self.device = torch.device(config.device)
         with self.device:  # the weights are drawn there
-            self.training = train_gpt.Training(in_model(provider), config)
+            self.training = train_gpt.Training(in_model(provider, causal), config)
         self.chunks = iter(chunks)
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
@@ -162,21 +192,23 @@ class Bench:
         self.providers = providers
         self.data = train_gpt.standard_library(MEGABYTES)
 
-    def config(self, seqlen: int) -> train_gpt.Config:
+    def config(self, size: Size, seqlen: int) -> train_gpt.Config:
         """The model and its training at a sequence length."""
-        layers, heads, width = MODELS[self.args.model]
         batch = max(1, self.args.tokens // seqlen)
         steps = WARM_UP + self.args.rounds * (1 + self.args.steps)
         return train_gpt.Config(
-            layers, heads, width, seqlen, batch, steps, self.args.device, MEGABYTES, RATE
-        )
+            size.layers, size.heads, size.width, seqlen, batch, steps, self.args.device,
+            MEGABYTES, RATE,
+        )  # fmt: skip
 
-    def cell(self, seqlen: int) -> Iterator[Json]:
+    def cell(self, model: str, seqlen: int) -> Iterator[Json]:
         """Measure a cell; yields it, not complete before the last time, after each turn."""
-        config = self.config(seqlen)
+        size = MODELS[model]
+        config = self.config(size, seqlen)
         results: Json = {p.name: {} for p in self.providers}
         cell: Json = {
-            "model": self.args.model,
+            "model": model,
+            "causal": size.causal,
             "layers": config.layers,
             "heads": config.heads,
             "width": config.width,
@@ -188,7 +220,7 @@ class Bench:
             "date": common.now(),
             "providers": results,
         }
-        self.attention(config, cell)
+        self.attention(config, size.causal, cell)
         chunks = list(itertools.islice(train_gpt.batches(self.data, config), config.steps))
         trainees: dict[str, Trainee] = {}
         turns = self.args.rounds + 1
@@ -199,7 +231,7 @@ class Bench:
                 if "skipped" not in results[name]:
                     try:
                         if turn == 0:
-                            trainees[name] = Trainee(provider, config, chunks)
+                            trainees[name] = Trainee(provider, config, chunks, size.causal)
                             trainees[name].warm_up()
                         else:
                             trainees[name].turn(self.args.steps)
@@ -211,17 +243,17 @@ class Bench:
                 yield cell
         self.judge(config, cell, trainees)
 
-    def attention(self, config: train_gpt.Config, cell: Json) -> None:
+    def attention(self, config: train_gpt.Config, causal: bool, cell: Json) -> None:
         """Check every provider's attention at the model's shape, and time it alone."""
         shape = (config.batch, config.seq, config.heads, config.width // config.heads)
         work = Workload(shape, config.dtype, self.device)
-        exact = work.exact(causal=True, gradients=True)
+        exact = work.exact(causal, gradients=True)
         timer = Timer(self.device)
         calls: dict[str, Callable[[], object]] = {}
         estimates = {}
         for provider in self.providers:
             name, result = provider.name, cell["providers"][provider.name]
-            step = work.step(provider, causal=True)
+            step = work.step(provider, causal)
 
             def call(
                 step: Callable[[], tuple[Tensor, ...]] = step, provider: Provider = provider
@@ -230,7 +262,7 @@ class Bench:
                     return step()
 
             try:
-                got = [work.forward(provider, causal=True)(), *map(provider.view, call())]
+                got = [work.forward(provider, causal)(), *map(provider.view, call())]
                 errors = [relative_error(x, want) for x, want in zip(got, exact, strict=True)]
                 whole, block = map(max, zip(*errors, strict=True))
                 if not (whole <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
@@ -249,7 +281,7 @@ class Bench:
         for name, samples in timer.compare(calls, estimates, 0.05).items() if calls else ():
             cell["providers"][name]["attention"] = samples.summary()
         if SDPA in calls:
-            cell["sdpa_backend"] = chosen_backend(work)
+            cell["sdpa_backend"] = chosen_backend(work, causal)
         del work, exact, timer, calls
         self.release()
 
@@ -318,10 +350,10 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--medium", action="store_true", help="GPT-2 medium's size in place of small's")
-    add("--seq", nargs="+", type=int, help=f"sequence lengths, default {SEQLENS}")
+    add("--model", nargs="+", choices=list(MODELS), help="default: small, on a CPU tiny")
+    add("--seq", nargs="+", type=int, help="sequence lengths, default: the model's")
     add("--providers", nargs="+", choices=[*VARIANTS, SDPA, *PEERS],
-        help="default: the variants that run, but fa1; sdpa; standard")  # fmt: skip
+        help="default: the variants that run; sdpa; flash and cudnn; standard")  # fmt: skip
     add("--rounds", type=int, default=4, help="turns of each provider")
     add("--steps", type=int, default=4, help="timed steps in a turn")
     add("--out", help="result file, default benchmarks/results/<device>/train.json")
@@ -329,12 +361,13 @@ def parse() -> argparse.Namespace:
     if min(args.rounds, args.steps) < 1:
         parser.error("--rounds and --steps must be at least 1")
     cpu = args.device == "cpu"
-    args.model = "medium" if args.medium else "tiny" if cpu else "small"
+    args.model = args.model or ["tiny" if cpu else "small"]
     args.tokens = CPU_TOKENS if cpu else TOKENS
-    args.seq = args.seq or (CPU_SEQLENS if cpu else SEQLENS)
+    args.sizes = [(m, s) for m in args.model for s in args.seq or MODELS[m].seqlens]
     if args.providers is None:
-        ours = [name for name in running(torch.device(args.device)) if name != "fa1"]
-        args.providers = [*reversed(ours), SDPA, "standard"]
+        ours = running(torch.device(args.device))
+        peers = [SDPA] if cpu else [SDPA, "flash", "cudnn"]
+        args.providers = [*reversed(ours), *peers, "standard"]
     return args
 
 
@@ -365,11 +398,11 @@ def main() -> int:
     result["labels"] = old["labels"] | result["labels"]
 
     def run() -> Iterator[Json]:
-        for seqlen in args.seq:
-            yield from bench.cell(seqlen)
+        for model, seqlen in args.sizes:
+            yield from bench.cell(model, seqlen)
             bench.release()  # one length's models must not crowd out the next
 
-    turns = len(args.seq) * (args.rounds + 1) * len(providers)
+    turns = len(args.sizes) * (args.rounds + 1) * len(providers)
     measured = {key(cell): cell for cell in common.progress(run(), turns, "turns")}
     if bench.device.type == "cuda":
         result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)

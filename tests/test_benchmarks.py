@@ -24,6 +24,7 @@ import flash_ext
 common = evidence.common
 import calls  # noqa: E402
 import compare  # noqa: E402
+import memory  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
 import report  # noqa: E402
@@ -74,6 +75,93 @@ def test_flops() -> None:
     ):
         cell = compare.Cell(**shape, causal=causal, direction=direction)
         assert cell.flops() == full * factor
+
+
+def test_flops_of_few_queries_and_grouped_heads() -> None:
+    shape = {"dtype": "bf16", "d": 128, "seqlen": 4096, "batch": 2, "heads": 32, "kv_heads": 8}
+    decode = compare.Cell(**shape, causal=False, seqlen_q=1)
+    assert decode.flops() == 4 * 2 * 32 * 1 * 4096 * 128, "grouping saves bytes, not FLOPs"
+    assert decode.kv_bytes() == 2 * 2 * 4096 * 8 * 128 * 2
+    causal = compare.Cell(**shape, causal=True, seqlen_q=1024)
+    assert causal.flops() == 4 * 2 * 32 * 128 * (1024 * 4096 - 1024**2 / 2)
+
+
+def test_exact_results_of_grouped_heads() -> None:
+    """Against float64 standard attention on the whole, though computed a key head at a time."""
+    torch.manual_seed(0)
+    shape = (2, 48, 6, 16)
+    work = providers.Workload(shape, torch.float32, torch.device("cpu"), seqlen_q=20, kv_heads=2)
+    work.CHUNK_BYTES = 2 * 4 * 20 * 48 * 3  # two key heads at a time
+    leaves = [x.double().requires_grad_() for x in (work.q, work.k, work.v)]
+    out = flash_ext.reference.attention(*leaves, causal=True)[0]
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, work.dout.double())]
+    for got, want in zip(work.exact(causal=True, gradients=True), wanted, strict=True):
+        assert got.shape == want.shape
+        assert providers.relative_error(got, want.float()) < (1e-5, 1e-5)
+    for name in ("standard", "flash"):
+        provider = providers.PEERS[name]()
+        if name == "flash":  # which aligns the other way
+            with pytest.raises(ValueError, match="aligns"):
+                work.forward(provider, causal=True)()
+        got = work.forward(provider, causal=False)()
+        (want,) = work.exact(causal=False, gradients=False)
+        assert max(providers.relative_error(got, want)) < 1e-5
+
+
+def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[compare.Cell]:
+    monkeypatch.setattr(sys, "argv", ["compare", "--device", "cuda", *arguments])
+    return list(compare.grid(compare.parse()))
+
+
+def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    standard = grid_of(monkeypatch=monkeypatch)
+    assert [dataclasses.asdict(c) for c in standard] and len(standard) == len(SHAPES)
+    assert all(compare.on_grid(dataclasses.asdict(c)) for c in standard)
+    both = grid_of("--dtype", "bf16", "fp16", "--s", "512", monkeypatch=monkeypatch)
+    assert {c.dtype for c in both} == {"bf16", "fp16"} and len(both) == 2 * len(standard) / 6
+    others = grid_of("--set", "gqa", "decode", monkeypatch=monkeypatch)
+    assert not any(compare.on_grid(dataclasses.asdict(c)) for c in others)
+    decode = [c for c in others if c.seqlen_q == 1]
+    assert len(decode) == len(compare.DECODE)
+    assert all(c.direction == "forward" and not c.causal for c in decode)
+    assert {c.direction for c in others if not c.seqlen_q} == {"forward", "backward"}
+    own = grid_of("--s", "4096", "--sq", "128", "--kv-heads", "4", monkeypatch=monkeypatch)
+    assert {(c.seqlen, c.seqlen_q, c.kv_heads) for c in own} == {(4096, 128, 4)}
+    assert len({compare.key(dataclasses.asdict(c)) for c in (*standard, *others, *own)}) == (
+        len(standard) + len(others) + len(own)
+    ), "each has a place of its own in the file"
+
+
+def test_cells_of_old_files_keep_their_places() -> None:
+    new = dataclasses.asdict(compare.Cell(**SHAPES[0]))
+    assert compare.key(SHAPES[0]) == compare.key(new)
+
+
+def test_spread_of_ratios() -> None:
+    times = {"fa2": {"ms": 1.0, "q1_ms": 0.9, "q3_ms": 1.1}, "flash": {"ms": 2.0, "q1_ms": 2.0,
+                                                                       "q3_ms": 2.2}}  # fmt: skip
+    cell = SHAPES[0] | {"providers": times}
+    assert compare.ratio_range(cell, "fa2", "flash") == pytest.approx((2 / 1.1, 2.2 / 0.9))
+    assert compare.ratio_spread([cell], "fa2", "flash") == pytest.approx(2.2 / 0.9 / 2 - 1)
+    (note,) = [report.spread_note([cell | {"gpu": {"sm_mhz": 1500.0, "power_w": 690.0}}])]
+    assert "22.2% at most" in note and "1500 to 1500 MHz" in note and "690" in note
+    assert report.spread_note([]) == ""
+
+
+def test_table_of_few_queries() -> None:
+    cell = dataclasses.asdict(compare.Cell("bf16", 128, False, 8192, 16, 32, "forward", 1, 8))
+    times = {"fa2": {"ms": 1.0, "tflops": 2.0, "tbps": 3.456}}
+    text = report.other_table([cell | {"providers": times}], {"fa2": "flash_ext fa2"})
+    assert "16 x 1 x 8192, heads 32/8, TB/s of K and V | 3.46 |" in text
+
+
+def test_clocks() -> None:
+    log = common.ClockLog(torch.device("cpu"))
+    for line in ("1980, 100.5, 30\n", "[N/A], 1, 2\n", "1500, 690.5, 50\n", "1400, 695, 50\n"):
+        log.add(line)
+    assert log.since_last() == {"sm_mhz": 1500, "power_w": 690.5, "temperature_c": 50}
+    assert log.since_last() == {}
+    log.close()
 
 
 class FakeConfig:
@@ -285,6 +373,20 @@ def test_a_wrong_option_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert results["wrong"]["wrong"] and "ms" not in results["wrong"]
 
 
+def test_memory_ends_where_calls_get_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow is no failure of a variant; a growth that is not linear is."""
+    path = tmp_path / "memory.json"
+    arguments = ("--device", "cpu", "--d", "32", "--heads", "1", "--out", str(path), "--peers")
+    quick = ("--s", "64", "128", "99999", "--variants", "fa2")
+    run(memory.main, *arguments, *quick, monkeypatch=monkeypatch)
+    rows = json.loads(path.read_text())["providers"]["fa2"]
+    for row in rows.values():
+        assert list(row["bytes"]) == ["64", "128"] and "stopped" not in row
+        assert row["slow"].startswith("S = 99999: a call would take about")
+    assert memory.fit({1024: 1 << 20, 2048: 2 << 20, 4096: 4 << 20}).exponent == 1
+    assert memory.fit({1024: 1 << 20, 2048: 4 << 20}).exponent == 2
+
+
 def train_on_the_cpu(
     path: Path, monkeypatch: pytest.MonkeyPatch, *names: str, status: int = 0
 ) -> dict[str, dict]:
@@ -319,7 +421,7 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ratio = found["fa2"]["tokens_per_second"] / found["sdpa"]["tokens_per_second"]
     text = report.training_section()
     assert f"| flash_ext fa2 | {found['fa2']['tokens_per_second']:,.0f} | {ratio:.2f} |" in text
-    assert "| GPT-2 tiny's, S 64 | SDPA |" in text
+    assert "| tiny, S 64 | SDPA |" in text
 
     config = train.train_gpt.Config(2, 2, 32, 64, 2, 7, "cpu", train.MEGABYTES, train.RATE)
     data = train.train_gpt.standard_library(train.MEGABYTES)
@@ -335,6 +437,28 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     extra = common.peak_extra_memory(bench.step, bench.device)
     assert extra > weights, "gradients, and more"
     assert bench.peak_bytes - bench.state_bytes() == pytest.approx(extra, rel=0.1)
+
+
+def test_shapes_without_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every position attends to all: the exact results and all providers have no mask."""
+    assert {m for m, size in train.MODELS.items() if not size.causal} == {
+        "bert-large", "long-range",
+    }  # fmt: skip
+    sizes = {"wide": train.Size(1, 2, 32, (32, 64), causal=False)}
+    monkeypatch.setattr(train, "MODELS", train.MODELS | sizes)
+    path = tmp_path / "train.json"
+    arguments = ("--device", "cpu", "--model", "wide", "--rounds", "1", "--steps", "1",
+                 "--out", str(path))  # fmt: skip
+    assert run(train.main, *arguments, monkeypatch=monkeypatch) == 0
+    cells = json.loads(path.read_text())["cells"]
+    assert [(c["seqlen"], c["causal"]) for c in cells] == [(32, False), (64, False)]
+    found = cells[1]["providers"]
+    assert set(found) == {"fa1", "fa2", "sdpa", "standard"}
+    assert all(r["loss_difference"] < 1e-5 for r in found.values())
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+    masked, whole = (train.in_model(train.sdpa(), causal)(q, k, v) for causal in (True, False))
+    assert not torch.equal(masked[:, 0], whole[:, 0])
+    assert torch.allclose(masked[:, -1], whole[:, -1], atol=1e-6)
 
 
 def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +478,8 @@ def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["fa2"]["wrong"] and found["fa2"]["skipped"].startswith("WRONG RESULT: relative")
     assert "losses" not in found["fa2"] and "tokens_per_second" in found["sdpa"]
 
-    def misplaced(provider: providers.Provider) -> object:
-        return in_model(wrong if provider.name == "fa2" else provider)
+    def misplaced(provider: providers.Provider, causal: bool) -> object:
+        return in_model(wrong if provider.name == "fa2" else provider, causal)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "in_model", misplaced)
@@ -363,10 +487,10 @@ def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["fa2"]["wrong"] and "of standard's" in found["fa2"]["skipped"]
     assert "tokens_per_second" not in found["fa2"] and "tokens_per_second" in found["sdpa"]
 
-    def no_memory(provider: providers.Provider) -> object:
+    def no_memory(provider: providers.Provider, causal: bool) -> object:
         if provider.name == "standard":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 GiB.")
-        return in_model(provider)
+        return in_model(provider, causal)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "in_model", no_memory)
@@ -430,18 +554,3 @@ def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row("softcap", *unknown, *("not measured yet",) * on_cpu) in lines
     assert row(support.PTX, *unknown, *("",) * on_cpu) in lines
     assert lines[-1] == "(1) no time."
-
-
-def test_report_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "probe", lambda device: {})
-    readme = tmp_path / "README.md"
-    readme.write_text((ROOT / "README.md").read_text())
-    arguments = ("--readme", str(readme))
-    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 1
-    assert run(report.main, *arguments, monkeypatch=monkeypatch) == 0
-    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 0
-    text = readme.read_text()
-    assert text.count("On a GPU: not measured yet.") == 3  # results, training and options
-    readme.write_text(text.replace("not measured yet", "fast", 1))
-    assert run(report.main, *arguments, "--check", monkeypatch=monkeypatch) == 1

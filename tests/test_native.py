@@ -26,6 +26,7 @@ import pytest
 import torch
 from attention_testing import KERNEL_DIMS, VARIANTS, dense_mask
 from dropout_bits import is_kept, philox4x32_10
+from io_module import benchmark_io
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -329,3 +330,17 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
         holding = [i for i, (d, dv) in enumerate(pairs) if d >= head_dim and dv >= head_dim_v]
         assert native.padded_head_dims(head_dim, head_dim_v) == holding[0]
     assert native.padded_head_dims(257, 1) == native.padded_head_dims(1, 257) == -1
+
+
+# --- tuning.h ---
+
+
+def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
+    """What benchmarks/io.py predicts with. fa3's backward is not in tuning.h."""
+    assert native.long_keys == benchmark_io.LONG_KEYS
+    for (method, direction), sizes in benchmark_io.TILES.items():
+        for d, size in sizes.items():
+            if (method, direction) != ("fa3", "backward"):
+                assert native.tiles(d, False)[method, direction] == size
+    assert native.tiles(64, True)["fa3", "forward"] == benchmark_io.LONG_TILE
+    assert native.tiles(128, True)["fa3", "forward"] == benchmark_io.TILES["fa3", "forward"][128]

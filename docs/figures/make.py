@@ -1,4 +1,4 @@
-"""Draws the figures of docs/design.md and fills in its tables of bytes and registers.
+"""Draws the figures of docs/design.md and docs/walkthrough.md, and fills in design.md's tables.
 
     python docs/figures/make.py
 
@@ -483,7 +483,125 @@ def fill_in_tables():
     page.write_text(text)
 
 
+def draw_passes():
+    """Each arrow is a pass of a whole matrix between HBM and the chip."""
+    svg = Svg("passes", 330, "Passes over memory of three forms of attention")
+    columns = {
+        "standard attention": [
+            ("Q, K", "S = Q K\u1d40", "S"),
+            ("S", "row maximum m", ""),
+            ("S", "row sum of exp(S - m)", ""),
+            ("S", "P = exp(S - m) / sum", "P"),
+            ("P, V", "O = P V", "O"),
+        ],
+        "online softmax": [
+            ("Q, K", "S = Q K\u1d40", "S"),
+            ("S", "m and sum, together", ""),
+            ("S", "P = exp(S - m) / sum", "P"),
+            ("P, V", "O = P V", "O"),
+        ],
+        "FlashAttention": [("Q, K, V", "S, m, sum and O by tiles", "O")],
+    }
+    for i, (name, passes) in enumerate(columns.items()):
+        x = 6 + i * 265
+        svg.text(x + 128, 22, name, 14, "middle", bold=True)
+        for j, (read, work, written) in enumerate(passes):
+            y = 40 + j * 57
+            svg.text(x + 66, y + 17, read, 12, "end")
+            svg.arrow(x + 4, y + 24, x + 66, y + 24, BLUE)
+            svg.box(x + 70, y, 182, 24, work, GREEN)
+            if written:
+                svg.arrow(x + 66, y + 36, x + 4, y + 36, ORANGE)
+                svg.text(x + 72, y + 41, f"{written}", 12)
+    svg.arrow(560, 180, 622, 180, BLUE)
+    svg.text(632, 184, "read from HBM", 13)
+    svg.arrow(622, 206, 560, 206, ORANGE)
+    svg.text(632, 210, "written to HBM", 13)
+    svg.box(560, 226, 62, 24, "", GREEN)
+    svg.text(632, 243, "on the chip", 13)
+    svg.write()
+
+
+def draw_loops():
+    """The order in which the tiles of S are visited, and what moves at each."""
+    svg = Svg("loops", 372, "Loop orders of FlashAttention-1 and 2")
+    size, tiles = 44, 4
+
+    def panel(x, title, by_columns, moves):
+        svg.text(x + 180, 22, title, 14, "middle", bold=True)
+        left, top = x + 110, 74
+        svg.text(left + tiles * size / 2, 44, "K, V tiles", 12, "middle")
+        svg.text(left - 34, top + tiles * size / 2 + 4, "Q, O tiles", 12, "end")
+        for i in range(tiles):
+            svg.box(left + i * size + 4, 50, size - 8, 18, "", SAND)
+            svg.box(left - 28, top + i * size + 6, 22, size - 12, "", SKY)
+            for j in range(tiles):
+                order = j * tiles + i + 1 if by_columns else i * tiles + j + 1
+                svg.box(left + j * size, top + i * size, size, size, str(order), PALE, 13)
+        for j in range(tiles):
+            at, end = j * size + size - 9, tiles * size - 6
+            if by_columns:
+                svg.arrow(left + at, top + 6, left + at, top + end, PURPLE)
+            else:
+                svg.arrow(left + 6, top + at, left + end, top + at, PURPLE)
+        for n, line in enumerate(moves):
+            svg.text(x + 8, 276 + 22 * n, line, 12)
+
+    panel(0, "FlashAttention-1", True, [
+        "outer loop: a tile of K and V is loaded once",
+        "inner loop: Q, O, m and l of each Q tile come",
+        "in, and O, m and l go out, at every visit",
+        "one CTA does all of a head",
+    ])  # fmt: skip
+    panel(404, "FlashAttention-2", False, [
+        "outer loop: Q once; O, m and l in registers",
+        "inner loop: every tile of K and V comes in",
+        "O goes out once, at the end of a row",
+        "rows are independent: a CTA for each",
+    ])  # fmt: skip
+    svg.write()
+
+
+def draw_warps():
+    """Which warp owns which part of a tile of S, and what is exchanged."""
+    svg = Svg("warps", 300, "Split-K and split-Q")
+    fills = [SKY, SAND, GREEN, PINK]
+
+    def panel(x, title, split_k, below):
+        svg.text(x + 180, 22, title, 14, "middle", bold=True)
+        for w, fill in enumerate(fills):
+            if split_k:
+                svg.box(x + 110 + 44 * w, 48, 40, 30, f"K {w}", fill)
+                svg.box(x + 110 + 44 * w, 88, 40, 120, f"S {w}", fill)
+                svg.box(x + 300, 88 + 30 * w, 50, 28, f"V {w}", fill)
+            else:
+                svg.box(x + 50, 88 + 30 * w, 50, 28, f"Q {w}", fill)
+                svg.box(x + 110, 88 + 30 * w, 172, 28, f"S {w}", fill)
+        if split_k:
+            svg.box(x + 50, 88, 50, 120, "Q", PALE)
+        else:
+            svg.box(x + 110, 48, 172, 30, "K", PALE)
+            svg.box(x + 300, 88, 50, 120, "V", PALE)
+        for n, line in enumerate(below):
+            svg.text(x + 8, 236 + 22 * n, line, 12)
+
+    panel(0, "split-K: FlashAttention-1", True, [
+        "a row of S lies in four warps: maxima, sums and",
+        "four partial products S V of the whole tile",
+        "are exchanged through shared memory",
+    ])  # fmt: skip
+    panel(404, "split-Q: FlashAttention-2", False, [
+        "a row of S lies in one warp, from its maximum",
+        "to its row of O: nothing is exchanged;",
+        "all warps read the same K and V",
+    ])  # fmt: skip
+    svg.write()
+
+
 def main():
+    draw_passes()
+    draw_loops()
+    draw_warps()
     draw_roles()
     draw_step()
     draw_shared_memory()

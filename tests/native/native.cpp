@@ -5,7 +5,9 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -15,6 +17,7 @@
 #include "params.h"
 #include "scheduler.cuh"
 #include "tile/swizzle.cuh"
+#include "tuning.h"
 #include "variants.h"
 
 namespace py = pybind11;
@@ -209,4 +212,20 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.attr("head_dims") = head_dims;
     m.attr("max_head_dim") = kMaxHeadDim;
     m.def("padded_head_dims", &padded_head_dims);
+
+    // Queries or keys of the tile that says how often a plain pass reads the other side.
+    m.def("tiles", [](int head_dim, bool long_keys) {
+        using namespace tuning;
+        const HeadDims dims{head_dim, head_dim};
+        const Forward fa2 = fa2_forward(dims, Features::kPlain);
+        const Backward fa1_back = fa1_backward(dims);
+        const Backward fa2_back = fa2_backward(dims, Features::kPlain);
+        return std::map<std::pair<std::string, std::string>, int>{
+            {{"fa1", "forward"}, fa1_forward(dims).block_kv},
+            {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
+            {{"fa3", "forward"}, 64 * fa3_forward(dims, Features::kPlain, long_keys).consumers},
+            {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},
+            {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
+    });
+    m.attr("long_keys") = tuning::kLongKeys;
 }

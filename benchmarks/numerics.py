@@ -1,0 +1,300 @@
+"""Errors of attention against float64: variants and peers, by type, S, mask and distribution.
+
+    python benchmarks/numerics.py                       # under a minute on an H200
+    python benchmarks/numerics.py --s 512 --dtypes bf16
+    python benchmarks/numerics.py --device cpu          # the CPU kernels, float32, short sequences
+
+A tensor's error is its difference from float64 standard attention on the same rounded inputs, over
+the root mean square of the exact tensor: the largest ('max') and the root mean square ('rms'), and
+'finite', the share of its entries that are finite numbers, where that is not all of them.
+
+"standard" is standard attention in the inputs' type, S and P rounded to it. "naive" computes
+softmax as exp(S) / sum(exp(S)), in float32 throughout, so that it fails for one reason only: it
+subtracts no maximum. The second table has the softmax alone, in float32, over rows of logits of
+growing size: naive, safe (three passes) and online (one pass over blocks, as in FlashAttention).
+
+Results go to benchmarks/results/<device>/numerics.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import common
+import torch
+from common import Json
+from compare import DTYPES
+from providers import PEERS, VARIANTS, Provider, Workload, collect, running
+from torch import Tensor
+
+import flash_ext.reference
+
+TENSORS = ("out", "dq", "dk", "dv")
+SEQLENS, CPU_SEQLENS = (512, 2048, 8192), (128, 256)
+PEERS_ASKED = ("flash", "cudnn", "efficient", "flash_attn_4")
+SOFTMAX_SCALES = (1.0, 10.0, 30.0, 100.0, 1000.0)
+SOFTMAX_ROWS, SOFTMAX_KEYS, SOFTMAX_BLOCK = 256, 4096, 64
+# A variant is too wrong beyond so many times standard attention's RMS error, and beyond the noise
+# of float32 sums (delta = rowsum(dO * O) cancels where P is nearly one-hot).
+FACTOR, FLOOR = 2.0, 1e-5
+
+DEFINITION = (
+    "The difference from float64 standard attention on the same rounded inputs, over the root mean "
+    "square of the exact tensor: the largest, the root mean square, and the share of entries that "
+    "are finite where that is not all of them."
+)
+
+
+def normal(x: dict[str, Tensor]) -> None:
+    """Leaves what came: independent standard normal entries."""
+
+
+def outliers(x: dict[str, Tensor]) -> None:
+    """One entry of q, k and v in a thousand gets N(0, 100) added (FlashAttention-3, §4.3)."""
+    for name in ("q", "k", "v"):
+        chosen = torch.rand_like(x[name]) < 1e-3
+        x[name] += chosen * 10 * torch.randn_like(x[name])
+
+
+def large_logits(x: dict[str, Tensor]) -> None:
+    """Scores of standard deviation 32: exp of the largest is beyond float32."""
+    x["q"] *= 32
+
+
+def rising_maximum(x: dict[str, Tensor]) -> None:
+    """Scores grow along the keys, by 128 from end to end: every block raises the maximum."""
+    d = x["q"].shape[-1]
+    x["q"][..., 0] = math.sqrt(d)  # score += k[..., 0], before the scale of 1 / sqrt(d)
+    x["k"][..., 0] += torch.linspace(0, 128, x["k"].shape[1], device=x["k"].device)[:, None]
+
+
+DISTRIBUTIONS: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "normal": normal,
+    "outliers": outliers,
+    "large logits": large_logits,
+    "rising maximum": rising_maximum,
+}
+
+
+def standard() -> Provider:
+    """The yardstick of the tests, in the inputs' type."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return flash_ext.reference.attention(q, k, v, causal=causal)[0]
+
+    return Provider("standard", "standard attention", attend)
+
+
+def naive() -> Provider:
+    """Softmax without the maximum, everything in float32."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        scale = q.shape[-1] ** -0.5
+        Q, K, V = (x.float().transpose(1, 2) for x in (q, k, v))
+        P = naive_softmax(Q @ K.mT * scale, causal)
+        return (P @ V).transpose(1, 2).to(q.dtype)
+
+    return Provider("naive", "naive softmax, float32", attend)
+
+
+def naive_softmax(x: Tensor, causal: bool = False) -> Tensor:
+    """exp(x) / sum(exp(x)) over the last dimension."""
+    f = x.exp()
+    f = f.tril() if causal else f
+    return f / f.sum(dim=-1, keepdim=True)
+
+
+def workload(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, distribution: str
+) -> Workload:
+    """Inputs (B, S, H, D) of a distribution, drawn in float32 and rounded to ``dtype``."""
+    work = Workload(shape, torch.float32, device)
+    inputs = {"q": work.q, "k": work.k, "v": work.v}
+    DISTRIBUTIONS[distribution](inputs)
+    work.q, work.k, work.v, work.dout = (x.to(dtype) for x in (work.q, work.k, work.v, work.dout))
+    return work
+
+
+def exact(work: Workload, causal: bool) -> list[Tensor]:
+    """out, dq, dk, dv in float64, one head at a time: S x S doubles are many."""
+    found: list[list[Tensor]] = [[] for _ in TENSORS]
+    for head in range(work.q.shape[2]):
+        one = slice(head, head + 1)
+        q, k, v = (x[:, :, one].double().requires_grad_() for x in (work.q, work.k, work.v))
+        out = flash_ext.reference.attention(q, k, v, causal=causal)[0]
+        grads = torch.autograd.grad(out, (q, k, v), work.dout[:, :, one].double())
+        for results, x in zip(found, (out.detach(), *grads), strict=True):
+            results.append(x)
+    return [torch.cat(results, dim=2) for results in found]
+
+
+def error(got: Tensor, want: Tensor) -> dict[str, float]:
+    """max and rms of the finite differences over the RMS of ``want``; the finite share if not 1."""
+    difference = got.double() - want
+    finite = difference.isfinite()
+    share = finite.double().mean().item()
+    if share == 0:
+        return {"finite": 0.0}
+    size = want.square().mean().sqrt()
+    wrong = difference[finite] / size
+    result = {"max": wrong.abs().max().item(), "rms": wrong.square().mean().sqrt().item()}
+    result = {name: float(f"{value:.4g}") for name, value in result.items()}
+    return result if share == 1 else result | {"finite": round(share, 6)}
+
+
+def cell(
+    work: Workload, providers: list[Provider], causal: bool
+) -> dict[str, dict[str, dict[str, float]] | Json]:
+    """The errors of every provider's out and gradients, or why there are none."""
+    wanted = exact(work, causal)
+    results: Json = {}
+    for provider in providers:
+        try:
+            out = work.forward(provider, causal)()
+            with provider.around():
+                grads = [provider.view(x) for x in work.step(provider, causal)()]
+        except Exception as failure:  # a peer's failure must not end the run
+            results[provider.name] = {"skipped": common.first_line(failure)}
+            continue
+        results[provider.name] = {
+            name: error(x, want)
+            for name, x, want in zip(TENSORS, (out, *grads), wanted, strict=True)
+        }
+    return results
+
+
+def softmax_rows(device: torch.device) -> list[Json]:
+    """Errors of three forms of softmax in float32 over logits N(0, scale²)."""
+    logits = torch.randn(SOFTMAX_ROWS, SOFTMAX_KEYS, device=device)
+    forms: dict[str, Callable[[Tensor], Tensor]] = {
+        "naive": naive_softmax,
+        "safe": flash_ext.reference.safe_softmax,
+        "online": lambda x: flash_ext.reference.online_softmax(x, SOFTMAX_BLOCK),
+    }
+    return [
+        {
+            "scale": scale,
+            "largest": round((logits * scale).max().item(), 1),
+            "forms": {
+                name: error(form(logits * scale), (logits * scale).double().softmax(-1))
+                for name, form in forms.items()
+            },
+        }
+        for scale in SOFTMAX_SCALES
+    ]
+
+
+def too_wrong(cells: list[Json], names: list[str]) -> list[str]:
+    """Where a variant's results are not finite, or further off than FACTOR times standard's."""
+    found = []
+    for c in cells:
+        for name, tensor in itertools.product(names, TENSORS):
+            mine, yardstick = (c["providers"][n].get(tensor, {}) for n in (name, "standard"))
+            limit = max(FLOOR, FACTOR * yardstick.get("rms", 0))
+            if "finite" in mine or not mine.get("rms", math.inf) <= limit:
+                found.append(f"{name} {tensor}, {place(c)}: {mine}, standard {yardstick}")
+    return found
+
+
+def place(c: Json) -> str:
+    """A cell in words."""
+    return f"{c['dtype']} S {c['seqlen']} {'causal' if c['causal'] else 'full'} {c['distribution']}"
+
+
+def print_cell(c: Json, labels: dict[str, str]) -> None:
+    """One line per provider: rms / max of each tensor."""
+    print(f"\n{place(c)}, rms / max over the exact tensor's rms")
+    for name, result in c["providers"].items():
+        if "skipped" in result:
+            print(f"  {labels[name]:<24} {result['skipped']:.90}")
+            continue
+        texts = [
+            f"{t} {r['rms']:.2e} / {r['max']:.1e}" + ("!" if "finite" in r else "")
+            if "rms" in r
+            else f"{t} not finite"
+            for t, r in result.items()
+        ]
+        print(f"  {labels[name]:<24}" + "".join(f"{x:<25}" for x in texts))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
+    add("--peers", nargs="*", default=list(PEERS_ASKED), choices=list(PEERS))
+    add("--dtypes", nargs="*", choices=list(DTYPES), help="default: fp16 and bf16; CPU: fp32")
+    add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
+    add("--d", type=int, default=128, help="head dim")
+    add("--heads", type=int, default=4)
+    add("--out", help="result file, default benchmarks/results/<device>/numerics.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run; the exit status is 1 if a variant was too wrong somewhere."""
+    args = parse()
+    started = time.monotonic()
+    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
+    device = torch.device(args.device)
+    cpu = device.type == "cpu"
+    torch.manual_seed(0)
+    variants = args.variants or running(device)
+    providers, missing = collect(variants, [] if cpu else args.peers)
+    providers += [standard(), naive()]
+    result = common.describe_setup(device) | {
+        "d": args.d,
+        "heads": args.heads,
+        "definition": DEFINITION,
+        "distributions": {n: f.__doc__ for n, f in DISTRIBUTIONS.items()},
+        "not_importable": missing,
+        "labels": {p.name: p.label for p in providers},
+    }
+    grid = list(
+        itertools.product(
+            args.dtypes or (["fp32"] if cpu else ["fp16", "bf16"]),
+            args.s or (CPU_SEQLENS if cpu else SEQLENS),
+            (False, True),
+            DISTRIBUTIONS,
+        )
+    )
+    cells: list[Json] = []
+    for dtype, seqlen, causal, distribution in common.progress(grid, len(grid), "cells"):
+        work = workload((1, seqlen, args.heads, args.d), DTYPES[dtype], device, distribution)
+        cells.append({
+            "dtype": dtype, "seqlen": seqlen, "causal": causal, "distribution": distribution,
+            "providers": cell(work, providers, causal),
+        })  # fmt: skip
+    result |= {"cells": cells, "softmax": softmax_rows(device)}
+    result["seconds"] = round(time.monotonic() - started, 1)
+    path = common.result_path(device, "numerics.json", args.out)
+    common.write_json(path, result)
+
+    print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
+    for c in cells:
+        print_cell(c, result["labels"])
+    print("\nsoftmax alone, float32: rms error / share of finite entries")
+    for row in result["softmax"]:
+        forms = ", ".join(
+            f"{name} {r.get('rms', math.nan):.1e} / {r.get('finite', 1):.3g}"
+            for name, r in row["forms"].items()
+        )
+        print(f"  logits N(0, {row['scale']:g}^2), largest {row['largest']:g}: {forms}")
+    print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
+    wrong = too_wrong(cells, variants)
+    for line in wrong:
+        print(f"TOO WRONG: {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""What the parts of report.py share: Markdown tables, words, and where results lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import common
+from common import Json
+
+YES, NO, UNKNOWN = "yes", "–", "not measured yet"
+NOWHERE = f"On a GPU: {UNKNOWN}."
+
+
+def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
+    """A Markdown table; the first ``words`` columns are left-aligned, the others right."""
+    rule = ["---"] * words + ["--:"] * (len(head) - words)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *rows])
+
+
+def select(cells: list[Json], **wanted: object) -> list[Json]:
+    """The cells whose entries equal ``wanted``, or are in it where it is a tuple."""
+    return [
+        cell
+        for cell in cells
+        if all(
+            cell[key] in value if isinstance(value, tuple) else cell[key] == value
+            for key, value in wanted.items()
+        )
+    ]
+
+
+def provenance(result: Json) -> str:
+    """Where a result file's numbers come from."""
+    versions = [f"torch {result['torch']}"]
+    versions += [f"cuDNN {result['cudnn']}"] if result.get("cudnn") else []
+    versions += [f"driver {result['driver']}"] if result.get("driver") else []
+    return f"{', '.join(versions)}; {result['date'][:10]}; source `{result['digest']}`"
+
+
+def gpu_folders() -> list[Path]:
+    """The devices with results, the CPU's smoke tests aside."""
+    folders = sorted(p for p in common.RESULTS.glob("*") if p.is_dir() and p.name != "cpu")
+    return [p for p in folders if any(p.glob("*.json"))]
+
+
+def span(values: list[float], unit: str = "×", digits: int = 3) -> str:
+    """The range of some numbers, or the one that they all are."""
+    low, high = (f"{x:.{digits}g}{unit}" for x in (min(values), max(values)))
+    return low if low == high else f"{low} – {high}"

@@ -1,0 +1,232 @@
+"""README's and the docs' numbers, tables and figures are those of the committed results.
+
+Would catch a table edited by hand, a figure of older results, a result file that does not say what
+it was measured with, a number typed into the walkthrough, and a verdict that does not follow.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from pathlib import Path
+
+import evidence
+import pytest
+
+common = evidence.common
+import claims  # noqa: E402
+import everything  # noqa: E402
+import figures  # noqa: E402
+import report  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+GPUS = [folder.name for folder in report.gpu_folders()]
+GENERATED = re.compile(r"<!-- generated:(.*?) begin -->.*?<!-- generated:\1 end -->", re.DOTALL)
+
+
+def test_documents_are_the_generated_ones() -> None:
+    assert not [path.name for path in report.outdated(ROOT)], "run: python benchmarks/report.py"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_figures_belong_to_the_results(gpu: str) -> None:
+    assert not figures.stale(gpu), "run: python benchmarks/report.py"
+    files = {path.stem for path in (figures.FOLDER / gpu).glob("*.svg")}
+    results = figures.load(common.RESULTS / gpu)
+    assert files == {f.name for f in figures.FIGURES if f.data(results) is not None}
+
+
+def test_a_figure_of_other_results_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    monkeypatch.setattr(figures, "load", lambda folder: results)
+    results["memory"] = copy.deepcopy(results["memory"])
+    results["memory"]["providers"]["fa2"]["forward"]["bytes"]["4096"] += 1
+    assert figures.stale("nvidia-h200") == ["memory"]
+    del results["io"]
+    assert set(figures.stale("nvidia-h200")) == {"memory", "io", "roofline"}
+
+
+def test_equal_data_give_equal_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    first = {path: path.read_bytes() for path in figures.write("nvidia-h200")}
+    assert first and figures.write("nvidia-h200") == list(first)
+    assert all(path.read_bytes() == content for path, content in first.items())
+    assert not figures.stale("nvidia-h200")
+    for path in first:
+        text = path.read_text()
+        assert "<text" in text and "S (tokens)" in text or path.stem in (
+            "speedup", "generations", "roofline", "numerics", "training",
+        )  # fmt: skip
+
+
+def test_every_figure_draws(tmp_path: Path) -> None:
+    """Training too, of which there may be no results yet."""
+    pytest.importorskip("matplotlib")
+    speeds = {"fa3": 5.0, "sdpa": 4.0, "standard": 2.0}
+    providers = {n: {"tokens_per_second": x} for n, x in speeds.items()} | {"fa1": {"skipped": "x"}}
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    results["train"] = {"cells": [{"model": "small", "seqlen": 1024, "providers": providers}]}
+    rows = [["small, S 1024", "fa3", 1.25], ["small, S 1024", "standard", 0.5]]
+    assert figures.training_data(results) == rows
+    for figure in figures.FIGURES:
+        data = figure.data(results)
+        assert data is not None and len(figure.digest(data)) == 16
+        drawn = figure.draw(data)
+        drawn.savefig(tmp_path / f"{figure.name}.svg")
+        figures.pyplot().close(drawn)
+
+
+@pytest.mark.parametrize("path", sorted(common.RESULTS.glob("*/*.json")), ids=lambda p: p.stem)
+def test_results_say_what_they_were_measured_with(path: Path) -> None:
+    result = common.read_json(path)
+    assert result["device"] and result["torch"] and result["cudnn"] and result["driver"]
+    if path.stem != "recorded_peers":  # of which flash_ext is no part
+        assert re.fullmatch("[0-9a-f]{16}", result["digest"])
+        assert re.match(r"\d{4}-\d\d-\d\dT", result["date"])
+
+
+def test_the_walkthrough_has_no_typed_measurement() -> None:
+    text = GENERATED.sub("", (ROOT / "docs" / "walkthrough.md").read_text())
+    units = r"(×|%|\s?(TFLOP|TB|GB|MB|MiB|KiB|ms|µs|tokens))"
+    assert not re.findall(rf"\d[\d.,]*\s?{units}", text)
+    assert set(report.STEPS) == {
+        m[1] for m in GENERATED.finditer((ROOT / "docs" / "walkthrough.md").read_text())
+    }
+
+
+def test_links_of_documents_lead_somewhere() -> None:
+    for name in report.DOCUMENTS:
+        text = (ROOT / name).read_text()
+        for target in re.findall(r"!?\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            if not target.startswith("http"):
+                assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
+
+
+def test_every_claim_has_its_row() -> None:
+    rows = claims.rows(figures.load(common.RESULTS / "nvidia-h200"))
+    assert len(rows) == len(claims.CLAIMS) and all(len(row) == 5 and all(row[:2]) for row in rows)
+    starts = ("holds", "not reached", "not measured")
+    assert all(row[4].startswith(starts) for row in rows)
+    assert [row[4] for row in claims.rows({})].count(claims.UNKNOWN) == len(rows) - 4, (
+        "without results only what needs none has a verdict"
+    )
+
+
+def io_case(method: str, seqlen: int, sm: float, theta: float, **other: object) -> dict:
+    return {
+        "method": method, "direction": "forward", "seqlen": seqlen, "d": 64, "heads": 128,
+        "hbm_read": sm / 2, "hbm_written": sm / 2, "sm": sm, "theta": theta, "shared_bytes": 1024,
+        "ms": 1.0, "tflops": 1.0,
+    } | other  # fmt: skip
+
+
+def test_verdicts_follow_the_numbers() -> None:
+    assert claims.judged([2.0, 3.0], 2, "x") == "holds"
+    assert claims.judged([1.9, 3.0], 2, "x") == "holds partly: x"
+    assert claims.judged([1.0, 1.9], 2, "x") == "not reached: x"
+
+    def io(times: float) -> dict:
+        cases = [
+            io_case(m, s, sm=10.0 * (times if s == 4096 else 1), theta=1.0) | {"direction": d}
+            for m in ("standard", "fa1", "fa2", "fa3")
+            for s in (2048, 4096)
+            for d in ("forward", "backward")
+        ]
+        return {"io": {"cases": cases}}
+
+    for measure in (claims.standard_io, claims.flash_io):
+        assert measure(io(1.1)).verdict.startswith("holds")
+        assert measure(io(2.0)).verdict.startswith("not reached")
+
+    def grid(fast: float) -> dict:
+        cells = [
+            {"dtype": "bf16", "direction": "forward", "d": 64, "causal": False, "seqlen": s,
+             "batch": 16384 // s, "heads": 32,
+             "providers": {"fa2": {"ms": 1.0}, "fa1": {"ms": fast if s == 512 else 3.0}}}
+            for s in (512, 1024)
+        ]  # fmt: skip
+        return {"compare": {"cells": cells}}
+
+    measure = claims.over("fa2", "fa1", "forward", 2, ", no")
+    assert measure(grid(2.5)).verdict == "holds"
+    assert measure(grid(1.5)).verdict == "holds partly: 1 of 2 cells reach 2×, no"
+    assert measure(grid(1.5)).figure == "1.5× – 3×, geometric mean 2.12×"
+
+    def train(speed: float) -> dict:
+        providers = {"fa2": {"tokens_per_second": speed}, "standard": {"tokens_per_second": 1.0}}
+        return {"train": {"cells": [{"model": "small", "seqlen": 1024, "providers": providers}]}}
+
+    measure = claims.training("small", 3, "why")
+    assert measure(train(3.1)).verdict == "holds" and measure(train(3.1)).figure == "3.1×"
+    assert measure(train(2.0)).verdict == "not reached: why"
+
+
+def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells are found by what they are, wherever they stand; noise and other keys are left out."""
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    for name in ("compare", "memory", "io", "numerics", "options"):
+        where = [w for w, _, _ in everything.numbers(results[name])]
+        assert len(where) == len(set(where)) > 10, f"{name}: numbers that have one name"
+        assert everything.moved(results[name], results[name])[0] == []
+
+    old, new = results["compare"], copy.deepcopy(results["compare"])
+    new["cells"].reverse()
+    assert everything.moved(old, new)[0] == []
+    times = new["cells"][0]["providers"]["fa2"]
+    times["ms"] *= 1.03
+    times["host_us"] *= 9
+    assert everything.moved(old, new)[0] == []
+    times["ms"] *= 1.1
+    ((change, line),) = everything.moved(old, new)[0]
+    assert change == pytest.approx(0.133) and "fa2, ms" in line and "(+13.3%)" in line
+    new["digest"] = "0" * 16
+    everything.print_moved("compare.json", old, new)
+    printed = capsys.readouterr().out
+    assert "1 of " in printed and f"digest {old['digest']} -> {'0' * 16}" in printed
+
+    io = copy.deepcopy(results["io"])
+    io["cases"][3]["sm"] *= 1.5
+    assert len(everything.moved(results["io"], io)[0]) == 1
+    everything.print_moved("x.json", None, io)
+    assert "x.json: new" in capsys.readouterr().out
+
+
+def test_what_moved_where_there_are_no_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    new = copy.deepcopy(results["support"])
+    new["support"]["dropout"]["fa2"]["forward"] = "no time"
+    everything.print_moved("support.json", results["support"], new)
+    assert "dropout, fa2, forward: None -> no time" in capsys.readouterr().out
+
+
+def test_every_part_of_the_bench_is_a_script_that_takes_its_arguments() -> None:
+    for name, arguments in everything.RUNS.items():
+        script = ROOT / "benchmarks" / f"{everything.SCRIPTS.get(name, name)}.py"
+        text = script.read_text()
+        assert all(f'"{a}"' in text for a in arguments if a.startswith("--")), name
+
+
+def test_report_draws_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without results the documents say so; a change by hand is found."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(figures, "FOLDER", tmp_path / "figures")
+    monkeypatch.setattr(report, "probe", lambda device: {})
+    (tmp_path / "docs").mkdir()
+    for name in report.DOCUMENTS:
+        (tmp_path / name).write_text((ROOT / name).read_text())
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["report", "--root", str(tmp_path), *arguments])
+        return report.main()
+
+    assert run("--check") == 1
+    assert run() == 0 and run("--check") == 0
+    readme = tmp_path / "README.md"
+    text = readme.read_text()
+    assert text.count(report.NOWHERE) == len(report.SECTIONS) - 1, "CPU support needs no GPU"
+    readme.write_text(text.replace(report.NOWHERE, "fast", 1))
+    assert run("--check") == 1
