@@ -427,6 +427,9 @@ def options_section() -> str:
                 f" within {spread(result):.1%} of the ratio."
             )
             parts.append(options_table(result))
+        if not result["mix"]:
+            result = common.read_json(folder / "options_mix.json") or result
+            parts += [f"Measured before and not since: {provenance(result)}."] * bool(result["mix"])
         if result["mix"]:
             parts.append(
                 f"Packed self-attention, {len(result['lengths'])} sequences of"
