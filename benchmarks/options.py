@@ -1,6 +1,6 @@
-"""What each option costs, and what a mix of sequence lengths costs.
+"""What each option costs, a mix of sequence lengths, and gradients that repeat bit by bit.
 
-    python benchmarks/options.py                 # both tables, about a minute on an H200
+    python benchmarks/options.py                 # all tables, about a minute on an H200
     python benchmarks/options.py --only mix
     python benchmarks/options.py --device cpu    # a smoke test
 
@@ -12,6 +12,9 @@ Second table: packed self-attention over sequences of a long-tailed mix of lengt
 drawn, ascending and descending, beside a dense call of about equal FLOPs and torch's varlen_attn.
 FLOPs are 4 H d sum(len^2), halved when causal, times 2.5 for backward.
 
+Third table: the backward call of the first table's plain one, as usual and deterministic, of
+flash_ext's variants and of SDPA's backends under torch.use_deterministic_algorithms.
+
 Results go to benchmarks/results/<device>/options.json, after each cell. No call is timed before
 its first heads agree with float32 standard attention.
 """
@@ -19,6 +22,7 @@ its first heads agree with float32 standard attention.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import inspect
 import itertools
@@ -27,15 +31,17 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import common
 import torch
 from calls import Attend, Call, backward, forward
 from common import Json, say
 from compare import BLOCK_LIMIT, WHOLE_LIMIT
-from providers import relative_error, running
+from providers import Provider, collect, relative_error, running
 from timing import METHOD, Timer
 from torch import Tensor
 
@@ -49,6 +55,9 @@ MEASURED = (
     ("fa1", "forward"),
 )
 MIXED = MEASURED[:4]
+NOTHING: Mapping[str, Any] = {}
+REPEATS = " deterministic"
+REPEATING = ("fa3", "fa2"), ("flash", "cudnn")  # variants and peers of the third table
 OPTIONS = {  # in words
     PLAIN: "no option beside causal",
     "window": "each query sees a quarter of S keys at most",
@@ -160,9 +169,45 @@ def varlen_attn(longest: int) -> Attend:
     return attend
 
 
+@contextlib.contextmanager
+def peer_context(provider: Provider, repeats: bool) -> Iterator[None]:
+    """A provider's own, and torch's switch without its filling of new tensors, which takes time."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(repeats)
+    try:
+        with provider.around():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def peer(provider: Provider) -> Attend:
+    """A provider that knows no options."""
+
+    def attend(call: Call) -> tuple[Tensor, None]:
+        q, k, v = (provider.view(x) for x in (call.q, call.k, call.v))
+        return provider.view(provider.attend(q, k, v, call.options["causal"])), None
+
+    return attend
+
+
 def ours(variant: str) -> Attend:
     """A variant of flash_ext."""
     return lambda call: call.attend(variant)
+
+
+def context_of_calls(
+    context: Callable[[], AbstractContextManager[object]], run: Callable[[], object]
+) -> Callable[[], object]:
+    """The same call, in a context of its own each time."""
+
+    def inside() -> object:
+        with context():
+            return run()
+
+    return run if context is contextlib.nullcontext else inside
 
 
 class Bench:
@@ -174,15 +219,21 @@ class Bench:
         self.timer = Timer(device)
 
     def times(
-        self, calls: dict[str, tuple[Call, Callable[[], Attend]]], direction: str
+        self,
+        calls: dict[str, tuple[Call, Callable[[], Attend]]],
+        direction: str,
+        around: Mapping[str, Callable[[], AbstractContextManager[object]]] = NOTHING,
     ) -> dict[str, Json]:
-        """The time of every call, taken in turns, or why there is none."""
+        """The time of every call, taken in turns, or why there is none; ``around`` is by name."""
         ready: dict[str, Callable[[], object]] = {}
         estimates: dict[str, tuple[float, float]] = {}
         results: dict[str, Json] = {}
         for name, (call, attend) in calls.items():
             try:
-                run, error, block = self.prepare(call, attend(), direction)
+                context = around.get(name, contextlib.nullcontext)
+                with context():
+                    run, error, block = self.prepare(call, attend(), direction)
+                run = context_of_calls(context, run)
                 if not (error <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
                     reason = f"WRONG RESULT: relative error {error:.2g}, worst block {block:.2g}"
                     say(f"!!! {name}, {direction}: {reason} !!!")
@@ -296,16 +347,47 @@ class Bench:
             yield {"variant": variant, "direction": direction, "d": d, "causal": causal,
                    "heads": heads, "results": results}  # fmt: skip
 
+    def deterministic(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
+        """The third table's cell of one head dim and mask."""
+        normal = functools.partial(torch.randn, dtype=sizes.dtype, device=self.device)
+        shape = (sizes.batch, sizes.seqlen, sizes.heads, d)
+        call = Call(*(normal(shape) for _ in range(3)), {"causal": causal})
+        variants, peers = REPEATING
+        known = running(self.device)
+        asked = [v for v in variants if v in known]
+        providers, _ = collect(asked, list(peers) if self.device.type == "cuda" else [])
+        calls: dict[str, tuple[Call, Callable[[], Attend]]] = {}
+        around = {}
+        for provider, repeats in itertools.product(providers, (False, True)):
+            name = f"{provider.name}{REPEATS * repeats}"
+            if provider.ours:
+                options = call.options | {"deterministic": repeats}
+                calls[name] = replace(call, options=options), functools.partial(ours, provider.name)
+            else:
+                calls[name] = call, functools.partial(peer, provider)
+                around[name] = functools.partial(peer_context, provider, repeats)
+        results = self.times(calls, "backward", around)
+        factor = 10 * math.prod(shape) * sizes.seqlen * (0.5 if causal else 1)
+        for name, result in results.items():
+            if "ms" in result:
+                result["tflops"] = round(factor / result["ms"] * 1e-9, 4)
+                usual = results[name.removesuffix(REPEATS)]
+                if name.endswith(REPEATS) and "ms" in usual:
+                    result["ratio"] = round(result["ms"] / usual["ms"], 4)
+        yield {"direction": "backward", "d": d, "causal": causal, "results": results}
+
 
 def print_cell(table: str, cell: Json) -> None:
     """One line per call of a cell."""
     mask = "causal" if cell["causal"] else "full"
-    print(f"\n{table}: {cell['variant']} {cell['direction']}, d {cell['d']}, {mask}")
+    variant = f"{cell['variant']} " if "variant" in cell else ""
+    print(f"\n{table}: {variant}{cell['direction']}, d {cell['d']}, {mask}")
     for name, r in cell["results"].items():
         if "ms" not in r:
             print(f"  {name:<20} {r['skipped']:.100}")
         elif "tflops" in r:
             ratio = f"{r['over_dense']:.3f} of dense" if "over_dense" in r else ""
+            ratio = f"{r['ratio']:.3f}x the usual time" if "ratio" in r else ratio
             print(f"  {name:<20}{r['ms']:10.3f} ms {r['tflops']:8.4g} TFLOP/s  {ratio}")
         else:
             low, high = r.get("ratio_range", (math.nan, math.nan))
@@ -320,7 +402,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--only", choices=("options", "mix"), help="one of the two tables")
+    add("--only", choices=("options", "mix", "deterministic"), help="one of the tables")
     add("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     add("--rounds", type=int, default=15, help="calls of each kind")
     add("--budget", type=float, default=90, help="seconds after which no further cell starts")
@@ -344,12 +426,13 @@ def main() -> int:
         "words": OPTIONS,
         "options": kept.get("options", []),
         "mix": kept.get("mix", []),
+        "deterministic": kept.get("deterministic", []),
         "lengths": lengths, "lengths_seed": SEED, "tokens": sum(lengths),
         "dense_batch": 2, "dense_seqlen": dense_seqlen(lengths, 2, sizes.rounding),
         "incomplete": False,
     }  # fmt: skip
     bench = Bench(device, args.rounds)
-    tables = {"options": bench.options, "mix": bench.mix}
+    tables = {"options": bench.options, "mix": bench.mix, "deterministic": bench.deterministic}
     shapes = [
         (name, d, causal)
         for name in ([args.only] if args.only else tables)
@@ -372,7 +455,7 @@ def main() -> int:
             bad |= any(
                 "skipped" in r and "refused" not in r
                 for n, r in cell["results"].items()
-                if n != "varlen_attn"
+                if n.removesuffix(REPEATS) not in ("varlen_attn", *REPEATING[1])
             )
             common.write_json(path, result)
         if device.type == "cuda":

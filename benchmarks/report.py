@@ -38,7 +38,7 @@ from compare import (
     standard_cells,
     with_best,
 )
-from options import MEASURED, MIXED, PLAIN
+from options import MEASURED, MIXED, PLAIN, REPEATS
 from providers import BEST, BEST_LABEL
 from sections import STEPS, claims_section, io_section, memory_section, numerics_section, picture
 from support import BOTH, features, probe
@@ -409,6 +409,25 @@ def mix_table(result: Json) -> str:
     return table(["TFLOP/s (over dense)", *names], rows)
 
 
+def deterministic_table(result: Json) -> str:
+    """TFLOP/s of backward calls that repeat bit by bit; in brackets, over the usual call's time."""
+    cells = result["deterministic"]
+    names = [n for n in dict.fromkeys(n for c in cells for n in c["results"])]
+    usual = [n for n in names if not n.endswith(REPEATS)]
+
+    def entry(cell: Json, name: str) -> str:
+        found = cell["results"].get(name + REPEATS, {})
+        if "tflops" not in found:
+            return "refused" if "skipped" in found else NO
+        return f"{found['tflops']:.0f} ({found.get('ratio', float('nan')):.2f})"
+
+    rows = [
+        [f"d {c['d']}, {'causal' if c['causal'] else 'full'}", *(entry(c, n) for n in usual)]
+        for c in cells
+    ]
+    return table(["TFLOP/s (time over the usual)", *usual], rows)
+
+
 def options_section() -> str:
     """README's tables of what options and mixed lengths cost, one part per GPU."""
     parts = []
@@ -427,6 +446,12 @@ def options_section() -> str:
                 f" within {spread(result):.1%} of the ratio."
             )
             parts.append(options_table(result))
+        if result.get("deterministic"):
+            parts.append(
+                "Backward calls that repeat bit by bit, of the same shapes; SDPA's backends under"
+                " torch.use_deterministic_algorithms."
+            )
+            parts.append(deterministic_table(result))
         if not result["mix"]:
             result = common.read_json(folder / "options_mix.json") or result
             parts += [f"Measured before and not since: {provenance(result)}."] * bool(result["mix"])

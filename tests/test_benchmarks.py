@@ -368,6 +368,11 @@ def test_options_and_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = report.options_section()
     assert all(f"| {name}: " in text for name in options.OPTIONS if name != options.PLAIN)
     assert "| fa2 forward, d 64, causal |" in text
+    assert [c["causal"] for c in result["deterministic"]] == [False, True]
+    for cell in result["deterministic"]:
+        assert set(cell["results"]) == {"fa2", "fa2 deterministic"}
+        assert cell["results"]["fa2 deterministic"]["ratio"] > 0
+    assert "| TFLOP/s (time over the usual) | fa2 |" in text and "| d 64, causal | " in text
 
     late = (*arguments, "--budget", "0", "--only", "mix")
     assert run(options.main, *late, monkeypatch=monkeypatch) == 1, "over the budget"
