@@ -24,6 +24,7 @@ from attention_testing import (
     make_inputs,
     nan_filled_outputs,
     run,
+    runnable,
     yardstick,
 )
 
@@ -384,6 +385,20 @@ def test_values_of_another_width_are_columns_of_wider_ones(
     out, lse = outputs(problem, inputs, variant)
     narrow = Inputs(inputs.q, inputs.k, inputs.v[..., :head_dim_v])
     assert_same(outputs(problem, narrow, variant), (out[..., :head_dim_v], lse))
+
+
+@pytest.mark.parametrize("head_dims", ((17, 161), (192, 192), (256, 256), (64, 64), (128, 128)))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_gradients_where_softcap_saturates(
+    head_dims: tuple[int, int], dtype: torch.dtype, variant: str, device: str
+) -> None:
+    """tanh is nearly 1 there, and 1 - tanh^2 what is left of it: no P of 16 bits tells it."""
+    d, dv = head_dims
+    for scale, causal in ((0.4, False), (0.2, True)):
+        problem = Problem(
+            4, 15, 15, 2, 2, d, dtype, head_dim_v=dv, softcap=0.7, scale=scale, causal=causal
+        )
+        check(runnable(variant, problem), variant, device)
 
 
 def test_softcap_bounds_the_scores(variant: str, device: str) -> None:

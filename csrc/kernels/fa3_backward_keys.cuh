@@ -299,10 +299,8 @@ struct Fa3BackwardKeys {
     }
 
     // dP^T to dS^T, as an operand, with P^T from shared memory.
-    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const Place& place,
-                                                     const KeyTile& tile,
-                                                     const QTileStep& at) const {
-        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS,
+                                                     const Place& place) const {
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k) {
             uint32_t packed[4];
@@ -310,28 +308,14 @@ struct Fa3BackwardKeys {
 #pragma unroll
             for (int n = 2 * k; n < 2 * k + 2; ++n) {
                 const float2 delta = column_pair(statistics(place.dout()), n);
-                RegisterTile<16, 8> p;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const float2 pair = ptx::unpack<__half>(packed[n % 2 * 2 + i]);
-                    float (&y)[4] = p.v[0][0];
-                    y[2 * i] = pair.x * (1.f / kPFactor);
-                    y[2 * i + 1] = pair.y * (1.f / kPFactor);
-                    float* x = &dp.v[0][n][2 * i];
-                    x[0] = y[2 * i] * (x[0] - delta.x);
-                    x[1] = y[2 * i + 1] * (x[1] - delta.y);
+                    const float2 p = ptx::unpack<__half>(packed[n % 2 * 2 + i]);
+                    const float* x = &dp.v[0][n][2 * i];
+                    rdS.v[k][n % 2 * 2 + i] =
+                        ptx::pack<Element>(p.x * (1.f / kPFactor) * (x[0] - delta.x),
+                                           p.y * (1.f / kPFactor) * (x[1] - delta.y));
                 }
-                if constexpr (Config::kGeneral)
-                    if (softcap) {
-                        auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(dp.v[0][n]);
-                        ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                            .softcap_gradient(ds, p, tile.first_key + warp_key,
-                                              at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
-                                                  return statistics(place.q())[8 * n + col];
-                                              });
-                    }
-                rdS.v[k][n % 2 * 2] = ptx::pack<Element>(dp.v[0][n][0], dp.v[0][n][1]);
-                rdS.v[k][n % 2 * 2 + 1] = ptx::pack<Element>(dp.v[0][n][2], dp.v[0][n][3]);
             }
         }
     }
@@ -362,26 +346,39 @@ struct Fa3BackwardKeys {
     }
 
     // P goes from "values" to "keys" as fp16, which is closer than bf16, times a factor, or small
-    // numbers would lose digits.
-    static constexpr float kPFactor = std::is_same_v<Element, __half> ? 1.f : 16384.f;
+    // numbers would lose digits. Softcap's derivative goes with it: found from the rounded P it
+    // would be wrong where tanh is nearly 1.
+    static constexpr float kPFactor = 16384.f;
 
     // Where this thread's part of 16 of P's columns lies, for the thread of its number in "keys".
     __device__ __forceinline__ uint32_t p_address(const PCursor& at, int k) const {
         return p_ring.tile(at) + k * 2048 + threadIdx.x % 128 * 16;
     }
-    __device__ __forceinline__ void pass_p(const Scores& p, const PCursor& at) const {
-        p_ring.acquire(at);
+    __device__ __forceinline__ void pass_p(const Scores& p, const Place& place, const KeyTile& tile,
+                                           const QTileStep& at) const {
+        const PCursor slot{place.pair, place.round};
+        p_ring.acquire(slot);
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k) {
+            using Part = RegisterTile<16, 16>;
+            const Part& part = reinterpret_cast<const Part&>(p.v[0][2 * k]);
+            Part x = part;
+            if constexpr (Config::kGeneral)
+                if (params.softcap != 0.f)
+                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
+                        .softcap_gradient(x, part, tile.first_key + warp_key,
+                                          at.q_tile * Config::kBlockQ + 16 * k, [&](int col) {
+                                              return statistics(place.q())[16 * k + col];
+                                          });
             uint32_t packed[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float* x = &p.v[0][2 * k + i / 2][i % 2 * 2];
-                packed[i] = ptx::pack<__half>(x[0] * kPFactor, x[1] * kPFactor);
+                const float* y = &x.v[0][i / 2][i % 2 * 2];
+                packed[i] = ptx::pack<__half>(y[0] * kPFactor, y[1] * kPFactor);
             }
-            ptx::st_shared_v4(p_address(at, k), packed);
+            ptx::st_shared_v4(p_address(slot, k), packed);
         }
-        p_ring.publish(at);
+        p_ring.publish(slot);
     }
 
     __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const {
@@ -456,7 +453,7 @@ struct Fa3BackwardKeys {
                 rS, params, tile.sequence, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
                 walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, statistics(place.q()));
-            pass_p(rS, {place.pair, place.round});
+            pass_p(rS, place, tile, walk.at);
             rP.template round<Element>(rS);
             release(place.q());
         };
@@ -533,7 +530,7 @@ struct Fa3BackwardKeys {
             if (walk.left == 0) release(v_ring, v);
             const PCursor p{place.pair, place.round};
             p_ring.wait(p);
-            softmax_gradient(rdP, rdS, place, tiles[walk.tile], walk.at);
+            softmax_gradient(rdP, rdS, place);
             p_ring.release(p);
             release(place.dout());
             if constexpr (Config::kKeepsDS) keep(rdS, ds);
