@@ -51,6 +51,7 @@ from providers import (
     Workload,
     best_peer,
     collect,
+    command_line,
     relative_error,
     running,
 )
@@ -149,13 +150,8 @@ class Cell:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, PEERS)
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
-    add("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     add("--dtype", nargs="*", choices=list(DTYPES), help="default: bf16, on a CPU fp32")
     add("--set", nargs="*", choices=SETS, help="default: standard")
     add("--d", nargs="*", type=int, help=f"head dims, default {HEAD_DIMS}")

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import common
 import torch
 from common import Json
-from providers import PEERS, VARIANTS, Provider, Workload, collect, running
+from providers import Provider, Workload, collect, command_line, running
 
 EXPONENT_LIMIT = 1.1
 PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
@@ -102,13 +102,8 @@ def measure(
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, PEERS_ASKED)
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
-    add("--peers", nargs="*", default=list(PEERS_ASKED), choices=list(PEERS))
     add("--d", type=int, default=128, help="head dim")
     add("--heads", type=int, default=4)
     add("--causal", action=argparse.BooleanOptionalAction, default=True)

@@ -30,7 +30,7 @@ import common
 import torch
 from common import Json
 from compare import DTYPES
-from providers import PEERS, VARIANTS, Provider, Workload, collect, running
+from providers import Provider, Workload, collect, command_line, running
 from torch import Tensor
 
 import flash_ext.reference
@@ -225,13 +225,8 @@ def print_cell(c: Json, labels: dict[str, str]) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, PEERS_ASKED)
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
-    add("--peers", nargs="*", default=list(PEERS_ASKED), choices=list(PEERS))
     add("--dtypes", nargs="*", choices=list(DTYPES), help="default: fp16 and bf16; CPU: fp32")
     add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
     add("--d", type=int, default=128, help="head dim")

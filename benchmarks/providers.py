@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -119,6 +120,18 @@ PEERS: dict[str, Callable[[], Provider]] = {
 
 # What fa3 is held against: the fastest of these, cell by cell, as a provider of this name.
 BEST, BEST_LABEL, BEST_OF = "best_peer", "best peer", ("cudnn", "flash_attn_4")
+
+
+def command_line(description: str | None, peers: Iterable[str]) -> argparse.ArgumentParser:
+    """A parser of what every benchmark of providers takes: --device, --variants, --peers."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
+    add("--peers", nargs="*", default=list(peers), choices=list(PEERS))
+    return parser
 
 
 def running(device: torch.device) -> list[str]:

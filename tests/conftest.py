@@ -143,5 +143,7 @@ def pytest_terminal_summary(
         outcome: len(terminalreporter.stats.get(outcome, []))
         for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
     }
-    path = evidence.write_tests(counts, int(exitstatus), time.time() - config.stash[STARTED])
+    skips = evidence.skip_reasons(terminalreporter.stats.get("skipped", []))
+    seconds = time.time() - config.stash[STARTED]
+    path = evidence.write_tests(counts, skips, int(exitstatus), seconds)
     terminalreporter.write_line(f"evidence written: {path}")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,11 +44,24 @@ def why_not_complete(config: pytest.Config) -> str | None:
     return None
 
 
-def write_tests(counts: dict[str, int], exit_status: int, seconds: float) -> Path:
+def skip_reasons(reports: Iterable[pytest.TestReport]) -> dict[str, int]:
+    """Why tests were skipped, and how many for each reason."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in reports
+        if isinstance(report.longrepr, tuple)
+    )
+    return dict(sorted(reasons.items()))
+
+
+def write_tests(
+    counts: dict[str, int], skips: dict[str, int], exit_status: int, seconds: float
+) -> Path:
     """tests.json, for a run of the whole gpu suite."""
     content = {
         "selection": "-m gpu",
         "counts": counts,
+        "skips": skips,
         "exit_status": exit_status,
         "seconds": round(seconds, 1),
     }

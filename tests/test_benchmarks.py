@@ -174,6 +174,32 @@ class FakeConfig:
         self.invocation_params = type("Params", (), {"dir": ROOT})
 
 
+class Reports:
+    """A plugin of pytest that keeps what it reports."""
+
+    def __init__(self) -> None:
+        self.skipped: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.skipped += [report] * report.skipped
+
+
+def test_evidence_says_why_tests_were_skipped(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('i', (1, 2))\n"
+        "def test_memory(i): pytest.skip('needs 100 GiB')\n"
+        "@pytest.mark.skip(reason='needs two GPUs')\n"
+        "def test_two(): pass\n"
+        "def test_one(): pass\n"
+    )
+    reports = Reports()
+    quiet = ("-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={tmp_path}")
+    assert pytest.main([*quiet, str(tmp_path)], plugins=[reports]) == 0
+    reasons = evidence.skip_reasons(reports.skipped)
+    assert reasons == {"needs 100 GiB": 2, "needs two GPUs": 1}
+
+
 def test_only_complete_runs_are_evidence() -> None:
     assert evidence.why_not_complete(FakeConfig(["tests"])) is None
     assert evidence.why_not_complete(FakeConfig([str(ROOT / "tests")])) is None
@@ -196,12 +222,13 @@ def test_evidence_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     setup = {"device": "NVIDIA H200", "digest": "0123456789abcdef"}
     monkeypatch.setattr(common, "describe_setup", lambda device: setup)
 
-    path = evidence.write_tests({"passed": 3, "failed": 0}, 0, 1.26)
+    path = evidence.write_tests({"passed": 3, "failed": 0}, {"why": 2}, 0, 1.26)
     assert path == tmp_path / "nvidia-h200" / "tests.json"
     content = json.loads(path.read_text())
     assert content == setup | {
         "selection": "-m gpu",
         "counts": {"passed": 3, "failed": 0},
+        "skips": {"why": 2},
         "exit_status": 0,
         "seconds": 1.3,
     }
