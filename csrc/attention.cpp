@@ -207,10 +207,6 @@ std::string obstacle(Variant variant, Pass pass, std::span<const NamedTensor> in
                      const Sizes& sizes, const Options& options) {
     const DeviceLimits& limits = device_limits(inputs[0].tensor.get_device_index());
     const bool backward = pass == Pass::kBackward;
-    const auto at_head_dims = [&] {
-        return "at head dimensions " + std::to_string(sizes.head_dim) + " and " +
-               std::to_string(sizes.head_dim_v);
-    };
     if (variant == Variant::kFa3) {
 #ifndef FLASH_EXT_SM90A
         return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
@@ -252,8 +248,8 @@ std::string obstacle(Variant variant, Pass pass, std::span<const NamedTensor> in
     if (needed <= limits.shared_bytes) return "";
     std::ostringstream text;
     text << "needs " << needed << " bytes of shared memory per block "
-         << (backward ? "in the backward pass " : "") << at_head_dims() << ", this GPU has "
-         << limits.shared_bytes;
+         << (backward ? "in the backward pass " : "") << "at head dimensions " << sizes.head_dim
+         << " and " << sizes.head_dim_v << ", this GPU has " << limits.shared_bytes;
     return text.str();
 }
 

@@ -19,13 +19,12 @@
 //     dQ    = dS K                 wgmma, asynchronous
 //
 // Beside what has no matmul of its own runs the other consumer's; at head dim 64 they begin their
-// steps by turns for that. dQ sums over the keys of both
-// consumers, so dS^T goes through shared memory, from which dK takes it too, and each consumer
-// computes a half of dQ: of the columns at head dim 128, of the rows at 64. dQ is summed over CTAs
-// in float32 in HBM: a consumer leaves its part in shared memory, in fragment order, and a producer
-// adds it by the copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass
-// behind converts it. Short sequences need no zeros: the first KV tile of each head comes well
-// before the others, and stores.
+// steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through shared
+// memory, from which dK takes it too, and each consumer computes a half of dQ: of the columns at
+// head dim 128, of the rows at 64. dQ is summed over CTAs in float32 in HBM: a consumer leaves its
+// part in shared memory, in fragment order, and a producer adds it by the copy engine. A pass
+// before the kernel makes lse, delta and zeros of it, a pass behind converts it. Short sequences
+// need no zeros: the first KV tile of each head comes well before the others, and stores.
 //
 // Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
 // part of dQ; a ring of KV tiles' descriptions (KeyTile).
@@ -504,16 +503,6 @@ struct Fa3Backward {
         c.advance();
     }
 
-    // This warp's rows of dK or dV.
-    __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
-                                                                 const KeyTile& tile,
-                                                                 int cols) const {
-        const Sequence& s = tile.sequence;
-        const int first_row = tile.first_key + warp_key;
-        return global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
-                                    s.rows_k - first_row, cols);
-    }
-
     // Consumers that fall into step have their matmuls at the same time, and none beside the
     // exponentials. So one begins a step when the other has started the last matmul before its own.
     __device__ __forceinline__ void take_turn() const {
@@ -561,8 +550,8 @@ struct Fa3Backward {
                 v_ring.wait(v);
                 release(k_ring, k);
                 release(v_ring, v);
-                store_zeros(gradient_rows(params.dk, tile, params.head_dim));
-                store_zeros(gradient_rows(params.dv, tile, params.head_dim_v));
+                store_zeros(gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
+                store_zeros(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
             } else {
                 const Interval full = full_tiles(tile);
                 int steps = (q_tiles.end - q_tiles.begin) * group();
@@ -677,8 +666,9 @@ struct Fa3Backward {
                 d.advance();
                 store_dq(rdQ, part);
                 rdK.scale(params.scale);
-                store_rows(gradient_rows(params.dv, tile, params.head_dim_v), rdV);
-                store_rows(gradient_rows(params.dk, tile, params.head_dim), rdK);
+                store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
+                           rdV);
+                store_rows(gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim), rdK);
             }
             __syncwarp();
             if (leads_warp) tiles.ring.release(t);

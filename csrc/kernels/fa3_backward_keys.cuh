@@ -386,16 +386,6 @@ struct Fa3BackwardKeys {
         return pool.tile({slot, 0});
     }
 
-    // This warp's rows of dK or dV.
-    __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
-                                                                 const KeyTile& tile,
-                                                                 int cols) const {
-        const Sequence& s = tile.sequence;
-        const int first_row = tile.first_key + warp_key;
-        return global_tile<Element>(view, s.batch, s.k_begin + first_row, tile.head,
-                                    s.rows_k - first_row, cols);
-    }
-
     // A consumer's way through the KV tiles: where its scores are.
     struct Walk {
         TileCursor_ tile;
@@ -415,7 +405,7 @@ struct Fa3BackwardKeys {
             walk.at = {walk.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
             walk.left = (walk.q_tiles.end - walk.q_tiles.begin) * group() - 1;
             if (!walk.q_tiles.empty()) return true;
-            store_zeros(gradient_rows(view, tile, cols));
+            store_zeros(gradient_rows<Element>(view, tile, warp_key, cols));
         }
     }
 
@@ -497,7 +487,7 @@ struct Fa3BackwardKeys {
             finished(rdV);
             release(place.dout());
             place.advance();
-            store_rows(gradient_rows(params.dv, tile, params.head_dim_v), rdV);
+            store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
             end_tile(walk);
         }
     }
@@ -578,7 +568,9 @@ struct Fa3BackwardKeys {
             release(place.q());
             place.advance();
             rdK.scale(params.scale);
-            store_rows(gradient_rows(params.dk, tiles[walk.tile], params.head_dim), rdK);
+            store_rows(
+                gradient_rows<Element>(params.dk, tiles[walk.tile], warp_key, params.head_dim),
+                rdK);
             end_tile(walk);
         }
     }

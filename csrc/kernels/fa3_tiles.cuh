@@ -165,6 +165,17 @@ __device__ __forceinline__ void load_tile(const Ring& ring, const typename Ring:
     ptx::bulk_load(statistics, source + first_row, kStatisticsBytes, ring.full(cursor));
 }
 
+// A warp's rows of dK or dV, the first of them `row` within the KV tile.
+template <class Element>
+__device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
+                                                             const KeyTile& tile, int row,
+                                                             int cols) {
+    const Sequence& s = tile.sequence;
+    const int first = tile.first_key + row;
+    return global_tile<Element>(view, s.batch, s.k_begin + first, tile.head, s.rows_k - first,
+                                cols);
+}
+
 // A warp's 16 rows of a result that is nothing but zeros.
 template <class Element>
 __device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {

@@ -54,7 +54,7 @@ struct TmaRing {
     __device__ __forceinline__ void acquire(const Cursor& c) const {
         ptx::mbarrier_wait(empty(c), c.round ^ 1);
     }
-    // Says that it is full; by one lane of each warp, where it is warps that write.
+    // Says that it is full; by as many threads as init() was told.
     __device__ __forceinline__ void publish(const Cursor& c) const {
         ptx::mbarrier_arrive(full(c));
     }
@@ -69,7 +69,7 @@ struct TmaRing {
     __device__ __forceinline__ void wait(const Cursor& c, bool ready) const {
         if (!ready) wait(c);
     }
-    // ... and let go of it; by one lane of each warp.
+    // ... and let go of it; by as many threads as init() was told.
     __device__ __forceinline__ void release(const Cursor& c) const {
         ptx::mbarrier_arrive(empty(c));
     }

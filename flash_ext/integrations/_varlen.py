@@ -6,6 +6,7 @@ as here, (total, H, D) with the offsets of the sequences, or (B, S, H, D). `sdpa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +42,17 @@ def has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def strided_like(x: Tensor, like: Tensor) -> Tensor:
     """x with the strides of empty_like(like), which is what torch.compile takes the ops to give."""
+    if x.stride() == like.stride():  # then both are dense, and so would empty_like be
+        return x
     if x.stride() == torch.empty_like(like, device="meta").stride():
         return x
     return torch.empty_like(like).copy_(x)
+
+
+def random_state(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The generator's state, an unused tensor and the debug mask of a call without dropout."""
+    empty = functools.partial(torch.empty, dtype=torch.uint64, device=like.device)
+    return empty(2), empty(()), like.new_empty(0)
 
 
 def _plain(x: Tensor | None, size: int | None = None) -> bool:
@@ -123,9 +132,7 @@ def forward(
         generator, an unused tensor and the debug mask, which have no content.
     """
     out, lse = ops.fwd(query, key, value, **_options(cum_seq_q, cum_seq_k, is_causal, more))
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    return strided_like(out, query), lse, rng_state, unused, query.new_empty(0)
+    return strided_like(out, query), lse, *random_state(query)
 
 
 def backward(

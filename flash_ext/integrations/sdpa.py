@@ -32,7 +32,7 @@ from torch.library import Library
 
 from .. import ops
 from . import _varlen
-from ._varlen import has_kernel, strided_like
+from ._varlen import has_kernel, random_state, strided_like
 
 NAME = "flash_ext"
 """The name in `torch.nn.attention.list_flash_attention_impls()`, once `activate` was called."""
@@ -74,11 +74,9 @@ def forward(
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = ops.fwd(q, k, v, causal=is_causal, scale=scale)
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     out = strided_like(out.transpose(1, 2), query)
     sizes = (query.shape[2], key.shape[2])
-    return out, lse, None, None, *sizes, rng_state, unused, query.new_empty(0)
+    return out, lse, None, None, *sizes, *random_state(query)
 
 
 def backward(
