@@ -97,7 +97,6 @@ struct Fa3BackwardWideParams : Fa3BackwardMaps {
 
 struct Fa3BackwardKeepingParams : Fa3BackwardWideParams {
     KeptDS kept;
-    bool overlaps;  // begins while the grid before runs, with whose memory it has nothing to do
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_,
@@ -590,20 +589,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3BackwardKeys<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
-    __syncthreads();                                    // the barriers are there
-    if (!params.overlaps) ptx::wait_for_grid_before();  // the statistics are there
+    __syncthreads();              // the barriers are there
+    ptx::wait_for_grid_before();  // the statistics are there
     ptx::launch_dependents();
     run_roles<Config>(kernel);
-    ptx::wait_for_grid_before();  // what comes behind counts on that one's end, too
 #endif
 }
 
 template <class Config>
-cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& kept, bool overlaps,
+cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& kept,
                                      cudaStream_t stream) {
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
-    params.overlaps = overlaps;
     params.counter = new_count(call.tile_counter);
     const bool masked = is_masked(params);
     const int group = params.heads_q / params.heads_k;

@@ -26,28 +26,18 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
                                              kTuning.k_stages, kTuning.v_stages>;
     cudaError_t status = launch_fa3_prepare<Element, Keys::kBlockQ, kHeadDimV, 0>(params, stream);
     const int heads = params.heads_k * params.batch;
-    const int64_t bytes = kept_ds_bytes(params);
-    const auto fitting = static_cast<int>(params.ds_bytes / bytes);
-    if (fitting > 0) {
-        // Where not all fit at a time, the next part begins beside the product of the one before,
-        // in the other half of the memory.
-        const bool overlaps = fitting < heads && fitting >= 2;
-        const int most = overlaps ? fitting / 2 : fitting;
-        const int at_a_time = ceil_div(heads, ceil_div(heads, most));
-        for (int part = 0; part * at_a_time < heads && status == cudaSuccess; ++part) {
-            const int head = part * at_a_time;
-            char* memory = static_cast<char*>(params.ds);
-            if (overlaps) memory += part % 2 * at_a_time * bytes;
-            const KeptDS kept{memory, head, min_of(at_a_time, heads - head), KeptTiles(params)};
-            status =
-                launch_fa3_backward_keys<KeepingKeys>(params, kept, overlaps && part > 0, stream);
+    const auto heads_at_a_time = static_cast<int>(params.ds_bytes / kept_ds_bytes(params));
+    if (heads_at_a_time > 0) {
+        for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
+            const KeptDS kept{static_cast<char*>(params.ds), head,
+                              min_of(heads_at_a_time, heads - head), KeptTiles(params)};
+            status = launch_fa3_backward_keys<KeepingKeys>(params, kept, stream);
             if (status == cudaSuccess)
                 status = launch_fa3_backward_product<Product>(params, kept, stream);
         }
         return status;
     }
-    if (status == cudaSuccess)
-        status = launch_fa3_backward_keys<Keys>(params, KeptDS{}, false, stream);
+    if (status == cudaSuccess) status = launch_fa3_backward_keys<Keys>(params, KeptDS{}, stream);
     if (status == cudaSuccess) status = launch_fa3_backward_queries<Queries>(params, stream);
     return status;
 }
