@@ -12,7 +12,7 @@
 
 namespace flash_ext {
 
-template <class Element>
+template <class Element, int kCols>
 struct OptimisticSoftmax : OnlineSoftmax<16> {
     // No P passes it then, and fp16 holds it.
     static constexpr float kLimit = 4096.f;
@@ -34,7 +34,6 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     };
 
     // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet.
-    template <int kCols>
     __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
                                               RegisterOperand<kCols>& p, float scale, bool fresh) {
         Rescaling rescaling;
@@ -56,7 +55,6 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
 
  private:
     // row_max and row_sum move on to the scores' maximum.
-    template <int kCols>
     __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale) {
         Rescaling rescaling;
         rescaling.needed = true;
@@ -70,7 +68,6 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
-    template <int kCols>
     __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
                                                  RegisterOperand<kCols>& p, float (&sum)[2],
                                                  float scale) const {

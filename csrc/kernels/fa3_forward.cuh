@@ -103,10 +103,7 @@ struct Fa3Forward {
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Probabilities = RegisterOperand<Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
-    using Softmax = OptimisticSoftmax<Element>;
-    // Half a tile's keys; 0 where a step takes all. (Options leave no registers for two forms.)
-    static constexpr int kHalf =
-        Config::kGeneral || Config::kBlockKV % 32 != 0 ? 0 : Config::kBlockKV / 2;
+    using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
 
     const Fa3ForwardParams& params;
     int consumer;     // number of this thread's warpgroup
@@ -311,15 +308,16 @@ struct Fa3Forward {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // The last key that this consumer's rows see.
-    __device__ __forceinline__ int last_key(const QueryTile& tile) const {
+    // The last KV tile that this consumer's rows see anything of.
+    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
         const int first_query = tile.first_query + consumer * 64;
-        return mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}).end - 1;
+        return (mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}).end - 1) /
+               Config::kBlockKV;
     }
 
     // Options and, where kFull does not say that there is none, the mask.
-    template <bool kFull, class Scores_>
-    __device__ __forceinline__ void finish_scores(Scores_& rS, const QueryTile& tile, int kv_tile,
+    template <bool kFull>
+    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
                                                   const Interval& full) const {
         const int first_query = tile.first_query + warp_row();
         const int first_key = kv_tile * Config::kBlockKV;
@@ -374,8 +372,7 @@ struct Fa3Forward {
         int kv_tile, first_kv_tile;
         Interval full;
         bool k_ready = false, v_ready = false;  // asked early: the answer takes a while
-        int hidden = 0;     // of the KV tiles that come next, those that only other consumers see
-        bool half = false;  // does this one see no more than the first half of the tile's first?
+        int hidden = 0;  // of the KV tiles that come next, those that only other consumers see
         const auto begin_tile = [&] {
             tiles.ring.wait(tile);
             const QueryTile& work = tiles[tile];
@@ -384,11 +381,10 @@ struct Fa3Forward {
             if (ptx::warp_uniform(work.first_query) < 0) return false;
             full = full_tiles(work);
             if constexpr (!Config::kTakeTurns) {  // turns want equal numbers of steps
-                hidden = kv_tile - max_of(last_key(work) / Config::kBlockKV, first_kv_tile);
+                hidden = kv_tile - max_of(last_tile(work), first_kv_tile);
                 kv_tile -= hidden;
                 skip(k_ring, k, hidden, k_ready);
             }
-            half = kHalf > 0 && last_key(work) < kv_tile * Config::kBlockKV + kHalf;
             q_ring.wait(q);
             return true;
         };
@@ -400,16 +396,8 @@ struct Fa3Forward {
             v_ready = v_ring.ready(v);
             if (kReleaseEarly && !steady && kv_tile == first_kv_tile)
                 release_and_advance(q_ring, q);
-            if (!steady && first) softmax = begin_softmax(tiles[tile]);
-            if constexpr (!steady && kHalf > 0)
-                if (first && half) {
-                    auto& scores = reinterpret_cast<RegisterTile<16, kHalf>&>(rS);
-                    finish_scores<steady>(scores, tiles[tile], kv_tile, full);
-                    rP.clear_from(kHalf / 16);
-                    return softmax.step(scores, reinterpret_cast<RegisterOperand<kHalf>&>(rP),
-                                        exponent_scale(), true);
-                }
             finish_scores<steady>(rS, tiles[tile], kv_tile, full);
+            if (!steady && first) softmax = begin_softmax(tiles[tile]);
             return softmax.step(rS, rP, exponent_scale(), !steady && first);
         };
 

@@ -65,13 +65,6 @@ struct RegisterOperand {
         for (int k = 0; k < kCols / 16; ++k)
             AFromRegisters<Element, RegisterTile<16, kCols>>{source}.load_a(v[k], 0, k);
     }
-    // Zeros in the 16 columns k and all behind them.
-    __device__ __forceinline__ void clear_from(int k) {
-#pragma unroll
-        for (; k < kCols / 16; ++k)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) v[k][j] = 0;
-    }
     __device__ __forceinline__ const uint32_t (&at(int k) const)[4] { return v[k]; }
 };
 
