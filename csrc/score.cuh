@@ -211,23 +211,49 @@ struct ScoreFunction {
     }
 };
 
+// How many of a lane's columns, 0, 1, 8, 9, 16, 17, ..., lie before one.
+__device__ __forceinline__ int columns_before(int column) {
+    const uint32_t x = max_of(column, 0);
+    return static_cast<int>((x + 7) / 8 + (x + 6) / 8);
+}
+
 // Hides all but the columns in range_of_row(row), an interval of positions; the tile's columns
 // begin at first_col. Rows count from the warp's first.
+//
+// The columns that a lane sees of a row are a run, so they are bits of a word first: the compiler
+// makes seven predicates of it with one instruction (R2P), where comparing takes two for each. But
+// R2P wants all predicates, and a warp of 32 rows has no registers for what they hold meanwhile.
 template <class Scores, class RangeOfRow>
 __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow range_of_row) {
+    constexpr int kColumns = 2 * Scores::kN;  // a lane's
 #pragma unroll
     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const Interval range = range_of_row(ptx::not_hoisted(16 * m + lane_row() + 8 * i));
-            // Relative to this lane, so that each element compares with a compile-time constant.
+            // Relative to this lane, so that each column compares with a compile-time constant.
             const int begin = range.begin - first_col - lane_col();
             const int end = range.end - first_col - lane_col();
+            const auto score = [&](int column) -> float& {
+                return s.v[m][column / 2][2 * i + column % 2];
+            };
+            if constexpr (Scores::kM == 1) {
 #pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
+                for (int first = 0; first < kColumns; first += 32) {
+                    const int from = max_of(columns_before(begin) - first, 0);
+                    const int until = max_of(columns_before(end) - first, from);
+                    const uint32_t visible = ptx::bit_range(from, until - from);
 #pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (8 * n + e < begin || 8 * n + e >= end) s.v[m][n][2 * i + e] = -INFINITY;
+                    for (int j = 0; j < min_of(kColumns - first, 32); ++j)
+                        if (!(visible >> j & 1)) score(first + j) = -INFINITY;
+                }
+            } else {
+#pragma unroll
+                for (int c = 0; c < kColumns; ++c) {
+                    const int column = c / 2 * 8 + c % 2;
+                    if (column < begin || column >= end) score(c) = -INFINITY;
+                }
+            }
         }
 }
 

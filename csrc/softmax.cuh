@@ -123,8 +123,11 @@ struct OnlineSoftmax {
     }
 
     // Natural logarithm of the row's sum of exponentials; -inf for a row without keys. A NaN stays.
+    // i need not be a compile-time constant.
     __device__ __forceinline__ float lse(int m, int i, float scale) const {
-        return log_sum_exp(row_max[m][i] * scale, row_sum[m][i]);
+        const float max = i == 0 ? row_max[m][0] : row_max[m][1];
+        const float sum = i == 0 ? row_sum[m][0] : row_sum[m][1];
+        return log_sum_exp(max * scale, sum);
     }
 
     __device__ __forceinline__ float inverse_sum(int m, int i) const {

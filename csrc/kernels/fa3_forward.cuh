@@ -276,16 +276,19 @@ struct Fa3Forward {
     __device__ __forceinline__ void start_scores(Scores& rS,
                                                  const typename Config::QRing::Cursor& q,
                                                  const typename Config::KRing::Cursor& k) const {
-        start_gemm<Element, Config::kHeadDim>(rS, AlongRows<QTile>(q_ring.tile(q), consumer * 64),
-                                              AlongRows<KTile>(k_ring.tile(k)), false);
+        // Q stays in place for many steps.
+        constexpr bool kPinned = Config::kHeadDim > 128;
+        const AlongRows<QTile, kPinned> q_rows(q_ring.tile(q), consumer * 64);
+        const AlongRows<KTile, false> k_rows(k_ring.tile(k));
+        start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
     }
 
     // O (+)= P V, started.
     __device__ __forceinline__ void start_output(Output& rO, const Probabilities& rP,
                                                  const typename Config::VRing::Cursor& v,
                                                  bool accumulate) const {
-        start_gemm<Element, Config::kBlockKV>(rO, rP, AlongColumns<VTile>(v_ring.tile(v)),
-                                              accumulate);
+        const AlongColumns<VTile, false> v_columns(v_ring.tile(v));
+        start_gemm<Element, Config::kBlockKV>(rO, rP, v_columns, accumulate);
     }
 
     __device__ __forceinline__ float exponent_scale() const {
@@ -347,10 +350,12 @@ struct Fa3Forward {
                 rO.v[0][n][2 * i] *= factor;
                 rO.v[0][n][2 * i + 1] *= factor;
             }
-            const int row = lane_row() + 8 * i;
-            if (lane_col() == 0 && row < gO.rows)
-                lse[first_row + row] = softmax.lse(0, i, exponent_scale());
         }
+        // A logarithm takes a hundred cycles: of the four lanes, two take a row each.
+        const int i = lane_id() % 2;
+        const int row = lane_row() + 8 * i;
+        if (lane_id() % 4 < 2 && row < gO.rows)
+            lse[first_row + row] = softmax.lse(0, i, exponent_scale());
         store_rows(gO, rO);
     }
 

@@ -30,6 +30,13 @@ __device__ __forceinline__ float rcp(float x) {
     return y;
 }
 
+// Ones in bits [begin, begin + width), as far as there are such.
+__device__ __forceinline__ uint32_t bit_range(uint32_t begin, uint32_t width) {
+    uint32_t bits;
+    asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(bits) : "r"(begin), "r"(width));
+    return bits;
+}
+
 // Two floats rounded to nearest even and packed, `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

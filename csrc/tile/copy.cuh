@@ -188,35 +188,29 @@ __device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint
     });
 }
 
-// Sixteen rows from a warp's registers straight to global memory, rounded to Element, in 16-byte
-// stores: the four lanes that hold a row exchange 4 x 4 pairs of columns, after which each has
-// eight neighbours.
+// Sixteen rows from a warp's registers straight to global memory, rounded to Element, in 8-byte
+// stores: neighbouring lanes exchange pairs of columns, after which each has four neighbours, and
+// the four lanes that hold a row fill 32 bytes, a sector.
 template <class Element, class Accumulator>
 __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
                                            const Accumulator& acc) {
     const int lane = lane_id() % 4;
-    const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
-        const bool high = lane & bit;
-        const uint32_t got = __shfl_xor_sync(0xffffffff, high ? x : y, bit);
-        (high ? x : y) = got;
-    };
+    const bool odd = lane % 2;
+    const int first_col = 8 * odd + 4 * (lane / 2);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = lane_row() + 8 * i;
+        Element* target = tile.data + row * tile.row_stride + first_col;
+        const int cols = row < tile.rows ? tile.cols - first_col : 0;
 #pragma unroll
-        for (int n = 0; n < Accumulator::kN; n += 4) {
-            uint32_t pairs[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                pairs[j] = ptx::pack<Element>(acc.v[0][n + j][2 * i], acc.v[0][n + j][2 * i + 1]);
-            exchange(pairs[0], pairs[1], 1);
-            exchange(pairs[2], pairs[3], 1);
-            exchange(pairs[0], pairs[2], 2);
-            exchange(pairs[1], pairs[3], 2);
-            const int col = 8 * (n + lane);
-            if (row < tile.rows && col < tile.cols)
-                *reinterpret_cast<uint4*>(tile.data + row * tile.row_stride + col) = {
-                    pairs[0], pairs[1], pairs[2], pairs[3]};
+        for (int n = 0; n < Accumulator::kN; n += 2) {
+            const auto pair = [&](int n) {
+                return ptx::pack<Element>(acc.v[0][n][2 * i], acc.v[0][n][2 * i + 1]);
+            };
+            const uint32_t x = pair(n), y = pair(n + 1);
+            const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? x : y, 1);
+            if (8 * n < cols)
+                *reinterpret_cast<uint2*>(target + 8 * n) = odd ? uint2{got, y} : uint2{x, got};
         }
     }
 }

@@ -17,22 +17,28 @@ namespace flash_ext {
 //   bits 32-45  stride from one group of eight rows to the next
 //   bits 49-51  the tile's place within the swizzle's pattern: 0, since tiles begin at 1,024 bytes
 //   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes
-template <class Tile>
+//
+// kPinned: by way of a warp reduction, which the compiler neither moves out of a loop nor repeats.
+// Without it, the descriptors of a tile that stays in place, and those of all tiles where scalar
+// registers are short, end up in the lanes' registers and are moved back one by one, beside the
+// matmuls. With it, they are there some 30 cycles later.
+template <class Tile, bool kPinned>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : 2;
     constexpr uint64_t kConstant = kSwizzle << 62 | uint64_t{8 * Tile::kPitch / 16} << 32 |
                                    uint64_t{Tile::kPanelBytes / 16} << 16;
-    return kConstant | static_cast<uint32_t>(ptx::warp_uniform((address & 0x3ffff) >> 4));
+    const uint32_t place = (address & 0x3ffff) >> 4;
+    return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(place)) : place);
 }
 
 // An operand stored [m or n][k]: 16 columns of k are two of a row's chunks.
-template <class Tile>
+template <class Tile, bool kPinned = true>
 struct AlongRows {
     static constexpr bool kTranspose = false;
     uint64_t descriptor;
 
     __device__ __forceinline__ explicit AlongRows(uint32_t tile, int first_row = 0)
-        : descriptor(matrix_descriptor<Tile>(tile + first_row * Tile::kPitch)) {}
+        : descriptor(matrix_descriptor<Tile, kPinned>(tile + first_row * Tile::kPitch)) {}
 
     __device__ __forceinline__ uint64_t at(int k) const {
         const int panel = k / Tile::kBlocksPerPanel;
@@ -41,13 +47,13 @@ struct AlongRows {
 };
 
 // An operand stored [k][m or n]: 16 rows.
-template <class Tile>
+template <class Tile, bool kPinned = true>
 struct AlongColumns {
     static constexpr bool kTranspose = true;
     uint64_t descriptor;
 
     __device__ __forceinline__ explicit AlongColumns(uint32_t tile)
-        : descriptor(matrix_descriptor<Tile>(tile)) {}
+        : descriptor(matrix_descriptor<Tile, kPinned>(tile)) {}
 
     __device__ __forceinline__ uint64_t at(int k) const {
         return descriptor + k * 16 * Tile::kPitch / 16;
