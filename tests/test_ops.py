@@ -371,7 +371,9 @@ def test_gradient_of_a_gradient_is_refused(device: str) -> None:
     inputs = make_inputs(Problem(1, 9, 9), device)
     out = flash_ext.attention(inputs.q, inputs.k, inputs.v)
     (dq,) = torch.autograd.grad(out.float().square().sum(), inputs.q, create_graph=True)
-    with pytest.raises(RuntimeError, match="flash_ext: .*gradient of a gradient"):
+    with pytest.raises(
+        RuntimeError, match="gradient of a gradient|derivative for .* not implemented"
+    ):
         dq.float().sum().backward()
 
 
