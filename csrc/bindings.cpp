@@ -14,14 +14,35 @@
         double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> bias,        \
         std::optional<Tensor> sink, std::optional<Tensor> cu_seqlens_q,                        \
         std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_k, double dropout_p, \
-        std::optional<Tensor> rng_state, bool deterministic, std::string variant
+        std::optional<Tensor> rng_state, bool deterministic, Text variant
 #define OPTIONS                                                                                 \
     Options {                                                                                   \
         scale, causal, window_left, window_right, softcap, std::move(alibi_slopes),             \
             std::move(bias), std::move(sink), std::move(cu_seqlens_q), std::move(cu_seqlens_k), \
             std::move(seqused_k), dropout_p, std::move(rng_state), deterministic,               \
-            std::move(variant)                                                                  \
+            std::move(variant.value)                                                            \
     }
+
+namespace flash_ext {
+
+// A str of a schema. As a std::string torch 2.11 to 2.13 would not free it: 48 bytes a call.
+struct Text {
+    std::string value;
+};
+
+}  // namespace flash_ext
+
+template <>
+struct torch::stable::detail::ToImpl<flash_ext::Text> {
+    static flash_ext::Text call(StableIValue value, uint64_t /*version*/, bool /*internal*/) {
+        const StringHandle handle = to<StringHandle>(value);
+        const char* characters = "";
+        torch_string_c_str(handle, &characters);
+        flash_ext::Text text{characters};
+        torch_delete_string(handle);
+        return text;
+    }
+};
 
 namespace flash_ext {
 namespace {

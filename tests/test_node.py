@@ -68,6 +68,10 @@ def leaves(
     ]
 
 
+def node_of(out: torch.Tensor) -> str:
+    return out.grad_fn.name()
+
+
 def assert_same_gradients(actual, expected) -> None:
     """Of q, k and v. dq of the GPU's kernels is a sum in any order."""
     (dq, *dkv), (expected_dq, *expected_dkv) = actual, expected
@@ -100,10 +104,10 @@ def test_plain_calls_have_it(wanted: str, device: str) -> None:
     for name, x in zip("qkv", tensors, strict=True):
         x.requires_grad_(name in wanted)
     for options in ({}, {"causal": True}, {"scale": 0.3}, {"causal": True, "scale": 0.3}):
-        assert flash_ext.attention(*tensors, **options).grad_fn.name() == IN_CPP
+        assert node_of(flash_ext.attention(*tensors, **options)) == IN_CPP
     with torch.autocast(device, torch.bfloat16):
         out = flash_ext.attention(*(x.detach().float().requires_grad_() for x in tensors))
-    assert out.grad_fn.name() == IN_CPP and out.dtype == torch.bfloat16
+    assert node_of(out) == IN_CPP and out.dtype == torch.bfloat16
 
 
 OPTIONS = {
@@ -120,7 +124,7 @@ OPTIONS = {
 def test_calls_with_options_do_not(case: str, device: str) -> None:
     result = flash_ext.attention(*leaves(device), **OPTIONS[case])
     for x in result if isinstance(result, tuple) else (result,):
-        assert x.grad_fn.name() == IN_PYTHON
+        assert node_of(x) == IN_PYTHON
 
 
 @contextlib.contextmanager
@@ -142,7 +146,7 @@ CONTEXTS = {
 def test_calls_that_something_else_is_to_see_do_not(context: str, device: str) -> None:
     tensors = leaves(device)
     with CONTEXTS[context]():
-        assert flash_ext.attention(*tensors).grad_fn.name() == IN_PYTHON
+        assert node_of(flash_ext.attention(*tensors)) == IN_PYTHON
         with torch.no_grad():
             assert flash_ext.attention(*tensors).grad_fn is None
 
@@ -162,7 +166,7 @@ def test_modes_see_the_ops(device: str) -> None:
 def test_results_are_those_of_the_ops(heads: int, dim: int, options: dict, device: str) -> None:
     tensors = leaves(device, heads=heads, dim=dim, keys=230)
     out = flash_ext.attention(*tensors, **options)
-    assert out.grad_fn.name() == IN_CPP
+    assert node_of(out) == IN_CPP
     assert_bitwise_equal(out.detach(), FWD(*(x.detach() for x in tensors), **options)[0])
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, tensors, dout)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import resource
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -439,6 +441,21 @@ def test_memory_grows_with_the_sequence_not_its_square(
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # The allocator leaves up to 1 MiB of a reused block unsplit, in each of some eight tensors.
     assert peaks[1] <= 4 * peaks[0] + (8 << 20)
+
+
+@pytest.mark.gpu
+def test_host_memory_is_given_back() -> None:
+    inputs = make_inputs(Problem(1, 16, 16), "cuda")
+    tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+    resident = []
+    for calls in (5_000, 50_000):
+        for _ in range(calls):
+            torch.ops.flash_ext.fwd(*tensors)
+        torch.cuda.synchronize()
+        resident.append(
+            int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        )
+    assert resident[1] - resident[0] < 1 << 20, "about 20 bytes a call"
 
 
 @pytest.mark.gpu
