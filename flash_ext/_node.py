@@ -36,7 +36,8 @@ _BACKWARD_SCHEMA = (
     "Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, "
     "Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias)"
 )
-_OPTIONS = frozenset(("causal", "scale"))
+OPTIONS = {"causal": "is_causal", "scale": "scale"}
+"""Those that the op has, and their names there."""
 
 
 def find() -> Callable[..., Any] | None:
@@ -53,7 +54,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     return (
         torch.is_grad_enabled()
         and _any_requires_grad(q, k, v)
-        and _OPTIONS.issuperset(options)
+        and options.keys() <= OPTIONS.keys()
         and q.is_cuda
         and _len_torch_dispatch_stack() == 0
         and forward_ad._current_level < 0

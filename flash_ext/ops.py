@@ -282,8 +282,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
     if autocast:
         q, k, v = _autocast(q.device.type, q, k, v)
     if not need_lse and _aten_fwd is not None and _node.takes(q, k, v, options):
-        causal, scale = options.get("causal", False), options.get("scale")
-        return _aten_fwd(q, k, v, None, 0.0, causal, scale=scale)[:2]
+        given = {_node.OPTIONS[name]: value for name, value in options.items()}
+        return _aten_fwd(q, k, v, **given)[:2]
     if not autocast:
         return _fwd_autograd(q, k, v, **options)
     with _below_autocast():
