@@ -54,6 +54,7 @@ from providers import (
     command_line,
     relative_error,
     running,
+    variant,
 )
 from timing import HOST_METHOD, METHOD, Around, Timer
 
@@ -557,6 +558,8 @@ def main() -> int:
     args.variants = args.variants or running(torch.device(args.device))
     peers = [p for p in args.peers if p in HOST_PEERS] if args.host else args.peers
     providers, missing = collect(args.variants, peers)
+    if args.host:  # a variant that is named takes the CPU longer
+        providers.insert(0, variant("auto"))
     bench = Bench(args, providers)
     path = common.result_path(bench.device, "compare.json", args.out)
     result = common.describe_setup(bench.device) | {

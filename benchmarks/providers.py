@@ -46,12 +46,12 @@ class Provider:
 
 
 def variant(name: str) -> Provider:
-    """A variant of flash_ext, called as a user calls it."""
+    """A variant of flash_ext; of "auto" the call is that of a user who names none."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return flash_ext.attention(q, k, v, causal=causal, variant=name)
 
-    return Provider(name, f"flash_ext {name}", attend)
+    return Provider(name, f"flash_ext {name}".removesuffix(" auto"), attend)
 
 
 def sdpa(name: str, label: str, backend: SDPBackend) -> Provider:

@@ -251,7 +251,7 @@ def host_table(host: Json, labels: dict[str, str]) -> str:
     def us(result: Json) -> str:
         return f"{result['us']:.1f}" if "us" in result else NO
 
-    found = [n for n in ROWS if "us" in host["providers"].get(n, {})]
+    found = [n for n in ("auto", *ROWS) if "us" in host["providers"].get(n, {})]
     shape = ", ".join(map(str, host["shape"]))
     rows = [
         [f"host time per call, {what}, µs", *(us(host[results].get(n, {})) for n in found)]

@@ -11,23 +11,24 @@ namespace flash_ext {
 
 using torch::stable::Tensor;
 
-// The keyword options of all ops, in the order of the schema (flash_ext/_options.py).
+// The keyword options of all ops, in the order of the schema and with its defaults
+// (flash_ext/_options.py).
 struct Options {
     std::optional<double> scale;
-    bool causal;
-    int64_t window_left;
-    int64_t window_right;
-    double softcap;
+    bool causal = false;
+    int64_t window_left = -1;
+    int64_t window_right = -1;
+    double softcap = 0;
     std::optional<Tensor> alibi_slopes;
     std::optional<Tensor> bias;
     std::optional<Tensor> sink;
     std::optional<Tensor> cu_seqlens_q;
     std::optional<Tensor> cu_seqlens_k;
     std::optional<Tensor> seqused_k;
-    double dropout_p;
+    double dropout_p = 0;
     std::optional<Tensor> rng_state;
-    bool deterministic;
-    std::string variant;
+    bool deterministic = false;
+    std::string variant = "auto";
 };
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,

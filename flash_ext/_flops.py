@@ -66,6 +66,11 @@ def bwd_flops(
     return 2 * _scores(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
+def node_flops(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Of the backward op of `_node.py`."""
+    return bwd_flops(dout, None, q, k, v, dout, dout)
+
+
 def register(fwd: Any, bwd: Any) -> None:
     """Register the formulas of the two ops, given as packets of overloads."""
     register_flop_formula(fwd, get_raw=True)(fwd_flops)

@@ -80,7 +80,6 @@ def _options(
         "window": (max(left, -1), max(right, -1)),
         "softcap": max(softcap, 0.0),
         "alibi_slopes": alibi_slopes,
-        "return_lse": True,
     }
 
 
@@ -101,11 +100,15 @@ def _run(
 ) -> Any:
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic or None}
+    options["return_lse"] = return_attn_probs
     if cu_seqlens is None:
-        out, lse = attention(q, k, v, **options)
+        result = attention(q, k, v, **options)
     else:
-        out, lse = attention_varlen(q, k, v, *cu_seqlens, **options)
-    return (out, _with_infinite_lse(lse), q.new_empty(0)) if return_attn_probs else out
+        result = attention_varlen(q, k, v, *cu_seqlens, **options)
+    if not return_attn_probs:
+        return result
+    out, lse = result
+    return out, _with_infinite_lse(lse), q.new_empty(0)
 
 
 def flash_attn_func(
@@ -335,5 +338,6 @@ def flash_attn_with_kvcache(
         cache_seqlens = cache_seqlens + new
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     used = None if cache_seqlens is None else cache_seqlens.contiguous()
-    out, lse = attention(_rows_contiguous(q), k_cache, v_cache, seqused_k=used, **options)
+    options |= {"seqused_k": used, "return_lse": True}
+    out, lse = attention(_rows_contiguous(q), k_cache, v_cache, **options)
     return (out, _with_infinite_lse(lse)) if return_softmax_lse else out

@@ -1,6 +1,7 @@
 """The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`: schemas, fake kernels, autograd, kernels.
 
-What else PyTorch may ask of an op is in `_vmap.py`, `_flops.py` and `integrations/dtensor.py`.
+What else PyTorch may ask of an op is in `_vmap.py`, `_flops.py` and `integrations/dtensor.py`;
+`_node.py` is a second, quicker way to autograd for plain calls.
 
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
@@ -42,7 +43,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.library import Library, register_fake
 
-from . import _flops, _vmap, tiled
+from . import _flops, _node, _vmap, tiled
 from ._checks import check_backward, check_forward, statistics_dtype
 from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
 
@@ -130,11 +131,12 @@ class _Forward(torch.autograd.Function):
         with _below_autograd():
             out, lse = _fwd(q, k, v, **options)
         ctx.options = options
+        # In the order of the node of _node.py: checkpointing may recompute the one for the other.
         if TENSOR_OPTIONS.isdisjoint(options):
-            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.save_for_backward(k, q, v, lse, out)
         else:
             ctx.names = [name for name in options if name in TENSOR_OPTIONS]
-            ctx.save_for_backward(q, k, v, out, lse, *(options.pop(name) for name in ctx.names))
+            ctx.save_for_backward(k, q, v, lse, out, *(options.pop(name) for name in ctx.names))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -142,7 +144,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        k, q, v, lse, out, *tensors = ctx.saved_tensors
         options = ctx.options
         need_dbias = need_dsink = False
         if tensors:
@@ -265,8 +267,8 @@ _library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
 _library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`fwd` for callers in Python, quicker.
+def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:
+    """`fwd` for callers in Python, quicker. Without need_lse, lse may have no gradient.
 
     Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
     dispatcher's way into Python and back takes longer than a launch.
@@ -276,10 +278,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if not (type(q) is type(k) is type(v) is Tensor):
         _meet(q, k, v)
         return fwd(q, k, v, **options)
-    if _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
-        with _below_autocast():
-            return _fwd_autograd(*_autocast(q.device.type, q, k, v), **options)
-    return _fwd_autograd(q, k, v, **options)
+    autocast = _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)
+    if autocast:
+        q, k, v = _autocast(q.device.type, q, k, v)
+    if not need_lse and _aten_fwd is not None and _node.takes(q, k, v, options):
+        given = {_node.OPTIONS[name]: value for name, value in options.items()}
+        return _aten_fwd(q, k, v, **given)[:2]
+    if not autocast:
+        return _fwd_autograd(q, k, v, **options)
+    with _below_autocast():
+        return _fwd_autograd(q, k, v, **options)
 
 
 # --- vmap and FLOPs ---
@@ -349,3 +357,7 @@ def _cuda_unavailable(*tensors: Any, **options: Any) -> NoReturn:
 if cuda_missing is not None:
     for _name in ("fwd", "bwd", "check"):
         _library.impl(_name, _cuda_unavailable, "CUDA")
+
+_aten_fwd = _node.find() if cuda_missing is None else None
+if _aten_fwd is not None:
+    _node.register()

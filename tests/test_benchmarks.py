@@ -314,7 +314,8 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cells.append(shape | {"providers": providers})
     setup = {"device": "NVIDIA H200", "torch": "2", "date": "2000-01-01", "digest": "0" * 16}
     labels = {"fa3": "flash_ext fa3", "cudnn": "SDPA cuDNN"}
-    host = {"shape": [1, 2], "providers": {"fa3": {"us": 9.0}, "cudnn": {"us": 12.34}}}
+    times = {"auto": {"us": 8.5}, "fa3": {"us": 9.0}, "cudnn": {"us": 12.34}}
+    host = {"shape": [1, 2], "providers": times}
     host["with_backward"] = {"fa3": {"us": 90.0}, "cudnn": {"us": 123.4}}
     host["compiled"] = {"fa3": {"us": 15.0}, "cudnn": {"skipped": "why"}}
     recorded = common.RESULTS / "nvidia-h200" / "recorded_peers.json"
@@ -332,9 +333,9 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| fa3 over best peer, forward, geometric mean | 1.0" in text
     assert "marked r below" in text and " r |" in text
     assert "| fa3, forward, d 64 full, S 16384: at least 560 TFLOP/s | 2443 | holds |" in text
-    assert "host time per call, forward, µs | 9.0 | 12.3 |" in text
-    assert "host time per call, forward and backward, µs | 90.0 | 123.4 |" in text
-    assert "host time per call, forward, compiled, µs | 15.0 | – |" in text
+    assert "host time per call, forward, µs | 8.5 | 9.0 | 12.3 |" in text
+    assert "host time per call, forward and backward, µs | – | 90.0 | 123.4 |" in text
+    assert "host time per call, forward, compiled, µs | – | 15.0 | – |" in text
 
     before = [
         s | {"dtype": "fp16", "providers": c["providers"]}
