@@ -320,8 +320,8 @@ struct Fa3BackwardKeys {
         }
     }
 
-    // To memory for fa3_backward_product.cuh. The four lanes that hold a row exchange what they have
-    // of it, 4 x 4 pairs of columns, until each has 16 bytes.
+    // To memory for fa3_backward_product.cuh. The four lanes that hold a row exchange what they
+    // have of it, 4 x 4 pairs of columns, until each has 16 bytes.
     __device__ __forceinline__ void keep(const Operand& rdS, char* ds) const {
         const int lane = lane_id() % 4;
         const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {

@@ -93,7 +93,8 @@ class _Layout:
             everywhere = [Replicate()] * self.mesh.ndim
             x = DTensor.from_local(x, self.mesh, everywhere, run_check=False)
         placements = self.placements(name, x, Replicate())
-        part = x.redistribute(self.mesh, placements).to_local()
+        # Detached, or torch 2.11 would call detach_ on the result, which DTensors do not have.
+        part = x.detach().redistribute(self.mesh, placements).to_local()
         if name == "rng_state":
             return torch.stack([part[0], part[1] + self._part()])
         rows = name in ("q", "k", "v", "out", "dout", "bias")
