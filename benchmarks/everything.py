@@ -32,12 +32,18 @@ RUNS: dict[str, tuple[str, ...]] = {
     "io": (),
     "memory": (),
     "compare": ("--brief", "--min-time", "0.05", "--set", "standard", "gqa", "decode"),
+    "head dims": ("--brief", "--min-time", "0.03", "--d", "96", "192", "--variants", "fa2", "fa3",
+                  "--peers", "flash", "cudnn"),
+    "fa1": ("--brief", "--min-time", "0.03", "--d", "128", "--s", "1024", "2048", "--batch", "33",
+            "--heads", "8", "--variants", "fa1", "fa2", "--peers", "standard"),
+    "host": ("--host",),
     "fp16": ("--brief", "--min-time", "0.05", "--dtype", "fp16", "--d", "128", "--peers", "flash",
              "cudnn", "flash_attn_4"),
     "options": ("--rounds", "10"),
     "train": ("--rounds", "2", "--model", "small", "medium", "bert-large", "long-range"),
 }  # fmt: skip
-SCRIPTS = {"fp16": "compare"}  # a part that is not named as its script
+# Parts that are not named as their script, which adds to what it has of the same source.
+SCRIPTS = dict.fromkeys(("head dims", "fa1", "host", "fp16"), "compare")
 
 # By how much a number has to differ to have moved; of those that are not here none is looked at.
 LIMITS = {
