@@ -17,7 +17,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import common
@@ -26,12 +26,13 @@ import torch
 from common import Json
 from compare import (
     GOALS,
+    GRID,
     HIDDEN,
     HOST_ROWS,
     SEQLENS,
     TOKENS,
+    Goal,
     geometric_mean,
-    key,
     on_grid,
     ratio_spread,
     ratios,
@@ -49,7 +50,7 @@ import flash_ext
 # The providers README shows, and who is held against whom.
 ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", "flash_attn_4", BEST, "standard")
 PAIRS = (
-    *(("fa3", peer) for peer in (BEST, "cudnn", "flash", "fa2")),
+    *(("fa3", peer) for peer in (BEST, "cudnn", "flash_attn_4", "flash", "fa2")),
     *(("fa2", peer) for peer in ("flash", "cudnn", "fa1", "standard")),
     ("fa1", "standard"),
 )
@@ -70,10 +71,35 @@ def verdict(reached: bool) -> str:
     return "holds" if reached else "**not reached**"
 
 
+def goal_rows(goal: Goal, cells: list[Json], names: dict[str, str], where: str) -> list[list[str]]:
+    """A goal of each cell of the standard grid, and of their mean; of a part of the grid there is
+    no verdict."""
+    text = f"{goal.ours} over {names[goal.peer]}, {goal.direction}{where}"
+    every = f"{text}, every cell of the grid: at least {goal.least:g}×"
+    values = ratios(standard_cells(cells, goal.direction), goal.ours, goal.peer)
+    if not values:
+        return [[every, UNKNOWN, ""]]
+    whole = len(values) == GRID
+    reached, mean = sum(v >= goal.least for v in values), geometric_mean(values)
+    return [
+        [
+            every,
+            f"{min(values):.2f}× – {max(values):.2f}×, {reached} of {len(values)} cells",
+            verdict(reached == len(values)) if whole else "",
+        ],
+        [
+            f"{text}, geometric mean: at least {goal.mean:g}×",
+            f"{mean:.2f}×, over {len(values)} cells",
+            verdict(mean >= goal.mean) if whole else "",
+        ],
+    ]
+
+
 def claims(
-    compare: Json | None, memory: Json | None, earlier: Sequence[Json] = ()
+    compare: Json | None, memory: Json | None, peers: Json | None = None
 ) -> Iterator[list[str]]:
-    """What the package promises of speed and memory, beside what was measured."""
+    """What the package promises of speed and memory, beside what was measured. ``peers`` has those
+    that need packages of their own."""
     cells = compare["cells"] if compare else []
     bf16 = select(cells, dtype="bf16")
     names = (compare or {}).get("labels", {}) | {BEST: BEST_LABEL, "flash": "SDPA flash"}
@@ -85,34 +111,10 @@ def claims(
         spread = f"{min(values):.2f}× – {max(values):.2f}×, in {len(values)} cells"
         return [f"{text} {least:g}×", spread, verdict(min(values) >= least)]
 
-    def in_any(claim_of: Callable[[list[Json]], list[str]]) -> list[str]:
-        """Of compare.json, or of the first earlier result that has its cells."""
-        row = claim_of(bf16)
-        for result in earlier:
-            if row[1] != UNKNOWN:
-                return row
-            row = claim_of(select(result["cells"], dtype="bf16"))
-            row[1] += "" if row[1] == UNKNOWN else f"; source `{result['digest']}`"
-        return row
-
     for goal in GOALS:
-        text = f"{goal.ours} over {names[goal.peer]}, {goal.direction}"
-        values = ratios(standard_cells(cells, goal.direction), goal.ours, goal.peer)
-        if not values:
-            yield [f"{text}, every cell of the grid: at least {goal.least:g}×", UNKNOWN, ""]
-            continue
-        reached = sum(v >= goal.least for v in values)
-        yield [
-            f"{text}, every cell of the grid: at least {goal.least:g}×",
-            f"{min(values):.2f}× – {max(values):.2f}×, {reached} of {len(values)} cells",
-            verdict(reached == len(values)),
-        ]
-        mean = geometric_mean(values)
-        yield [
-            f"{text}, geometric mean" + (f": at least {goal.mean:g}×" if goal.mean else ""),
-            f"{mean:.2f}×, over {len(values)} cells",
-            verdict(mean >= goal.mean) if goal.mean else "",
-        ]
+        yield from goal_rows(goal, cells, names, "")
+        if peers and goal.peer == BEST:
+            yield from goal_rows(goal, peers["cells"], names, " (all in one process)")
     for (direction, d, causal), least in FA3_SPEEDS.items():
         longest = select(standard_cells(cells, direction), seqlen=max(SEQLENS))
         speeds = [c["providers"].get("fa3", {}).get("tflops")
@@ -125,14 +127,12 @@ def claims(
             verdict(speed >= least) if speed else "",
         ]
     for direction in ("forward", "backward"):
-        text = f"fa1 over standard attention, {direction}, d 128, S 1024–2048, B·H ≥ 132: at least"
-
-        def over_standard(found: list[Json], text: str = text, way: str = direction) -> list[str]:
-            wide = select(found, direction=way, d=128, seqlen=(1024, 2048))
-            many = [c for c in wide if c["batch"] * c["heads"] >= 132]
-            return claim(text, many, "fa1", "standard", 1.5)
-
-        yield in_any(over_standard)
+        wide = select(bf16, direction=direction, d=128, seqlen=(1024, 2048))
+        yield claim(
+            f"fa1 over standard attention, {direction}, d 128, S 1024–2048, B·H ≥ 132: at least",
+            [c for c in wide if c["batch"] * c["heads"] >= 132],
+            "fa1", "standard", 1.5,
+        )  # fmt: skip
     for direction in ("forward", "backward"):
         yield claim(
             f"fa2 over fa1, {direction}, S ≥ 4096: at least",
@@ -281,8 +281,10 @@ def results_section() -> str:
         tests = common.read_json(folder / "tests.json")
         device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
         parts.append(f"### {device}\n\n{tests_line(tests)}")
-        earlier = [r for p in sorted(folder.glob("compare_*.json")) if (r := common.read_json(p))]
-        parts.append(table(["claim", "measured", ""], list(claims(compare, memory, earlier))))
+        peers = common.read_json(folder / "peers.json")
+        if peers is not None:
+            peers["cells"] = with_best(peers["cells"], None)
+        parts.append(table(["claim", "measured", ""], list(claims(compare, memory, peers))))
         if compare is None:
             continue
         cells = [c for c in select(compare["cells"], seqlen=SEQLENS) if on_grid(c)]
@@ -299,12 +301,9 @@ def results_section() -> str:
         others = [c for c in compare["cells"] if c.get("seqlen_q") or c.get("kv_heads")]
         parts += [other_table(others, labels)] if others else []
         parts += [host_table(compare["host"], labels)] if "host" in compare else []
-        known = {key(c) for c in cells}
-        for result in earlier:
-            missing = [c for c in result["cells"] if on_grid(c) and key(c) not in known]
-            if missing:
-                parts.append(f"Measured before and not since: {provenance(result)}.")
-                parts.append(ratio_table(missing, result["labels"]))
+        if peers is not None:
+            parts.append(f"Beside packages of their own, all in one process: {provenance(peers)}.")
+            parts.append(ratio_table(peers["cells"], peers["labels"] | {BEST: BEST_LABEL}))
         for direction in ("forward", "backward"):
             found = select(cells, direction=direction, dtype="bf16")
             if found:
@@ -452,9 +451,6 @@ def options_section() -> str:
                 " torch.use_deterministic_algorithms."
             )
             parts.append(deterministic_table(result))
-        if not result["mix"]:
-            result = common.read_json(folder / "options_mix.json") or result
-            parts += [f"Measured before and not since: {provenance(result)}."] * bool(result["mix"])
         if result["mix"]:
             parts.append(
                 f"Packed self-attention, {len(result['lengths'])} sequences of"

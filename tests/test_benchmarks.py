@@ -330,27 +330,21 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ), "of cuDNN alone nobody knows whether it is the best"
     (folder / recorded.name).write_text(recorded.read_text())
     text = report.results_section()
-    assert "| fa3 over best peer, forward, geometric mean | 1.0" in text
+    assert "| fa3 over best peer, forward, geometric mean: at least 1.08× | 1.0" in text
     assert "marked r below" in text and " r |" in text
     assert "| fa3, forward, d 64 full, S 16384: at least 560 TFLOP/s | 2443 | holds |" in text
     assert "host time per call, forward, µs | 8.5 | 9.0 | 12.3 |" in text
     assert "host time per call, forward and backward, µs | – | 90.0 | 123.4 |" in text
     assert "host time per call, forward, compiled, µs | – | 15.0 | – |" in text
 
-    before = [
-        s | {"dtype": "fp16", "providers": c["providers"]}
-        for s, c in zip(SHAPES, cells, strict=True)
-    ]
-    wide = {"dtype": "bf16", "d": 128, "seqlen": 1024, "batch": 33, "heads": 8, "causal": True}
-    times = {"fa1": {"ms": 1.0}, "standard": {"ms": 2.0}}
-    before += [wide | {"direction": "forward", "providers": times}]
-    (folder / "compare_before.json").write_text(
-        json.dumps(setup | {"cells": [*cells, *before], "labels": labels, "digest": "1" * 16})
-    )
+    for c in cells:
+        c["providers"]["flash_attn_4"] = c["providers"]["cudnn"]
+    (folder / "peers.json").write_text(json.dumps(setup | {"cells": cells, "labels": labels}))
     text = report.results_section()
-    assert f"Measured before and not since: torch 2; 2000-01-01; source `{'1' * 16}`." in text
-    assert text.count("| forward, d 64, full | ") == 1 and "| forward, d 64, full, fp16 | " in text
-    assert f"at least 1.5× | 2.00× – 2.00×, in 1 cells; source `{'1' * 16}` | holds |" in text
+    assert (
+        "fa3 over best peer, forward (all in one process), geometric mean: at least 1.08×" in text
+    )
+    assert "Beside packages of their own, all in one process: torch 2; 2000-01-01; " in text
 
 
 def test_lengths_of_the_mix() -> None:
