@@ -211,12 +211,14 @@ def draw_speedup(rows: Any) -> Any:
             axis.bar(xs, [m - 1 for m in means], 0.25, bottom=1, color=STYLES[ours][0], label=ours,
                      zorder=2)  # fmt: skip
             axis.errorbar(xs, means, whiskers, fmt="none", color="#000000", lw=1, capsize=2)
-            for x, (mean, _, top) in zip(xs, mine.values(), strict=True):
-                axis.text(x, max(top, 1) * 1.08, f"{mean:.2f}", ha="center", fontsize=8)
+            for x, (mean, bottom, top) in zip(xs, mine.values(), strict=True):
+                y, side = (top * 1.08, "bottom") if mean >= 1 else (bottom / 1.08, "top")
+                axis.text(x, y, f"{mean:.2f}", ha="center", va=side, fontsize=8)
+        axis.set_ylim(min(r[4] for r in rows) / 3)
         axis.axhline(1, color="#333333", lw=1)
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}×" if y >= 1 else f"1/{1 / y:g}×")
-        axis.set_xticks(range(len(peers)), [f"over {LABELS[p]}".replace(" a", "\na")
+        axis.set_xticks(range(len(peers)), [f"over\n{LABELS[p]}".replace(" ", "\n")
                                             for p in peers], fontsize=9)  # fmt: skip
         axis.set_title(direction)
         axis.grid(axis="x", visible=False)
