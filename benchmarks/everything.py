@@ -1,6 +1,6 @@
 """All that README and docs show, measured again on this GPU, and what moved since it was recorded.
 
-    make bench                          # within nine minutes on an H200
+    make bench                          # about nine minutes on an H200
     python benchmarks/everything.py --only compare io
     python benchmarks/everything.py --against HEAD~5    # what moved since then; measures nothing
 
