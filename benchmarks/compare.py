@@ -8,7 +8,7 @@
     python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
     python benchmarks/compare.py --host                          # the CPU's time per call alone
-    python benchmarks/compare.py --variants fa3 --peers cudnn flash_attn_4 --out results/peers.json
+    python benchmarks/compare.py --peers cudnn flash_attn_4 --out benchmarks/results/GPU/peers.json
     python benchmarks/compare.py --device cpu                    # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
@@ -388,11 +388,15 @@ def place(cell: Json) -> str:
     return f"d {cell['d']} {'causal' if cell['causal'] else 'full'} S {cell['seqlen']}"
 
 
+def is_plain(cell: Json) -> bool:
+    """Whether a cell has as many queries as keys, and as many key heads as query heads."""
+    return not (cell.get("seqlen_q") or cell.get("kv_heads"))
+
+
 def on_grid(cell: Json, tokens: int = TOKENS, hidden: int = HIDDEN) -> bool:
     """Whether a cell's batch and heads are the standard grid's; head dim and type may be others."""
     batch, heads = max(1, tokens // cell["seqlen"]), max(1, hidden // cell["d"])
-    others = cell.get("seqlen_q") or cell.get("kv_heads")
-    return (cell["batch"], cell["heads"]) == (batch, heads) and not others
+    return (cell["batch"], cell["heads"]) == (batch, heads) and is_plain(cell)
 
 
 def summarise(cells: list[Json], names: Iterable[str]) -> list[Json]:

@@ -33,6 +33,7 @@ from compare import (
     TOKENS,
     Goal,
     geometric_mean,
+    is_plain,
     on_grid,
     ratio_spread,
     ratios,
@@ -101,7 +102,7 @@ def claims(
     """What the package promises of speed and memory, beside what was measured. ``peers`` has those
     that need packages of their own."""
     cells = compare["cells"] if compare else []
-    bf16 = select(cells, dtype="bf16")
+    plain = [c for c in select(cells, dtype="bf16") if is_plain(c)]
     names = (compare or {}).get("labels", {}) | {BEST: BEST_LABEL, "flash": "SDPA flash"}
 
     def claim(text: str, found: list[Json], ours: str, peer: str, least: float) -> list[str]:
@@ -127,7 +128,7 @@ def claims(
             verdict(speed >= least) if speed else "",
         ]
     for direction in ("forward", "backward"):
-        wide = select(bf16, direction=direction, d=128, seqlen=(1024, 2048))
+        wide = select(plain, direction=direction, d=128, seqlen=(1024, 2048))
         yield claim(
             f"fa1 over standard attention, {direction}, d 128, S 1024–2048, B·H ≥ 132: at least",
             [c for c in wide if c["batch"] * c["heads"] >= 132],
@@ -298,7 +299,7 @@ def results_section() -> str:
         parts.append(ratio_table(cells, labels))
         parts += [note] if (note := spread_note(cells)) else []
         parts += [note] if (note := recorded_note(cells, folder)) else []
-        others = [c for c in compare["cells"] if c.get("seqlen_q") or c.get("kv_heads")]
+        others = [c for c in compare["cells"] if not is_plain(c)]
         parts += [other_table(others, labels)] if others else []
         parts += [host_table(compare["host"], labels)] if "host" in compare else []
         if peers is not None:

@@ -337,6 +337,19 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "host time per call, forward and backward, µs | – | 90.0 | 123.4 |" in text
     assert "host time per call, forward, compiled, µs | – | 15.0 | – |" in text
 
+    one = {"dtype": "bf16", "d": 128, "causal": False, "seqlen": 2048, "batch": 128, "heads": 32}
+    one |= {"direction": "forward", "providers": {"fa1": {"ms": 1.0}, "standard": {"ms": 2.0}}}
+    decode = one | {
+        "seqlen_q": 1,
+        "kv_heads": 32,
+        "providers": {"fa1": {"ms": 1.0}, "standard": {"ms": 9.0}},
+    }
+    more = setup | {"cells": [*cells, one, decode], "labels": labels}
+    (folder / "compare.json").write_text(json.dumps(more))
+    assert "B·H ≥ 132: at least 1.5× | 2.00× – 2.00×, in 1 cells | holds |" in (
+        report.results_section()
+    ), "a decoding step is no self-attention"
+
     for c in cells:
         c["providers"]["flash_attn_4"] = c["providers"]["cudnn"]
     (folder / "peers.json").write_text(json.dumps(setup | {"cells": cells, "labels": labels}))
