@@ -429,8 +429,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dq = empty_as(q);
     Tensor dk = empty_as(k);
     Tensor dv = empty_as(v);
-    Tensor dbias = has_dbias ? empty_as(*options.bias) : empty(q, {0}, q.scalar_type());
-    Tensor dsink = options.sink ? empty_as(*options.sink) : empty(q, {0}, q.scalar_type());
+    Tensor dbias = has_dbias ? empty_as(*options.bias) : Tensor();
+    Tensor dsink = options.sink ? empty_as(*options.sink) : Tensor();
     params.q = view(q);
     params.k = view(k);
     params.v = view(v);
