@@ -338,6 +338,25 @@ void debug_seqlens(const Tensor& q, const Sizes& sizes, const Options& options) 
     }
 }
 
+// A single query, as in decoding: the heads that share a key head become the rows of one tile,
+// which loads K and V once for all of them. Only where nothing tells these heads or rows apart.
+void fold_group(ForwardParams& params) {
+    const int group = params.heads_q / std::max(params.heads_k, 1);
+    const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+                       params.sink == nullptr && params.rng_state == nullptr;
+    const bool sees_all_keys = params.window_left >= params.seqlen_k;
+    if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
+        !sees_all_keys || params.q.head_stride == 0)
+        return;
+    for (TensorView* view : {&params.q, &params.out}) {
+        view->row_stride = view->head_stride;
+        view->head_stride *= group;
+    }
+    params.seqlen_q = group;  // and lse (B, Hq, 1) is lse (B, Hk, group)
+    params.heads_q = params.heads_k;
+    params.window_right = BandMask::kUnlimited;
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -359,19 +378,20 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     params.v = view(v);
     params.out = view(out);
     params.lse = static_cast<float*>(lse.data_ptr());
+    fold_group(params);
 
     Workspace workspace(q);
     const cudaStream_t stream = current_stream(q);
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         if (variant == Variant::kFa1) {
             constexpr int kBlockQ = tuning::fa1_forward({dim, dim_v}).block_q;
-            const int64_t rows = sizes.heads_q * sizes.tensor_batches() *
+            const int64_t rows = params.heads_q * sizes.tensor_batches() *
                                  tile_numbers(params, params.seqlen_q, kBlockQ) * kBlockQ;
             params.out_accum = workspace.allocate<float>(rows * dim_v);
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
-            const int64_t tiles = sizes.heads_q * sizes.tensor_batches() *
+            const int64_t tiles = params.heads_q * sizes.tensor_batches() *
                                   tile_numbers(params, params.seqlen_q, tuning::kMinFa3BlockQ);
             if (tiles > device_limits(q.get_device_index()).multiprocessors)
                 params.tile_counter = workspace.allocate_counters(1);
@@ -409,8 +429,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dq = empty_as(q);
     Tensor dk = empty_as(k);
     Tensor dv = empty_as(v);
-    Tensor dbias = has_dbias ? empty_as(*options.bias) : empty(q, {0}, q.scalar_type());
-    Tensor dsink = options.sink ? empty_as(*options.sink) : empty(q, {0}, q.scalar_type());
+    Tensor dbias = has_dbias ? empty_as(*options.bias) : Tensor();
+    Tensor dsink = options.sink ? empty_as(*options.sink) : Tensor();
     params.q = view(q);
     params.k = view(k);
     params.v = view(v);

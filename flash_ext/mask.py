@@ -28,6 +28,7 @@ class Band:
 
     @property
     def offset(self) -> int:
+        """The key position that query 0 is aligned with: the last query sees the last key."""
         return self.seqlen_k - self.seqlen_q
 
     def key_range(self, q0: int, q1: int) -> tuple[int, int]:

@@ -165,10 +165,12 @@ class Tile:
 
     @property
     def rows(self) -> slice:
+        """The rows of Q, O and the statistics that belong to the tile."""
         return self.tiling.rows(self.q0, self.q1)
 
     @property
     def keys(self) -> slice:
+        """The rows of K and V that belong to the tile."""
         return slice(self.k0, self.k1)
 
     def scores(self, S_ij: Tensor) -> Tensor:

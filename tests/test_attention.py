@@ -133,6 +133,30 @@ def long_sequences(device: str) -> Iterator[Problem]:
             yield Problem(1, 4224, 4224, 2, 1, d, dtype, **mask)
 
 
+def one_query(device: str) -> Iterator[Problem]:
+    """Decoding with grouped heads: those of a group are rows of one tile, but where an option tells
+    them apart."""
+    dims = (64, 96, 128, 192, 256, 40) if device == "cuda" else (64,)
+    options = (
+        {},
+        {"causal": True},
+        {"window": (50, 0)},
+        {"window": (300, 7)},  # hides nothing
+        {"softcap": 1.5},
+        {"seqused_k": (300, 0, 129)},
+        {"sink": True},
+        {"alibi": "h"},
+        {"alibi": "bh", "causal": True},
+        {"bias": "bhqk"},
+        {"dropout_p": 0.3},
+        {"layout": "bhsd"},
+        {"layout": "packed"},
+        {"layout": "odd_row"},
+    )
+    for d, group, option in itertools.product(dims, (1, 3, 8), options):
+        yield Problem(3, 1, 300, 2 * group, 2, head_dim=d, **option)
+
+
 def empty(device: str) -> Iterator[Problem]:
     """A size of zero anywhere but in the heads and the head dimension."""
     for batch, sq, sk in ((0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)):
@@ -247,6 +271,7 @@ GRIDS = (
     scales,
     losses,
     long_sequences,
+    one_query,
     empty,
     each_option,
     sinks,

@@ -164,6 +164,7 @@ class Handle:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def remove(self) -> None:
+        """End the overrides; a second time it does nothing."""
         if self._library is not None:
             self._library = None  # with the library go its kernels
             torch.backends.cuda.enable_cudnn_sdp(self._cudnn)

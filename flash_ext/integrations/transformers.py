@@ -69,6 +69,7 @@ class Mask:
     ndim: ClassVar[int] = 4
 
     def contiguous(self) -> Mask:
+        """Itself, as of a tensor."""
         return self
 
     def to(self, device: torch.device, **options: Any) -> Mask:
