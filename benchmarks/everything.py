@@ -31,7 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "numerics": (),
     "io": (),
     "memory": (),
-    "compare": ("--brief", "--min-time", "0.05", "--set", "standard", "gqa", "decode"),
+    "compare": ("--brief", "--min-time", "0.04", "--set", "standard", "gqa", "decode"),
     "head dims": ("--brief", "--min-time", "0.03", "--d", "96", "192", "--variants", "fa2", "fa3",
                   "--peers", "flash", "cudnn"),
     "fa1": ("--brief", "--min-time", "0.03", "--d", "128", "--s", "1024", "2048", "--batch", "33",

@@ -51,18 +51,30 @@ struct Fa3Forward {
 
 inline constexpr int kMinFa3BlockQ = 128;  // its smallest Q tiles
 
-// Keys from which on the tiles for long sequences are the faster ones.
-inline constexpr int kLongKeys = 4096;
+// What fa3's forward tiles are chosen by, beside head dims.
+enum class Fa3Lengths { kFewQueries, kUsual, kLongKeys };
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, bool long_keys) {
+inline constexpr int kLongKeys = 8192;
+
+// Of a sequence. Few queries are those of which 256 rows a tile would leave many more rows empty
+// than 128 do.
+constexpr Fa3Lengths fa3_lengths(int queries, int keys) {
+    const auto rounded = [&](int64_t rows) { return ceil_div<int64_t>(queries, rows) * rows; };
+    if (rounded(256) > rounded(128) + rounded(128) / 8) return Fa3Lengths::kFewQueries;
+    return keys >= kLongKeys ? Fa3Lengths::kLongKeys : Fa3Lengths::kUsual;
+}
+
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
     switch (dims.qk) {
         case 64:
-            return long_keys && features != Features::kGeneral ? Fa3Forward{3, 96, 2, 4, 4, false}
-                                                               : Fa3Forward{2, 128, 2, 4, 4, true};
+            if (features == Features::kGeneral || lengths == Fa3Lengths::kFewQueries)
+                return {2, 128, 2, 4, 4, true};
+            if (lengths == Fa3Lengths::kLongKeys) return {3, 96, 2, 4, 4, false};
+            return {4, 64, 2, 3, 3, false};
         case 96:
             return {2, 128, 2, 3, 3, false};
         case 128:
-            return {2, 128, 2, 3, 2, false};
+            return {2, 128, 2, 3, 2, true};
         case 192:
             if (dims.v == 128) return {2, 96, 2, 2, 2, false};
             return {2, 80, 2, 2, 2, false};

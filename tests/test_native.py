@@ -337,10 +337,24 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
 
 def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
     """What benchmarks/io.py predicts with. fa3's backward is not in tuning.h."""
-    assert native.long_keys == benchmark_io.LONG_KEYS
+    long = benchmark_io.LONG_KEYS
+    assert native.long_keys == long
     for (method, direction), sizes in benchmark_io.TILES.items():
         for d, size in sizes.items():
             if (method, direction) != ("fa3", "backward"):
-                assert native.tiles(d, False)[method, direction] == size
-    assert native.tiles(64, True)["fa3", "forward"] == benchmark_io.LONG_TILE
-    assert native.tiles(128, True)["fa3", "forward"] == benchmark_io.TILES["fa3", "forward"][128]
+                assert native.tiles(d, long - 1, long - 1)[method, direction] == size
+    tiles = native.tiles(64, long, long)
+    assert tiles["fa3", "forward"] == benchmark_io.LONG_TILE
+    assert tiles["fa3", "forward with options"] == benchmark_io.SOFTCAP_TILE
+    for d in (128, 256):  # one size for all lengths
+        assert (
+            native.tiles(d, long, long)["fa3", "forward"] == native.tiles(d, 1, 1)["fa3", "forward"]
+        )
+
+
+@pytest.mark.parametrize(
+    "queries, rows", [(1, 128), (128, 128), (129, 256), (640, 128), (8191, 256)]
+)
+def test_few_queries_get_small_tiles(native: ModuleType, queries: int, rows: int) -> None:
+    """Where tiles of 256 rows would compute more than an eighth more of them."""
+    assert native.tiles(64, queries, 1000)["fa3", "forward"] == rows

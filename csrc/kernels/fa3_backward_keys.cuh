@@ -419,7 +419,7 @@ struct Fa3BackwardKeys {
         Walk walk;
         Place place;  // of the scores
         typename Config::KRing::Cursor k;
-        Interval full;
+        Interval full{};
         Scores rS;
         Operand rP;
         GradientV rdV;

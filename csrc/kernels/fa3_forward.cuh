@@ -59,10 +59,13 @@ struct Fa3ForwardConfig {
     static_assert(kBlockQ >= tuning::kMinFa3BlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
+    // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
+    // registers for that, and one's softmax runs beside the others' matmuls.
+    static constexpr bool kOverlap = kConsumers < 4;
     static constexpr int kDrawAhead = 2;
     // All that a CTA of this size can have, less a little for the producer.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
@@ -366,7 +369,8 @@ struct Fa3Forward {
         typename Config::Tiles::Cursor tile, tile_done;  // of the scores, of the output
         Scores rS;
         Output rO;
-        Probabilities rP[2];  // P V reads the one while the other is written
+        constexpr int kNext = Config::kOverlap;  // P V reads the one P while the other is written
+        Probabilities rP[1 + kNext];
         Softmax softmax;
 
         // With one slot, Q is let go as soon as its last scores are there, else when the next tile
@@ -451,35 +455,42 @@ struct Fa3Forward {
             pass_turn();
             const auto v_read = v;
             v.advance();
+            const auto finish_output = [&] {
+                ptx::wgmma_wait<0>();
+                finished(rO);
+                release(v_ring, v_read);
+            };
 
-            ptx::wgmma_wait<1>();
+            if constexpr (Config::kOverlap) {
+                ptx::wgmma_wait<1>();
+            } else {
+                finish_output();
+            }
             if (last) done = softmax;
             began = kept = last;
             rescaling = probabilities(next_rP, last, steady);
-            ptx::wgmma_wait<0>();
-            finished(rO);
-            release(v_ring, v_read);
+            if constexpr (Config::kOverlap) finish_output();
             if (last) skip(v_ring, v, hidden, v_ready);
             return true;
         };
         bool odd = false;  // which P is left at the end
         while (true) {
-            if (!step(rP[0], rP[1], std::false_type{})) break;
-            if (!step(rP[1], rP[0], std::false_type{})) {
+            if (!step(rP[0], rP[kNext], std::false_type{})) break;
+            if (!step(rP[kNext], rP[0], std::false_type{})) {
                 odd = true;
                 break;
             }
             const int steady_until = max_of(first_kv_tile + kReleaseEarly, full.begin);
             while (!began && kv_tile - 2 >= steady_until && kv_tile - 1 < full.end) {
-                step(rP[0], rP[1], std::true_type{});
-                step(rP[1], rP[0], std::true_type{});
+                step(rP[0], rP[kNext], std::true_type{});
+                step(rP[kNext], rP[0], std::true_type{});
             }
         }
         settle();
         v_ring.wait(v);
         take_turn();
         if (odd) {
-            start_output(rO, rP[1], v, !began);
+            start_output(rO, rP[kNext], v, !began);
         } else {
             start_output(rO, rP[0], v, !began);
         }
@@ -535,14 +546,16 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const int keys =
-        params.seqlen_k / (params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1));
+    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    const tuning::Fa3Lengths lengths =
+        tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences);
     dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
-        dispatch<false, true>(keys >= tuning::kLongKeys, [&](auto long_keys) {
+        using enum tuning::Fa3Lengths;
+        dispatch<kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
             using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
                                             tuning::fa3_forward({kHeadDim, kHeadDimV},
-                                                                features.value, long_keys)>;
+                                                                features.value, lengths)>;
             status = launch_fa3_forward<Config>(params, stream);
         });
     });

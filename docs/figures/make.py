@@ -96,6 +96,7 @@ def tunings():
     ]
     keys = f"{int(source.split('kLongKeys = ')[1].split(';')[0]):,}"
     names = [
+        ("64, few queries or options", 64, 64),
         (f"64, from {keys} keys on", 64, 64),
         ("64, else", 64, 64),
         ("96", 96, 96),
@@ -123,9 +124,10 @@ def shared_memory(tuning):
 
 
 def registers(tuning):
-    """Registers a lane for S, P, P', O, and the limit of a consumer."""
+    """Registers a lane for S, P, P' (not with four consumers), O, and the limit of a consumer."""
     _, _, dv, consumers, block_kv, *_ = tuning
-    return [block_kv // 2, block_kv // 4, block_kv // 4, dv // 2], 232 if consumers == 2 else 160
+    p = block_kv // 4
+    return [block_kv // 2, p, p * (consumers < 4), dv // 2], {2: 232, 3: 160, 4: 112}[consumers]
 
 
 def draw_roles():
@@ -242,7 +244,8 @@ def draw_step():
 
 
 def draw_shared_memory():
-    svg = Svg("shared_memory", 350, "Shared memory of the FA3 forward by head dim")
+    bottom = 40 + 38 * len(tunings())
+    svg = Svg("shared_memory", bottom + 44, "Shared memory of the FA3 forward by head dim")
     left, scale = 185, 590 / SHARED_LIMIT
     svg.text(8, 24, "d", 13, bold=True)
     colors = {"Q": SKY, "K": SAND, "V": GREEN}
@@ -256,18 +259,19 @@ def draw_shared_memory():
                 x += size * scale
         svg.rect(x, y, 2, 28, INK)
     limit = left + SHARED_LIMIT * scale
-    svg.line(limit, 14, limit, 314, RED, 2, "6 3")
+    svg.line(limit, 14, limit, bottom + 8, RED, 2, "6 3")
     svg.text(limit - 6, 24, "227 KB", 12, "end", RED)
     svg.text(left, 24, "one slot of a ring each; the black rim: tile descriptions and barriers", 12)
     for kb in (0, 50, 100, 150, 200):
         x = left + kb * 1024 * scale
-        svg.line(x, 306, x, 312)
-        svg.text(x, 328, f"{kb} KB", 12, "middle")
+        svg.line(x, bottom, x, bottom + 6)
+        svg.text(x, bottom + 22, f"{kb} KB", 12, "middle")
     svg.write()
 
 
 def draw_registers():
-    svg = Svg("registers", 350, "Registers of a consumer's lane by head dim")
+    bottom = 40 + 38 * len(tunings())
+    svg = Svg("registers", bottom + 44, "Registers of a consumer's lane by head dim")
     left, scale = 185, 590 / 240
     svg.text(8, 24, "d", 13, bold=True)
     svg.text(left, 24, "32-bit registers of one lane; right of the line there are none", 12)
@@ -278,6 +282,8 @@ def draw_registers():
         x = float(left)
         labels = zip(("S", "P", "P'", "O"), counts, (SKY, SAND, PINK, GREEN), strict=True)
         for name, count, color in labels:
+            if count == 0:
+                continue
             svg.box(x, y, count * scale, 28, f"{name} {count}", color)
             x += count * scale
         rest = left + limit * scale - x
@@ -285,8 +291,8 @@ def draw_registers():
         svg.line(left + limit * scale, y - 4, left + limit * scale, y + 32, RED, 3)
     for count in (0, 40, 80, 120, 160, 200, 232):
         x = left + count * scale
-        svg.line(x, 306, x, 312)
-        svg.text(x, 328, str(count), 12, "middle")
+        svg.line(x, bottom, x, bottom + 6)
+        svg.text(x, bottom + 22, str(count), 12, "middle")
     svg.write()
 
 

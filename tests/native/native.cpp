@@ -214,7 +214,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("padded_head_dims", &padded_head_dims);
 
     // Queries or keys of the tile that says how often a plain pass reads the other side.
-    m.def("tiles", [](int head_dim, bool long_keys) {
+    m.def("tiles", [](int head_dim, int queries, int keys) {
         using namespace tuning;
         const HeadDims dims{head_dim, head_dim};
         const Forward fa2 = fa2_forward(dims, Features::kPlain);
@@ -223,7 +223,10 @@ PYBIND11_MODULE(flash_ext_native, m) {
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, fa1_forward(dims).block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
-            {{"fa3", "forward"}, 64 * fa3_forward(dims, Features::kPlain, long_keys).consumers},
+            {{"fa3", "forward"},
+             64 * fa3_forward(dims, Features::kPlain, fa3_lengths(queries, keys)).consumers},
+            {{"fa3", "forward with options"},
+             64 * fa3_forward(dims, Features::kGeneral, fa3_lengths(queries, keys)).consumers},
             {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},
             {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
     });
