@@ -196,7 +196,7 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
 
 // The backward's workspaces have rows for queries, in blocks of which a Q tile is a part, so that
 // every sequence begins with a whole tile. Workspaces hold dQ, D numbers a row, and statistics.
-inline constexpr int kWorkspaceRows = 128;
+inline constexpr int kWorkspaceRows = 640;
 
 FLASH_HOST_DEVICE constexpr int64_t workspace_row(const BackwardParams& params,
                                                   const Sequence& sequence, int head, int query) {

@@ -90,10 +90,12 @@ struct Fa3BackwardConfig {
 
     // A consumer's part of dQ: 64 columns of 64 rows, or all columns of its half of the rows.
     static constexpr bool kSplitColumns = kBlockQ == 64;
-    static constexpr int kDQCols = kSplitColumns ? kHeadDim / kConsumers : kHeadDim;
+    // 80 queries are no multiple of wgmma's 64 rows, but of its columns: then dQ^T, of 64 columns.
+    static constexpr bool kTransposeDQ = kBlockQ % 64 != 0;
+    static constexpr int kDQCols =
+        kTransposeDQ ? kBlockQ : kSplitColumns ? kHeadDim / kConsumers : kHeadDim;
     using DQ = RegisterTile<16, kDQCols>;
-    static_assert(kBlockQ == 64 || kBlockQ == 128);
-    static_assert(kDQCols % 64 == 0);
+    static_assert(kTransposeDQ ? kHeadDim == 64 * kConsumers : kDQCols % 64 == 0);
 
     static constexpr int kStatisticsBytes = kBlockQ * 4;
     static constexpr int kK = 0;
@@ -531,11 +533,12 @@ struct Fa3Backward {
         const AlongColumns<QTile> q_columns(shared + Config::kQ);
         const AlongColumns<DOTile> do_columns(shared + Config::kDO);
         const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
-        const AlongColumns<DSTile> ds_columns(
-            ds_tile(0) + (Config::kSplitColumns ? 0 : consumer * DSTile::kPanelBytes));
+        constexpr bool kAllRows = Config::kSplitColumns || Config::kTransposeDQ;
+        const AlongColumns<DSTile> ds_columns(ds_tile(0) +
+                                              (kAllRows ? 0 : consumer * DSTile::kPanelBytes));
         const AlongColumns<KTile> k_columns(
             shared + Config::kK +
-            (Config::kSplitColumns ? consumer * (Config::kDQCols / 64) * KTile::kPanelBytes : 0));
+            (kAllRows ? consumer * (Config::kHeadDim / 128) * KTile::kPanelBytes : 0));
 
         for (;; t.advance()) {
             tiles.ring.wait(t);
@@ -558,7 +561,12 @@ struct Fa3Backward {
                 QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
                 Scores rS, rdP;
                 Operand rP, rdS;
-                DQ rdQ;
+                // dQ^T is as large as S, and takes its registers, since P lies in those of dP.
+                DQ own;
+                auto& rdQ = [&]() -> DQ& {
+                    if constexpr (Config::kTransposeDQ) return rS;
+                    else return own;
+                }();
 
                 const auto start_scores = [&] {
                     q_ring.wait(q);
@@ -589,8 +597,12 @@ struct Fa3Backward {
                 // This consumer's part of dQ.
                 const auto start_dq = [&] {
                     dq_ring(consumer).acquire(part);
-                    start_gemm_columns<Element, Config::kBlockKV>(
-                        rdQ, in_slot<DSTile::kBytes>(ds_columns, ds), k_columns, false);
+                    const auto dS = in_slot<DSTile::kBytes>(ds_columns, ds);
+                    if constexpr (Config::kTransposeDQ) {
+                        start_gemm_columns<Element, Config::kBlockKV>(rdQ, k_columns, dS, false);
+                    } else {
+                        start_gemm_columns<Element, Config::kBlockKV>(rdQ, dS, k_columns, false);
+                    }
                 };
                 const auto finish_dv_dk = [&] {
                     ptx::wgmma_wait<0>();

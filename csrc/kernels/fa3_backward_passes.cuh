@@ -89,7 +89,9 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     const float* accum = params.dq_accum +
                          int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
                          warp_id() * (DQ::kN * 128) + lane_id() * 4;
-    const int warp_row = Config::kSplitColumns ? warp_id() % 4 * 16 : warp_id() * 16;
+    const int warp_row = Config::kTransposeDQ    ? 0
+                         : Config::kSplitColumns ? warp_id() % 4 * 16
+                                                 : warp_id() * 16;
     const int first_col = Config::kSplitColumns ? warp_id() / 4 * Config::kDQCols : 0;
     const int first_query = q_tile * Config::kBlockQ + warp_row;
     if (first_query >= sequence.seqlen_q) return;
@@ -107,6 +109,28 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     }
     if (!stored) rdQ.clear();
     rdQ.scale(params.scale);
+    if constexpr (Config::kTransposeDQ) {
+        constexpr int kPitch = Config::kHeadDim + 8;
+        __shared__ __align__(16) Element rows[Config::kBlockQ * kPitch];
+#pragma unroll
+        for (int n = 0; n < DQ::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                rows[(8 * n + lane_col() + i % 2) * kPitch + warp_id() * 16 + lane_row() +
+                     i / 2 * 8] = ptx::from_float<Element>(rdQ.v[0][n][i]);
+        __syncthreads();
+        const auto gdQ = global_tile<Element>(
+            params.dq, sequence.batch, sequence.q_begin + q_tile * Config::kBlockQ, head,
+            sequence.seqlen_q - q_tile * Config::kBlockQ, params.head_dim);
+        constexpr int kChunks = Config::kHeadDim / 8;
+        for (int i = threadIdx.x; i < Config::kBlockQ * kChunks; i += kFa3PassThreads) {
+            const int row = i / kChunks, col = i % kChunks * 8;
+            if (row < gdQ.rows && col < params.head_dim)
+                *reinterpret_cast<uint4*>(gdQ.data + row * gdQ.row_stride + col) =
+                    *reinterpret_cast<const uint4*>(rows + row * kPitch + col);
+        }
+        return;
+    }
     auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
                                     sequence.seqlen_q - first_query, params.head_dim - first_col);
     gdQ.data += first_col;
