@@ -73,6 +73,9 @@ struct Fa3BackwardConfig {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = 64 * kConsumers;
     static constexpr bool kTurns = kTuning.turns;
+    // Both consumers' parts of dQ pass through one slot, the first one's first.
+    static constexpr bool kShareDQ = kTuning.share_dq;
+    static constexpr int kDQSlots = kShareDQ ? 1 : kConsumers;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -104,7 +107,7 @@ struct Fa3BackwardConfig {
     static constexpr int kDO = kQ + QRing::kSlots * QTile::kBytes;
     static constexpr int kDS = kDO + DORing::kSlots * DOTile::kBytes;
     static constexpr int kDQ = kDS + 2 * DSTile::kBytes;
-    static constexpr int kLse = kDQ + kConsumers * DQRing::kSlotBytes;
+    static constexpr int kLse = kDQ + kDQSlots * DQRing::kSlotBytes;
     static constexpr int kDelta = kLse + QRing::kSlots * kStatisticsBytes;
     static constexpr int kTiles = kDelta + DORing::kSlots * kStatisticsBytes;
     using Tiles = TileQueue<KeyTile, kTiles>;
@@ -114,7 +117,7 @@ struct Fa3BackwardConfig {
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
     static constexpr int kDQBarriers = kTileBarriers + Tiles::kBarrierBytes;
-    static constexpr int kDSBarriers = kDQBarriers + kConsumers * DQRing::kBarrierBytes;
+    static constexpr int kDSBarriers = kDQBarriers + kDQSlots * DQRing::kBarrierBytes;
     static constexpr int kSharedBytes = kDSBarriers + 2 * 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -248,13 +251,14 @@ struct Fa3Backward {
         k_ring.init(kReaders);
         v_ring.init(kReaders);
         tiles.init(kWarps + 3);  // and the producers
-        for (int i = 0; i < Config::kConsumers; ++i) dq_ring(i).init(1, 4);
+        for (int i = 0; i < Config::kDQSlots; ++i) dq_ring(i).init(1, 4);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
         ptx::mbarrier_init(ds_barrier(1), kWarps);
         ptx::mbarrier_fence_init();
     }
 
     __device__ __forceinline__ typename Config::DQRing dq_ring(int i) const {
+        if (Config::kShareDQ) i = 0;
         return {shared + Config::kDQ + i * Config::DQRing::kSlotBytes,
                 shared + Config::kDQBarriers + i * Config::DQRing::kBarrierBytes};
     }
@@ -382,8 +386,9 @@ struct Fa3Backward {
                     }
                     ptx::bulk_wait_read();
                     ring.release(c);
+                    if (Config::kShareDQ) c.advance();
                 }
-                c.advance();
+                if (!Config::kShareDQ) c.advance();
                 if (stores || params.deterministic) {
                     ptx::bulk_wait();
                     ptx::fence_proxy_async_global();
@@ -502,7 +507,7 @@ struct Fa3Backward {
         ptx::fence_proxy_async();
         __syncwarp();
         if (leads_warp) ring.publish(c);
-        c.advance();
+        if (!Config::kShareDQ) c.advance();  // a shared slot's every other use is this consumer's
     }
 
     // Consumers that fall into step have their matmuls at the same time, and none beside the
@@ -521,6 +526,7 @@ struct Fa3Backward {
         DOCursor d, d_done;              // the same of dP and dV
         TileCursor_ t;
         typename Config::DQRing::Cursor part;  // of dQ
+        if (Config::kShareDQ && consumer == 1) part.advance();
         uint32_t ds = 0;                       // slot of dS
         uint32_t ds_parity = 0;                // of dQ's slot
         GradientK rdK;
