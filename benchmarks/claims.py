@@ -164,7 +164,7 @@ def larger_tiles(results: Results) -> Finding | None:
         return None
     got, want = (small[0][k] / large[0][k] for k in ("sm", "model"))
     return Finding(
-        f"{got:.2f}× the bytes with 128 rows instead of 192; by the loops {want:.2f}×",
+        f"{got:.2f}× the bytes with smaller Q tiles; by the loops {want:.2f}×",
         f"fa3, forward, d {small[0]['d']}, S {small[0]['seqlen']}, between L2 and the SMs",
         "holds" if abs(got / want - 1) < 0.05 else "not reached: other bytes than predicted",
     )

@@ -59,9 +59,9 @@ def test_theta() -> None:
     assert io.theta(standard, 1) == 2 * 2 * (4096 * 64 + 4096**2)
 
 
-def test_larger_tiles_from_long_sequences_on() -> None:
-    sizes = {s: io.tile(io.Case("fa3", "forward", s, 64, 1)) for s in (2048, 4096)}
-    assert sizes == {2048: 128, 4096: 192}
+def test_tiles_differ_by_method_and_length() -> None:
+    sizes = {s: io.tile(io.Case("fa3", "forward", s, 64, 1)) for s in (4096, 8192)}
+    assert sizes == {4096: 256, 8192: 192}
     assert io.tile(io.Case(io.SOFTCAP, "forward", 4096, 64, 1)) == 128
     assert io.tile(io.Case("fa3", "forward", 4096, 128, 1)) == 128
 
