@@ -169,15 +169,25 @@ constexpr Backward fa1_backward(HeadDims dims) {
 
 struct Fa3Backward {
     int block_q;
-    int q_stages;   // Q tiles in shared memory, with their lse
-    int do_stages;  // dO tiles, with their delta
-    bool turns;     // do consumers begin their steps by turns?
+    int q_stages;           // Q tiles in shared memory, with their lse
+    int do_stages;          // dO tiles, with their delta
+    bool turns;             // do consumers begin their steps by turns?
     bool share_dq = false;  // one slot for both consumers' parts of dQ?
 };
 
 // Turns are worth 3 to 9 % where exponentials take as long as matmuls, and cost 1 % where reads of
 // shared memory take longer than both (note 010).
-constexpr Fa3Backward fa3_backward(HeadDims dims) {
+//
+// 80 queries a step take less of shared memory's time at d 128. Few queries fill their tiles less
+// well.
+inline constexpr int kManyQueries = 8192;
+
+constexpr bool many_queries(Features features, int queries) {
+    return features != Features::kGeneral && queries >= kManyQueries;
+}
+
+constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {
+    if (dims.qk == 128 && many_queries) return {80, 2, 2, false};
     return dims.qk == 64 ? Fa3Backward{128, 3, 2, true} : Fa3Backward{64, 3, 2, false};
 }
 

@@ -89,14 +89,15 @@ struct Fa3BackwardConfig {
     using KRing = TmaRing<1, KTile::kBytes>;
     using VRing = TmaRing<1, VTile::kBytes>;
     using DQRing = TmaRing<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
-    static_assert(kWorkspaceRows % kBlockQ == 0);
+    static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
 
     // A consumer's part of dQ: 64 columns of 64 rows, or all columns of its half of the rows.
     static constexpr bool kSplitColumns = kBlockQ == 64;
     // 80 queries are no multiple of wgmma's 64 rows, but of its columns: then dQ^T, of 64 columns.
     static constexpr bool kTransposeDQ = kBlockQ % 64 != 0;
-    static constexpr int kDQCols =
-        kTransposeDQ ? kBlockQ : kSplitColumns ? kHeadDim / kConsumers : kHeadDim;
+    static constexpr int kDQCols = kTransposeDQ    ? kBlockQ
+                                   : kSplitColumns ? kHeadDim / kConsumers
+                                                   : kHeadDim;
     using DQ = RegisterTile<16, kDQCols>;
     static_assert(kTransposeDQ ? kHeadDim == 64 * kConsumers : kDQCols % 64 == 0);
 
@@ -287,11 +288,12 @@ struct Fa3Backward {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
             const int head = (tile.head + 1) * group() - 1 - left;
-            const int block =
-                static_cast<int>(workspace_row(params, tile.sequence, head, 0) / kWorkspaceRows);
+            const int block = static_cast<int>(
+                workspace_row<Config::kWorkspaceBlock>(params, tile.sequence, head, 0) /
+                Config::kWorkspaceBlock);
             for (int row = tile.q_tiles.begin * Config::kBlockQ;
                  row < tile.q_tiles.end * Config::kBlockQ; row += Config::kBlockQ)
-                visit(head, int64_t{block} * kWorkspaceRows, row,
+                visit(head, int64_t{block} * Config::kWorkspaceBlock, row,
                       left == 0 && row + Config::kBlockQ == tile.q_tiles.end * Config::kBlockQ);
         }
     }
@@ -527,8 +529,8 @@ struct Fa3Backward {
         TileCursor_ t;
         typename Config::DQRing::Cursor part;  // of dQ
         if (Config::kShareDQ && consumer == 1) part.advance();
-        uint32_t ds = 0;                       // slot of dS
-        uint32_t ds_parity = 0;                // of dQ's slot
+        uint32_t ds = 0;         // slot of dS
+        uint32_t ds_parity = 0;  // of dQ's slot
         GradientK rdK;
         GradientV rdV;
         // Operands in shared memory, of rings in their first slots.
@@ -570,8 +572,10 @@ struct Fa3Backward {
                 // dQ^T is as large as S, and takes its registers, since P lies in those of dP.
                 DQ own;
                 auto& rdQ = [&]() -> DQ& {
-                    if constexpr (Config::kTransposeDQ) return rS;
-                    else return own;
+                    if constexpr (Config::kTransposeDQ)
+                        return rS;
+                    else
+                        return own;
                 }();
 
                 const auto start_scores = [&] {
@@ -757,12 +761,16 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const auto launch = [&](auto element, auto features) {
-        using Config = Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                         tuning::fa3_backward({kHeadDim, kHeadDimV})>;
-        status = launch_fa3_backward<Config>(params, stream);
-    };
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        const bool many_queries = tuning::many_queries(features_of(params), mean_queries(params));
+        dispatch<false, true>(many_queries, [&](auto many) {
+            constexpr bool kMany = many && features.value != Features::kGeneral;
+            using Config = Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                             tuning::fa3_backward({kHeadDim, kHeadDimV}, kMany)>;
+            status = launch_fa3_backward<Config>(params, stream);
+        });
+    });
     return status;
 }
 

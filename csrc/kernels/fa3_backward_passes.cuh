@@ -140,13 +140,15 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
 cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream) {
     return launch_kernel<fa3_prepare_kernel<Element, kBlockQ, kHeadDimV, kSumCols>>(
-        workspace_rows(params) / kBlockQ, kFa3PassThreads, 0, params, stream);
+        workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kFa3PassThreads, 0, params,
+        stream);
 }
 
 template <class Config>
 cudaError_t launch_fa3_convert_dq(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<fa3_convert_dq_kernel<Config>>(workspace_rows(params) / Config::kBlockQ,
-                                                        kFa3PassThreads, 0, params, stream, true);
+    return launch_kernel<fa3_convert_dq_kernel<Config>>(
+        workspace_rows(params, Config::kWorkspaceBlock) / Config::kBlockQ, kFa3PassThreads, 0,
+        params, stream, true);
 }
 
 }  // namespace flash_ext
