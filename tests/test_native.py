@@ -27,6 +27,7 @@ import torch
 from attention_testing import KERNEL_DIMS, VARIANTS, dense_mask
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
+from test_attention import long_sequences
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -350,6 +351,13 @@ def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
         assert (
             native.tiles(d, long, long)["fa3", "forward"] == native.tiles(d, 1, 1)["fa3", "forward"]
         )
+
+
+def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
+    reaching = [
+        p for p in long_sequences("cuda") if min(p.seqlen_q, p.seqlen_k) >= native.long_keys
+    ]
+    assert {p.layout for p in reaching if p.head_dim == 64} >= {"bshd", "packed"}
 
 
 @pytest.mark.parametrize(
