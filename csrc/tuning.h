@@ -54,7 +54,7 @@ inline constexpr int kMinFa3BlockQ = 128;  // its smallest Q tiles
 // What fa3's forward tiles are chosen by, beside head dims.
 enum class Fa3Lengths { kFewQueries, kUsual, kLongKeys };
 
-inline constexpr int kLongKeys = 8192;
+inline constexpr int kLongKeys = 8192;  // so many keys or more are many
 
 // Of a sequence. Few queries are those of which 256 rows a tile would leave many more rows empty
 // than 128 do.
