@@ -169,10 +169,9 @@ constexpr Backward fa1_backward(HeadDims dims) {
 
 struct Fa3Backward {
     int block_q;
-    int q_stages;           // Q tiles in shared memory, with their lse
-    int do_stages;          // dO tiles, with their delta
-    bool turns;             // do consumers begin their steps by turns?
-    bool share_dq = false;  // one slot for both consumers' parts of dQ?
+    int q_stages;   // Q tiles in shared memory, with their lse
+    int do_stages;  // dO tiles, with their delta
+    bool turns;     // do consumers begin their steps by turns?
 };
 
 // Turns are worth 3 to 9 % where exponentials take as long as matmuls, and cost 1 % where reads of

@@ -12,7 +12,7 @@
 //
 //     S'^T  = K Q'^T               wgmma, asynchronous
 //     dV   += P^T dO               wgmma, asynchronous; P^T from registers
-//     dK   += dS^T Q               wgmma, asynchronous
+//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers, where they hold it
 //     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when these are done
 //     P'    = 2^(S' scale - lse')  while dP' runs
 //     dS'   = P' * dP'             when dP' is there
@@ -20,11 +20,12 @@
 //
 // Beside what has no matmul of its own runs the other consumer's; at head dim 64 they begin their
 // steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through shared
-// memory, from which dK takes it too, and each consumer computes a half of dQ: of the columns at
-// head dim 128, of the rows at 64. dQ is summed over CTAs in float32 in HBM: a consumer leaves its
-// part in shared memory, in fragment order, and a producer adds it by the copy engine. A pass
-// before the kernel makes lse, delta and zeros of it, a pass behind converts it. Short sequences
-// need no zeros: the first KV tile of each head comes well before the others, and stores.
+// memory, and each consumer computes a half of dQ: at head dim 128 half of its columns, as dQ^T,
+// which takes the registers of S, at 64 half of its rows. dQ is summed over CTAs in float32 in HBM:
+// a consumer leaves its part in shared memory, in fragment order, and a producer adds it by the
+// copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass behind converts
+// it. Short sequences need no zeros: the first KV tile of each head comes well before the others,
+// and stores.
 //
 // Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
 // part of dQ; a ring of KV tiles' descriptions (KeyTile).
@@ -73,9 +74,6 @@ struct Fa3BackwardConfig {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = 64 * kConsumers;
     static constexpr bool kTurns = kTuning.turns;
-    // Both consumers' parts of dQ pass through one slot, the first one's first.
-    static constexpr bool kShareDQ = kTuning.share_dq;
-    static constexpr int kDQSlots = kShareDQ ? 1 : kConsumers;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -91,15 +89,13 @@ struct Fa3BackwardConfig {
     using DQRing = TmaRing<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
     static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
 
-    // A consumer's part of dQ: 64 columns of 64 rows, or all columns of its half of the rows.
-    static constexpr bool kSplitColumns = kBlockQ == 64;
-    // 80 queries are no multiple of wgmma's 64 rows, but of its columns: then dQ^T, of 64 columns.
-    static constexpr bool kTransposeDQ = kBlockQ % 64 != 0;
-    static constexpr int kDQCols = kTransposeDQ    ? kBlockQ
-                                   : kSplitColumns ? kHeadDim / kConsumers
-                                                   : kHeadDim;
-    using DQ = RegisterTile<16, kDQCols>;
-    static_assert(kTransposeDQ ? kHeadDim == 64 * kConsumers : kDQCols % 64 == 0);
+    // A consumer's part of dQ has wgmma's 64 rows: of dQ^T, which are columns of dQ, at head dim
+    // 128, and then it may have any 8 n queries; of the queries at 64.
+    static constexpr bool kTransposeDQ = kHeadDim == 64 * kConsumers;
+    static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
+    using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
+    // Do registers hold dS^T until dK takes it? Else it comes from shared memory.
+    static constexpr bool kHoldDS = kBlockQ <= 80;
 
     static constexpr int kStatisticsBytes = kBlockQ * 4;
     static constexpr int kK = 0;
@@ -108,7 +104,7 @@ struct Fa3BackwardConfig {
     static constexpr int kDO = kQ + QRing::kSlots * QTile::kBytes;
     static constexpr int kDS = kDO + DORing::kSlots * DOTile::kBytes;
     static constexpr int kDQ = kDS + 2 * DSTile::kBytes;
-    static constexpr int kLse = kDQ + kDQSlots * DQRing::kSlotBytes;
+    static constexpr int kLse = kDQ + kConsumers * DQRing::kSlotBytes;
     static constexpr int kDelta = kLse + QRing::kSlots * kStatisticsBytes;
     static constexpr int kTiles = kDelta + DORing::kSlots * kStatisticsBytes;
     using Tiles = TileQueue<KeyTile, kTiles>;
@@ -118,7 +114,7 @@ struct Fa3BackwardConfig {
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
     static constexpr int kDQBarriers = kTileBarriers + Tiles::kBarrierBytes;
-    static constexpr int kDSBarriers = kDQBarriers + kDQSlots * DQRing::kBarrierBytes;
+    static constexpr int kDSBarriers = kDQBarriers + kConsumers * DQRing::kBarrierBytes;
     static constexpr int kSharedBytes = kDSBarriers + 2 * 8;
     static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -252,14 +248,13 @@ struct Fa3Backward {
         k_ring.init(kReaders);
         v_ring.init(kReaders);
         tiles.init(kWarps + 3);  // and the producers
-        for (int i = 0; i < Config::kDQSlots; ++i) dq_ring(i).init(1, 4);
+        for (int i = 0; i < Config::kConsumers; ++i) dq_ring(i).init(1, 4);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
         ptx::mbarrier_init(ds_barrier(1), kWarps);
         ptx::mbarrier_fence_init();
     }
 
     __device__ __forceinline__ typename Config::DQRing dq_ring(int i) const {
-        if (Config::kShareDQ) i = 0;
         return {shared + Config::kDQ + i * Config::DQRing::kSlotBytes,
                 shared + Config::kDQBarriers + i * Config::DQRing::kBarrierBytes};
     }
@@ -388,9 +383,8 @@ struct Fa3Backward {
                     }
                     ptx::bulk_wait_read();
                     ring.release(c);
-                    if (Config::kShareDQ) c.advance();
                 }
-                if (!Config::kShareDQ) c.advance();
+                c.advance();
                 if (stores || params.deterministic) {
                     ptx::bulk_wait();
                     ptx::fence_proxy_async_global();
@@ -509,7 +503,7 @@ struct Fa3Backward {
         ptx::fence_proxy_async();
         __syncwarp();
         if (leads_warp) ring.publish(c);
-        if (!Config::kShareDQ) c.advance();  // a shared slot's every other use is this consumer's
+        c.advance();
     }
 
     // Consumers that fall into step have their matmuls at the same time, and none beside the
@@ -528,7 +522,6 @@ struct Fa3Backward {
         DOCursor d, d_done;              // the same of dP and dV
         TileCursor_ t;
         typename Config::DQRing::Cursor part;  // of dQ
-        if (Config::kShareDQ && consumer == 1) part.advance();
         uint32_t ds = 0;         // slot of dS
         uint32_t ds_parity = 0;  // of dQ's slot
         GradientK rdK;
@@ -541,12 +534,10 @@ struct Fa3Backward {
         const AlongColumns<QTile> q_columns(shared + Config::kQ);
         const AlongColumns<DOTile> do_columns(shared + Config::kDO);
         const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
-        constexpr bool kAllRows = Config::kSplitColumns || Config::kTransposeDQ;
-        const AlongColumns<DSTile> ds_columns(ds_tile(0) +
-                                              (kAllRows ? 0 : consumer * DSTile::kPanelBytes));
+        const AlongColumns<DSTile> ds_columns(
+            ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kPanelBytes));
         const AlongColumns<KTile> k_columns(
-            shared + Config::kK +
-            (kAllRows ? consumer * (Config::kHeadDim / 128) * KTile::kPanelBytes : 0));
+            shared + Config::kK + (Config::kTransposeDQ ? consumer * KTile::kPanelBytes : 0));
 
         for (;; t.advance()) {
             tiles.ring.wait(t);
@@ -599,10 +590,14 @@ struct Fa3Backward {
                 const auto start_dv_dk = [&](bool accumulate) {
                     start_gemm<Element, Config::kBlockQ>(
                         rdV, rP, in_slot<DOTile::kBytes>(do_columns, d_done.slot), accumulate);
-                    ptx::barrier_sync(1 + consumer, 128);  // all of its dS is there
-                    start_gemm<Element, Config::kBlockQ>(
-                        rdK, in_slot<DSTile::kBytes>(ds_rows, ds),
-                        in_slot<QTile::kBytes>(q_columns, q_done.slot), accumulate);
+                    const auto Q = in_slot<QTile::kBytes>(q_columns, q_done.slot);
+                    if constexpr (Config::kHoldDS) {
+                        start_gemm<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
+                    } else {
+                        ptx::barrier_sync(1 + consumer, 128);  // all of its dS is there
+                        start_gemm<Element, Config::kBlockQ>(
+                            rdK, in_slot<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
+                    }
                 };
                 // This consumer's part of dQ.
                 const auto start_dq = [&] {

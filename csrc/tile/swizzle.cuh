@@ -1,10 +1,10 @@
 // Where element (row, column) of a 16-bit tile lies in shared memory.
 //
 // A tile is stored as panels of 64 columns (32 or 16 where the width is no multiple of more), each
-// panel row-major with rows of 128 (64, 32) bytes. Within a panel the 16-byte chunks of a row are permuted by
-// XOR with the row, so that the eight rows an ldmatrix reads at one column, and the chunks of one
-// row that a copy writes, all fall into different banks. Panels of 64 columns are the layout that
-// TMA and wgmma call the 128-byte swizzle, of 32 and 16 the 64-byte and the 32-byte one.
+// panel row-major with rows of 128 (64, 32) bytes. Within a panel the 16-byte chunks of a row are
+// permuted by XOR with the row, so that the eight rows an ldmatrix reads at one column, and the
+// chunks of one row that a copy writes, all fall into different banks. TMA and wgmma call these
+// layouts the 128-byte (64-byte, 32-byte) swizzle.
 #pragma once
 
 #include <cstdint>
