@@ -453,12 +453,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         params.cu_seqlens_q = offsets_q;
         params.cu_seqlens_k = offsets_k;
     }
-    params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
-    const int64_t rows = workspace_rows(params);
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         // fa3 has no backward kernel for 96, and keeps dQ of wide heads in registers.
         constexpr int kFa3Dim = dim == 96 ? 128 : dim;
         constexpr int kFa3DimV = dim == 96 ? 128 : dim_v;
+        const int block =
+            variant != Variant::kFa3 || dim > 128
+                ? kWorkspaceRows
+                : workspace_block(tuning::fa3_backward({kFa3Dim, kFa3DimV},
+                                                       tuning::many_queries(features_of(params),
+                                                                            mean_queries(params)))
+                                      .block_q);
+        params.q_blocks = tile_numbers(params, params.seqlen_q, block);
+        const int64_t rows = workspace_rows(params, block);
         const int sum_columns = variant != Variant::kFa3 ? dim : dim > 128 ? 0 : kFa3Dim;
         const int64_t turns = 1 + rows / tuning::kMinBackwardBlockQ;
         params.lse_log2 = workspace.allocate<float>(rows * (2 + sum_columns) + turns);

@@ -89,6 +89,12 @@ inline Features features_of(const AttentionParams& params) {
     return Features::kPlain;
 }
 
+// Of a sequence, where they are packed on average.
+inline int mean_queries(const AttentionParams& params) {
+    return params.cu_seqlens_q == nullptr || params.batch == 0 ? params.seqlen_q
+                                                               : params.seqlen_q / params.batch;
+}
+
 struct ForwardParams : AttentionParams {
     TensorView q;    // (B, Sq, Hq, D)
     TensorView k;    // (B, Sk, Hk, D)

@@ -198,11 +198,17 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
 // every sequence begins with a whole tile. Workspaces hold dQ, D numbers a row, and statistics.
 inline constexpr int kWorkspaceRows = 128;
 
+// The blocks of a kernel with Q tiles of that size.
+constexpr int workspace_block(int block_q) {
+    return kWorkspaceRows % block_q == 0 ? kWorkspaceRows : block_q;
+}
+
+template <int kBlock = kWorkspaceRows>
 FLASH_HOST_DEVICE constexpr int64_t workspace_row(const BackwardParams& params,
                                                   const Sequence& sequence, int head, int query) {
     const int block = (sequence.batch * params.heads_q + head) * params.q_blocks +
-                      first_tile(sequence.q_begin, sequence.order, kWorkspaceRows);
-    return static_cast<int64_t>(block) * kWorkspaceRows + query;
+                      first_tile(sequence.q_begin, sequence.order, kBlock);
+    return static_cast<int64_t>(block) * kBlock + query;
 }
 
 // A CTA of the passes before and after the backward, which takes the Q tile of its index, and so
@@ -214,18 +220,20 @@ struct QTileIndex {
 
 template <bool kMayBePacked, int kBlockQ>
 FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int linear) {
-    constexpr int kTiles = kWorkspaceRows / kBlockQ;  // of a block
+    constexpr int kBlock = workspace_block(kBlockQ);
+    constexpr int kTiles = kBlock / kBlockQ;
     const int block = linear / kTiles;
     const int flat_head = block / params.q_blocks;
-    SequenceTile tile = tile_of<kMayBePacked, Rows::kQueries>(
-        params, flat_head / params.heads_q, block % params.q_blocks, kWorkspaceRows);
+    SequenceTile tile = tile_of<kMayBePacked, Rows::kQueries>(params, flat_head / params.heads_q,
+                                                              block % params.q_blocks, kBlock);
     tile.tile = tile.tile * kTiles + linear % kTiles;
     return {tile, flat_head % params.heads_q};
 }
 
 // How many of them there are.
-FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params) {
-    return int64_t{params.q_blocks} * kWorkspaceRows * params.heads_q * tensor_batches(params);
+FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params,
+                                                   int block = kWorkspaceRows) {
+    return int64_t{params.q_blocks} * block * params.heads_q * tensor_batches(params);
 }
 
 // Where in memory the dS of one query head of a dense batch is kept (fa3_backward_product.cuh): in

@@ -54,7 +54,7 @@ inline constexpr int kMinFa3BlockQ = 128;  // its smallest Q tiles
 // What fa3's forward tiles are chosen by, beside head dims.
 enum class Fa3Lengths { kFewQueries, kUsual, kLongKeys };
 
-inline constexpr int kLongKeys = 8192;
+inline constexpr int kLongKeys = 8192;  // so many keys or more are many
 
 // Of a sequence. Few queries are those of which 256 rows a tile would leave many more rows empty
 // than 128 do.
@@ -176,7 +176,17 @@ struct Fa3Backward {
 
 // Turns are worth 3 to 9 % where exponentials take as long as matmuls, and cost 1 % where reads of
 // shared memory take longer than both (note 010).
-constexpr Fa3Backward fa3_backward(HeadDims dims) {
+//
+// 80 queries a step take less of shared memory's time at d 128. Few queries fill their tiles less
+// well.
+inline constexpr int kManyQueries = 8192;
+
+constexpr bool many_queries(Features features, int queries) {
+    return features != Features::kGeneral && queries >= kManyQueries;
+}
+
+constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {
+    if (dims.qk == 128 && many_queries) return {80, 2, 2, false};
     return dims.qk == 64 ? Fa3Backward{128, 3, 2, true} : Fa3Backward{64, 3, 2, false};
 }
 

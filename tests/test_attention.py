@@ -131,9 +131,12 @@ def long_sequences(device: str) -> Iterator[Problem]:
     if device == "cuda":
         for d, mask, dtype in itertools.product((64, 128), MASKS, HALF_TYPES):
             yield Problem(1, 4224, 4224, 2, 1, d, dtype, **mask)
-        # From 8,192 keys on fa3 has other tiles at head dim 64.
+        # From 8,192 keys on fa3 has other tiles at head dim 64, and from 8,192 queries on in the
+        # backward at 128.
         for mask, layout in itertools.product(MASKS, ("bshd", "packed")):
-            yield Problem(1, 8200, 8250, 2, 1, 64, layout=layout, **mask)
+            for d, loss in ((64, "out"), (128, "out"), (128, "both")):
+                yield Problem(1, 8200, 8250, 2, 1, d, layout=layout, loss=loss, **mask)
+        yield Problem(1, 8200, 4000, 2, 1, 128, window=(300, 100), seqused_k=(3900,))
 
 
 def one_query(device: str) -> Iterator[Problem]:

@@ -12,7 +12,7 @@
 //
 //     S'^T  = K Q'^T               wgmma, asynchronous
 //     dV   += P^T dO               wgmma, asynchronous; P^T from registers
-//     dK   += dS^T Q               wgmma, asynchronous
+//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers, where they hold it
 //     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when these are done
 //     P'    = 2^(S' scale - lse')  while dP' runs
 //     dS'   = P' * dP'             when dP' is there
@@ -20,11 +20,12 @@
 //
 // Beside what has no matmul of its own runs the other consumer's; at head dim 64 they begin their
 // steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through shared
-// memory, from which dK takes it too, and each consumer computes a half of dQ: of the columns at
-// head dim 128, of the rows at 64. dQ is summed over CTAs in float32 in HBM: a consumer leaves its
-// part in shared memory, in fragment order, and a producer adds it by the copy engine. A pass
-// before the kernel makes lse, delta and zeros of it, a pass behind converts it. Short sequences
-// need no zeros: the first KV tile of each head comes well before the others, and stores.
+// memory, and each consumer computes a half of dQ: at head dim 128 half of its columns, as dQ^T,
+// which takes the registers of S, at 64 half of its rows. dQ is summed over CTAs in float32 in HBM:
+// a consumer leaves its part in shared memory, in fragment order, and a producer adds it by the
+// copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass behind converts
+// it. Short sequences need no zeros: the first KV tile of each head comes well before the others,
+// and stores.
 //
 // Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
 // part of dQ; a ring of KV tiles' descriptions (KeyTile).
@@ -86,14 +87,15 @@ struct Fa3BackwardConfig {
     using KRing = TmaRing<1, KTile::kBytes>;
     using VRing = TmaRing<1, VTile::kBytes>;
     using DQRing = TmaRing<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
-    static_assert(kWorkspaceRows % kBlockQ == 0);
+    static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
 
-    // A consumer's part of dQ: 64 columns of 64 rows, or all columns of its half of the rows.
-    static constexpr bool kSplitColumns = kBlockQ == 64;
-    static constexpr int kDQCols = kSplitColumns ? kHeadDim / kConsumers : kHeadDim;
-    using DQ = RegisterTile<16, kDQCols>;
-    static_assert(kBlockQ == 64 || kBlockQ == 128);
-    static_assert(kDQCols % 64 == 0);
+    // A consumer's part of dQ has wgmma's 64 rows: of dQ^T, which are columns of dQ, at head dim
+    // 128, and then it may have any 8 n queries; of the queries at 64.
+    static constexpr bool kTransposeDQ = kHeadDim == 64 * kConsumers;
+    static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
+    using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
+    // Do registers hold dS^T until dK takes it? Else it comes from shared memory.
+    static constexpr bool kHoldDS = kBlockQ <= 80;
 
     static constexpr int kStatisticsBytes = kBlockQ * 4;
     static constexpr int kK = 0;
@@ -281,11 +283,12 @@ struct Fa3Backward {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
             const int head = (tile.head + 1) * group() - 1 - left;
-            const int block =
-                static_cast<int>(workspace_row(params, tile.sequence, head, 0) / kWorkspaceRows);
+            const int block = static_cast<int>(
+                workspace_row<Config::kWorkspaceBlock>(params, tile.sequence, head, 0) /
+                Config::kWorkspaceBlock);
             for (int row = tile.q_tiles.begin * Config::kBlockQ;
                  row < tile.q_tiles.end * Config::kBlockQ; row += Config::kBlockQ)
-                visit(head, int64_t{block} * kWorkspaceRows, row,
+                visit(head, int64_t{block} * Config::kWorkspaceBlock, row,
                       left == 0 && row + Config::kBlockQ == tile.q_tiles.end * Config::kBlockQ);
         }
     }
@@ -519,8 +522,8 @@ struct Fa3Backward {
         DOCursor d, d_done;              // the same of dP and dV
         TileCursor_ t;
         typename Config::DQRing::Cursor part;  // of dQ
-        uint32_t ds = 0;                       // slot of dS
-        uint32_t ds_parity = 0;                // of dQ's slot
+        uint32_t ds = 0;         // slot of dS
+        uint32_t ds_parity = 0;  // of dQ's slot
         GradientK rdK;
         GradientV rdV;
         // Operands in shared memory, of rings in their first slots.
@@ -532,10 +535,9 @@ struct Fa3Backward {
         const AlongColumns<DOTile> do_columns(shared + Config::kDO);
         const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
         const AlongColumns<DSTile> ds_columns(
-            ds_tile(0) + (Config::kSplitColumns ? 0 : consumer * DSTile::kPanelBytes));
+            ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kPanelBytes));
         const AlongColumns<KTile> k_columns(
-            shared + Config::kK +
-            (Config::kSplitColumns ? consumer * (Config::kDQCols / 64) * KTile::kPanelBytes : 0));
+            shared + Config::kK + (Config::kTransposeDQ ? consumer * KTile::kPanelBytes : 0));
 
         for (;; t.advance()) {
             tiles.ring.wait(t);
@@ -558,7 +560,14 @@ struct Fa3Backward {
                 QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
                 Scores rS, rdP;
                 Operand rP, rdS;
-                DQ rdQ;
+                // dQ^T is as large as S, and takes its registers, since P lies in those of dP.
+                DQ own;
+                auto& rdQ = [&]() -> DQ& {
+                    if constexpr (Config::kTransposeDQ)
+                        return rS;
+                    else
+                        return own;
+                }();
 
                 const auto start_scores = [&] {
                     q_ring.wait(q);
@@ -581,16 +590,24 @@ struct Fa3Backward {
                 const auto start_dv_dk = [&](bool accumulate) {
                     start_gemm<Element, Config::kBlockQ>(
                         rdV, rP, in_slot<DOTile::kBytes>(do_columns, d_done.slot), accumulate);
-                    ptx::barrier_sync(1 + consumer, 128);  // all of its dS is there
-                    start_gemm<Element, Config::kBlockQ>(
-                        rdK, in_slot<DSTile::kBytes>(ds_rows, ds),
-                        in_slot<QTile::kBytes>(q_columns, q_done.slot), accumulate);
+                    const auto Q = in_slot<QTile::kBytes>(q_columns, q_done.slot);
+                    if constexpr (Config::kHoldDS) {
+                        start_gemm<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
+                    } else {
+                        ptx::barrier_sync(1 + consumer, 128);  // all of its dS is there
+                        start_gemm<Element, Config::kBlockQ>(
+                            rdK, in_slot<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
+                    }
                 };
                 // This consumer's part of dQ.
                 const auto start_dq = [&] {
                     dq_ring(consumer).acquire(part);
-                    start_gemm_columns<Element, Config::kBlockKV>(
-                        rdQ, in_slot<DSTile::kBytes>(ds_columns, ds), k_columns, false);
+                    const auto dS = in_slot<DSTile::kBytes>(ds_columns, ds);
+                    if constexpr (Config::kTransposeDQ) {
+                        start_gemm_columns<Element, Config::kBlockKV>(rdQ, k_columns, dS, false);
+                    } else {
+                        start_gemm_columns<Element, Config::kBlockKV>(rdQ, dS, k_columns, false);
+                    }
                 };
                 const auto finish_dv_dk = [&] {
                     ptx::wgmma_wait<0>();
@@ -739,12 +756,16 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const auto launch = [&](auto element, auto features) {
-        using Config = Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                         tuning::fa3_backward({kHeadDim, kHeadDimV})>;
-        status = launch_fa3_backward<Config>(params, stream);
-    };
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, launch);
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        const bool many_queries = tuning::many_queries(features_of(params), mean_queries(params));
+        dispatch<false, true>(many_queries, [&](auto many) {
+            constexpr bool kMany = many && features.value != Features::kGeneral;
+            using Config = Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                             tuning::fa3_backward({kHeadDim, kHeadDimV}, kMany)>;
+            status = launch_fa3_backward<Config>(params, stream);
+        });
+    });
     return status;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
+#include "../ptx/stmatrix.cuh"
 #include "backward_delta.cuh"
 
 namespace flash_ext {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     }
 }
 
-// Its warps are those of the kernel's consumers.
+// Its warps are those of the kernel's consumers, with the same parts of dQ.
 template <class Config>
 __global__ void __launch_bounds__(kFa3PassThreads)
     fa3_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
@@ -89,10 +90,10 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     const float* accum = params.dq_accum +
                          int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
                          warp_id() * (DQ::kN * 128) + lane_id() * 4;
-    const int warp_row = Config::kSplitColumns ? warp_id() % 4 * 16 : warp_id() * 16;
-    const int first_col = Config::kSplitColumns ? warp_id() / 4 * Config::kDQCols : 0;
-    const int first_query = q_tile * Config::kBlockQ + warp_row;
+    const int first_query = q_tile * Config::kBlockQ;
     if (first_query >= sequence.seqlen_q) return;
+    auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
+                                    sequence.seqlen_q - first_query, params.head_dim);
     ptx::wait_for_grid_before();
     const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
     DQ rdQ;
@@ -107,22 +108,44 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     }
     if (!stored) rdQ.clear();
     rdQ.scale(params.scale);
-    auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
-                                    sequence.seqlen_q - first_query, params.head_dim - first_col);
-    gdQ.data += first_col;
-    store_rows(gdQ, rdQ);
+    if constexpr (Config::kTransposeDQ) {
+        using QTile = typename Config::QTile;
+        __shared__ __align__(16) char storage[QTile::kBytes];
+        const uint32_t sdQ = ptx::shared_address(storage);
+        const int lane = lane_id();
+#pragma unroll
+        for (int n = 0; n < DQ::kN; n += 2) {
+            uint32_t blocks[4];  // of 8 columns and 8 queries
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float (&x)[4] = rdQ.v[0][n + i / 2];
+                blocks[i] = ptx::pack<Element>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+            }
+            ptx::stmatrix_x4_trans(sdQ + QTile::offset(8 * n + lane / 16 * 8 + lane % 8,
+                                                       2 * warp_id() + lane / 8 % 2),
+                                   blocks);
+        }
+        __syncthreads();
+        store_tile<QTile, kFa3PassThreads, Config::kBlockQ, false>(gdQ, sdQ, 0, true);
+    } else {
+        gdQ.data += warp_id() * 16 * gdQ.row_stride;
+        gdQ.rows -= warp_id() * 16;
+        store_rows(gdQ, rdQ);
+    }
 }
 
 template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
 cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream) {
     return launch_kernel<fa3_prepare_kernel<Element, kBlockQ, kHeadDimV, kSumCols>>(
-        workspace_rows(params) / kBlockQ, kFa3PassThreads, 0, params, stream);
+        workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kFa3PassThreads, 0, params,
+        stream);
 }
 
 template <class Config>
 cudaError_t launch_fa3_convert_dq(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<fa3_convert_dq_kernel<Config>>(workspace_rows(params) / Config::kBlockQ,
-                                                        kFa3PassThreads, 0, params, stream, true);
+    return launch_kernel<fa3_convert_dq_kernel<Config>>(
+        workspace_rows(params, Config::kWorkspaceBlock) / Config::kBlockQ, kFa3PassThreads, 0,
+        params, stream, true);
 }
 
 }  // namespace flash_ext

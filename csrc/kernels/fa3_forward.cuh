@@ -18,6 +18,9 @@
 // where O would be rescaled. Most steps are steady: within a tile, without a mask; these are
 // compiled apart, without branches.
 //
+// Four consumers have no registers for a second P: they wait for P V before the softmax, and the
+// others' matmuls run beside it (kOverlap).
+//
 // Consumers may take turns at starting their matmuls (ping-pong), so that one's softmax runs beside
 // the other's matmuls; else they drift apart by themselves.
 //

@@ -16,7 +16,7 @@ namespace flash_ext {
 //   bits 16-29  stride from panel to panel, where the matrix runs along N (or M) across panels
 //   bits 32-45  stride from one group of eight rows to the next
 //   bits 49-51  the tile's place within the swizzle's pattern: 0, since tiles begin at 1,024 bytes
-//   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes
+//   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes, 3 is 32 bytes
 //
 // kPinned: by way of a warp reduction, which the compiler neither moves out of a loop nor repeats.
 // Without it, the descriptors of a tile that stays in place, and those of all tiles where scalar
@@ -24,7 +24,7 @@ namespace flash_ext {
 // matmuls. With it, they are there some 30 cycles later.
 template <class Tile, bool kPinned>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
-    constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : 2;
+    constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : Tile::kPitch == 64 ? 2 : 3;
     constexpr uint64_t kConstant = kSwizzle << 62 | uint64_t{8 * Tile::kPitch / 16} << 32 |
                                    uint64_t{Tile::kPanelBytes / 16} << 16;
     const uint32_t place = (address & 0x3ffff) >> 4;
