@@ -8,7 +8,6 @@
     python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
     python benchmarks/compare.py --host                          # the CPU's time per call alone
-    python benchmarks/compare.py --peers cudnn flash_attn_4 --out benchmarks/results/GPU/peers.json
     python benchmarks/compare.py --device cpu                    # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
@@ -56,6 +55,7 @@ from providers import (
     relative_error,
     running,
     variant,
+    versions,
 )
 from timing import HOST_METHOD, METHOD, Around, Timer
 
@@ -577,6 +577,7 @@ def main() -> int:
         old = {"cells": [], "labels": {}}
     kept = {key(c): c for c in old["cells"]}
     result["labels"] = old["labels"] | result["labels"]
+    result["versions"] = old.get("versions", {}) | versions(providers)
     recorded = common.read_json(common.result_path(bench.device, "recorded_peers.json"))
 
     measured: list[Json] = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import common
@@ -157,6 +158,20 @@ def best_peer(providers: Json, recorded_ratio: float | None) -> Json | None:
             "recorded": True,
         }
     return min(found.values(), key=lambda r: r["ms"]) if len(found) == len(BEST_OF) else None
+
+
+DISTRIBUTIONS = {"flash_attn_2": "flash-attn", "flash_attn_3": "flash-attn-3",
+                 "flash_attn_4": "flash-attn-4"}  # fmt: skip
+
+
+def versions(providers: Iterable[Provider]) -> dict[str, str]:
+    """The versions of the packages among them that are installed under their usual names."""
+    found = {}
+    for p in providers:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            if p.name in DISTRIBUTIONS:
+                found[p.name] = importlib.metadata.version(DISTRIBUTIONS[p.name])
+    return found
 
 
 def collect(variants: list[str], peers: list[str]) -> tuple[list[Provider], dict[str, str]]:

@@ -72,10 +72,10 @@ def verdict(reached: bool) -> str:
     return "holds" if reached else "**not reached**"
 
 
-def goal_rows(goal: Goal, cells: list[Json], names: dict[str, str], where: str) -> list[list[str]]:
+def goal_rows(goal: Goal, cells: list[Json], names: dict[str, str]) -> list[list[str]]:
     """A goal of each cell of the standard grid, and of their mean; of a part of the grid there is
     no verdict."""
-    text = f"{goal.ours} over {names[goal.peer]}, {goal.direction}{where}"
+    text = f"{goal.ours} over {names[goal.peer]}, {goal.direction}"
     every = f"{text}, every cell of the grid: at least {goal.least:g}×"
     values = ratios(standard_cells(cells, goal.direction), goal.ours, goal.peer)
     if not values:
@@ -96,11 +96,8 @@ def goal_rows(goal: Goal, cells: list[Json], names: dict[str, str], where: str) 
     ]
 
 
-def claims(
-    compare: Json | None, memory: Json | None, peers: Json | None = None
-) -> Iterator[list[str]]:
-    """What the package promises of speed and memory, beside what was measured. ``peers`` has those
-    that need packages of their own."""
+def claims(compare: Json | None, memory: Json | None) -> Iterator[list[str]]:
+    """What the package promises of speed and memory, beside what was measured."""
     cells = compare["cells"] if compare else []
     plain = [c for c in select(cells, dtype="bf16") if is_plain(c)]
     names = (compare or {}).get("labels", {}) | {BEST: BEST_LABEL, "flash": "SDPA flash"}
@@ -113,9 +110,7 @@ def claims(
         return [f"{text} {least:g}×", spread, verdict(min(values) >= least)]
 
     for goal in GOALS:
-        yield from goal_rows(goal, cells, names, "")
-        if peers and goal.peer == BEST:
-            yield from goal_rows(goal, peers["cells"], names, " (all in one process)")
+        yield from goal_rows(goal, cells, names)
     for (direction, d, causal), least in FA3_SPEEDS.items():
         longest = select(standard_cells(cells, direction), seqlen=max(SEQLENS))
         speeds = [c["providers"].get("fa3", {}).get("tflops")
@@ -230,20 +225,23 @@ def other_table(cells: list[Json], labels: dict[str, str]) -> str:
     return table(["few key heads, one query", *(labels.get(n, n) for n in names)], rows)
 
 
-def recorded_note(cells: list[Json], folder: Path) -> str:
-    """What "best peer" means, where not all of it was measured here; "" where all was."""
+def best_note(cells: list[Json], compare: Json, folder: Path) -> str:
+    """What "best peer" means, and where not all of it was measured here; "" where none is."""
     found = [c["providers"][BEST] for c in cells if BEST in c["providers"]]
+    if not found:
+        return ""
+    note = "The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell."
     recorded = sum("recorded" in r for r in found)
     source = common.read_json(folder / "recorded_peers.json")
-    if not recorded or source is None:
-        return ""
-    return (
-        f"The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell. In {recorded} of"
-        f" {len(found)} cells, marked r below, that is flash-attn 4 {source['flash_attn_4']} by a"
-        f" recorded ratio: its time is cuDNN's, measured here, over the ratio of the two on"
-        f" {source['date']} ({source['device']}, torch {source['torch']}, cuDNN"
-        f" {source['cudnn']})."
-    )
+    if recorded and source is not None:
+        return (
+            f"{note} In {recorded} of {len(found)} cells, marked r below, that is flash-attn 4"
+            f" {source['flash_attn_4']} by a recorded ratio: its time is cuDNN's, measured here,"
+            f" over the ratio of the two on {source['date']} ({source['device']}, torch"
+            f" {source['torch']}, cuDNN {source['cudnn']})."
+        )
+    version = compare.get("versions", {}).get("flash_attn_4", "of unknown version")
+    return f"{note} Both were measured in the same process, flash-attn 4 is {version}."
 
 
 def host_table(host: Json, labels: dict[str, str]) -> str:
@@ -282,10 +280,7 @@ def results_section() -> str:
         tests = common.read_json(folder / "tests.json")
         device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
         parts.append(f"### {device}\n\n{tests_line(tests)}")
-        peers = common.read_json(folder / "peers.json")
-        if peers is not None:
-            peers["cells"] = with_best(peers["cells"], None)
-        parts.append(table(["claim", "measured", ""], list(claims(compare, memory, peers))))
+        parts.append(table(["claim", "measured", ""], list(claims(compare, memory))))
         if compare is None:
             continue
         cells = [c for c in select(compare["cells"], seqlen=SEQLENS) if on_grid(c)]
@@ -298,13 +293,10 @@ def results_section() -> str:
         parts += picture(folder, "speedup", "speed_forward", "speed_backward")
         parts.append(ratio_table(cells, labels))
         parts += [note] if (note := spread_note(cells)) else []
-        parts += [note] if (note := recorded_note(cells, folder)) else []
+        parts += [note] if (note := best_note(cells, compare, folder)) else []
         others = [c for c in compare["cells"] if not is_plain(c)]
         parts += [other_table(others, labels)] if others else []
         parts += [host_table(compare["host"], labels)] if "host" in compare else []
-        if peers is not None:
-            parts.append(f"Beside packages of their own, all in one process: {provenance(peers)}.")
-            parts.append(ratio_table(peers["cells"], peers["labels"] | {BEST: BEST_LABEL}))
         for direction in ("forward", "backward"):
             found = select(cells, direction=direction, dtype="bf16")
             if found:

@@ -14,6 +14,7 @@ import torch
 
 FLUSH_BYTES = 256 << 20  # several times the largest L2 (60 MB on an H200)
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
+SLOW_SECONDS, SLOW_ROUNDS = 0.02, 3  # calls that take longer differ less
 SM_CLOCK_HZ = 2e9  # an upper bound; turns a waiting time into torch.cuda._sleep's cycles
 
 Around = Callable[[], AbstractContextManager[object]]
@@ -96,7 +97,7 @@ class Timer:
     def estimate(self, call: Callable[[], object]) -> tuple[float, float]:
         """Device and host seconds of a warm call: medians of three, or one where it is slow."""
         first = self.once(call)
-        if first[0] > 0.05:
+        if first[0] > SLOW_SECONDS:
             return first
         tries = [self.once(call) for _ in range(3)]
         return statistics.median(t[0] for t in tries), statistics.median(t[1] for t in tries)
@@ -138,11 +139,12 @@ class Timer:
         ``estimates`` holds what ``estimate`` returned. A slow provider joins in evenly spread
         rounds only, so that all of them see the same states of the machine.
         """
-        counts = {
-            name: rounds
-            or min(MAX_ROUNDS, max(MIN_ROUNDS, math.ceil(min_time / max(estimates[name][0], 1e-7))))
-            for name in calls
-        }
+
+        def count(seconds: float) -> int:
+            least = SLOW_ROUNDS if seconds > SLOW_SECONDS else MIN_ROUNDS
+            return min(MAX_ROUNDS, max(least, math.ceil(min_time / max(seconds, 1e-7))))
+
+        counts = {name: rounds or count(estimates[name][0]) for name in calls}
         total = max(counts.values())
         lead = 1.5 * max(host for _, host in estimates.values()) + 20e-6
         sleep_cycles = int(min(lead, 5e-3) * SM_CLOCK_HZ)
@@ -152,7 +154,7 @@ class Timer:
         }
         names = list(calls)
         for name, call in calls.items():
-            if estimates[name][0] < 0.05:
+            if estimates[name][0] <= SLOW_SECONDS:
                 call()  # the allocator may have to ask the driver for memory again
         gc.collect()
         gc.disable()  # a collection between the events would be timed

@@ -352,12 +352,12 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for c in cells:
         c["providers"]["flash_attn_4"] = c["providers"]["cudnn"]
-    (folder / "peers.json").write_text(json.dumps(setup | {"cells": cells, "labels": labels}))
+    labels["flash_attn_4"] = "flash-attn 4"
+    both = setup | {"cells": cells, "labels": labels, "versions": {"flash_attn_4": "4.0"}}
+    (folder / "compare.json").write_text(json.dumps(both))
     text = report.results_section()
-    assert (
-        "fa3 over best peer, forward (all in one process), geometric mean: at least 1.08×" in text
-    )
-    assert "Beside packages of their own, all in one process: torch 2; 2000-01-01; " in text
+    assert "Both were measured in the same process, flash-attn 4 is 4.0." in text
+    assert "recorded ratio" not in text and " r |" not in text
 
 
 def test_lengths_of_the_mix() -> None:

@@ -522,8 +522,8 @@ struct Fa3Backward {
         DOCursor d, d_done;              // the same of dP and dV
         TileCursor_ t;
         typename Config::DQRing::Cursor part;  // of dQ
-        uint32_t ds = 0;         // slot of dS
-        uint32_t ds_parity = 0;  // of dQ's slot
+        uint32_t ds = 0;                       // slot of dS
+        uint32_t ds_parity = 0;                // of dQ's slot
         GradientK rdK;
         GradientV rdV;
         // Operands in shared memory, of rings in their first slots.
@@ -560,14 +560,7 @@ struct Fa3Backward {
                 QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
                 Scores rS, rdP;
                 Operand rP, rdS;
-                // dQ^T is as large as S, and takes its registers, since P lies in those of dP.
-                DQ own;
-                auto& rdQ = [&]() -> DQ& {
-                    if constexpr (Config::kTransposeDQ)
-                        return rS;
-                    else
-                        return own;
-                }();
+                auto& rdQ = reinterpret_cast<DQ&>(rS);  // S is used up by then
 
                 const auto start_scores = [&] {
                     q_ring.wait(q);

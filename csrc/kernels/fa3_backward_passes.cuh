@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 template <class Config>
 __global__ void __launch_bounds__(kFa3PassThreads)
     fa3_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     using Element = typename Config::Element;
     using DQ = typename Config::DQ;
     const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
@@ -121,9 +122,9 @@ __global__ void __launch_bounds__(kFa3PassThreads)
                 const float (&x)[4] = rdQ.v[0][n + i / 2];
                 blocks[i] = ptx::pack<Element>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
             }
-            ptx::stmatrix_x4_trans(sdQ + QTile::offset(8 * n + lane / 16 * 8 + lane % 8,
-                                                       2 * warp_id() + lane / 8 % 2),
-                                   blocks);
+            ptx::stmatrix_x4_trans(
+                sdQ + QTile::offset(8 * n + lane / 16 * 8 + lane % 8, 2 * warp_id() + lane / 8 % 2),
+                blocks);
         }
         __syncthreads();
         store_tile<QTile, kFa3PassThreads, Config::kBlockQ, false>(gdQ, sdQ, 0, true);
@@ -132,6 +133,9 @@ __global__ void __launch_bounds__(kFa3PassThreads)
         gdQ.rows -= warp_id() * 16;
         store_rows(gdQ, rdQ);
     }
+#else
+    __trap();  // not to be run elsewhere
+#endif
 }
 
 template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>

@@ -15,10 +15,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&v
 
 // The same, each block transposed.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&v)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     address),
-                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+        : "memory");
 }
 
 }  // namespace flash_ext::ptx
