@@ -393,7 +393,14 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
         } else if (variant == Variant::kFa3) {
             const int64_t tiles = params.heads_q * sizes.tensor_batches() *
                                   tile_numbers(params, params.seqlen_q, tuning::kMinFa3BlockQ);
-            if (tiles > device_limits(q.get_device_index()).multiprocessors)
+            const int multiprocessors = device_limits(q.get_device_index()).multiprocessors;
+            params.key_parts = key_parts(params, tiles, multiprocessors);
+            if (params.key_parts > 1) {
+                const int64_t rows = params.key_parts * lse.numel();
+                params.part_out = workspace.allocate<float>(rows * dim_v);
+                params.part_lse = workspace.allocate<float>(rows);
+            }
+            if (tiles * params.key_parts > multiprocessors)
                 params.tile_counter = workspace.allocate_counters(1);
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {

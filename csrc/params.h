@@ -104,6 +104,11 @@ struct ForwardParams : AttentionParams {
 
     unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
 
+    // FA3 only: where the keys of a Q tile are cut into parts, each part's result; see combine.cuh.
+    int key_parts = 1;
+    float* part_out = nullptr;  // (parts, B, Hq, Sq, padded Dv)
+    float* part_lse = nullptr;  // (parts, B, Hq, Sq)
+
     // FA1 only: its running output and statistics live in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums

@@ -147,6 +147,29 @@ inline Schedule forward_schedule(const AttentionParams& params, int block_q, int
                          bytes_per_head, ctas_per_sm, section_fillings(params, masked));
 }
 
+// Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
+// Flash-Decoding): the fewest that come near the best use of it. Parts of few keys do not pay. The
+// general form has no kernel for them.
+inline int key_parts(const AttentionParams& params, int64_t tiles, int multiprocessors) {
+    constexpr int kLeastKeys = 512;
+    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    const auto most = static_cast<int>(
+        min_of<int64_t>(params.seqlen_k / sequences / kLeastKeys,
+                        ceil_div<int64_t>(2 * multiprocessors, max_of<int64_t>(tiles, 1))));
+    const auto use = [&](int parts) {
+        const int64_t ctas = tiles * parts;
+        return static_cast<double>(ctas) /
+               (ceil_div<int64_t>(ctas, multiprocessors) * multiprocessors);
+    };
+    if (tiles == 0 || tiles >= multiprocessors || features_of(params) == Features::kGeneral)
+        return 1;
+    double best = 0;
+    for (int parts = 1; parts <= most; ++parts) best = max_of(best, use(parts));
+    int parts = 1;
+    while (parts < most && use(parts) < 0.95 * best) ++parts;
+    return parts;
+}
+
 // The packed sequence that a tile number belongs to: the last whose first number is not beyond it.
 FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
                                     int number) {
@@ -291,6 +314,11 @@ FLASH_HOST_DEVICE int64_t statistics_offset(const AttentionParams& params, const
                                             int head) {
     return (static_cast<int64_t>(sequence.batch) * params.heads_q + head) * params.seqlen_q +
            sequence.q_begin;
+}
+
+// How many rows of statistics there are.
+FLASH_HOST_DEVICE constexpr int64_t statistics_rows(const AttentionParams& params) {
+    return int64_t{tensor_batches(params)} * params.heads_q * params.seqlen_q;
 }
 
 }  // namespace flash_ext

@@ -51,8 +51,8 @@ struct Fa3Forward {
 
 inline constexpr int kMinFa3BlockQ = 128;  // its smallest Q tiles
 
-// What fa3's forward tiles are chosen by, beside head dims.
-enum class Fa3Lengths { kFewQueries, kUsual, kLongKeys };
+// What fa3's forward tiles are chosen by, beside head dims. kParts: the keys are cut into parts.
+enum class Fa3Lengths { kParts, kFewQueries, kUsual, kLongKeys };
 
 inline constexpr int kLongKeys = 8192;  // so many keys or more are many
 
@@ -67,7 +67,7 @@ constexpr Fa3Lengths fa3_lengths(int queries, int keys) {
 constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
     switch (dims.qk) {
         case 64:
-            if (features == Features::kGeneral || lengths == Fa3Lengths::kFewQueries)
+            if (features == Features::kGeneral || lengths <= Fa3Lengths::kFewQueries)
                 return {2, 128, 2, 4, 4, true};
             if (lengths == Fa3Lengths::kLongKeys) return {3, 96, 2, 4, 4, false};
             return {4, 64, 2, 3, 3, false};

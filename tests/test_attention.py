@@ -163,6 +163,28 @@ def one_query(device: str) -> Iterator[Problem]:
         yield Problem(3, 1, 300, 2 * group, 2, head_dim=d, **option)
 
 
+def few_tiles(device: str) -> Iterator[Problem]:
+    """So few tiles of queries before so many keys that fa3 cuts the keys into parts: of unlike
+    lengths, some without a key that a row sees."""
+    dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72))
+    options = (
+        {},
+        {"causal": True},
+        {"window": (700, 0)},
+        {"window": (2000, 100), "sink": True},
+        {"seqused_k": (2900, 1, 0)},
+        {"sink": True, "causal": True},
+        {"layout": "packed", "causal": True},
+        {"lengths_q": (1, 200, 0, 3), "lengths_k": (4000, 2300, 5, 0), "sink": True},
+        {"softcap": 1.5, "causal": True},
+    )
+    lengths = ((1, 3000), (130, 2999), (700, 5003)) if device == "cuda" else ((1, 600),)
+    for (d, dv), pair, option in itertools.product(
+        dims if device == "cuda" else dims[:1], lengths, options
+    ):
+        yield Problem(3, *pair, 4, 2, head_dim=d, head_dim_v=dv, **option)
+
+
 def empty(device: str) -> Iterator[Problem]:
     """A size of zero anywhere but in the heads and the head dimension."""
     for batch, sq, sk in ((0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)):
@@ -278,6 +300,7 @@ GRIDS = (
     losses,
     long_sequences,
     one_query,
+    few_tiles,
     empty,
     each_option,
     sinks,

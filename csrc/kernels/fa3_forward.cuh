@@ -44,15 +44,17 @@
 #include "../tile/wgmma.cuh"
 #include "../tile_counter.cuh"
 #include "../tuning.h"
+#include "combine.cuh"
 #include "fa3_tiles.cuh"
 #include "launch.cuh"
 
 namespace flash_ext {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Forward kTuning>
+          tuning::Fa3Forward kTuning, bool kParts_ = false>
 struct Fa3ForwardConfig {
     using Element = Element_;
+    static constexpr bool kParts = kParts_;  // are the keys of a Q tile cut into parts?
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -141,7 +143,19 @@ struct Fa3Forward {
 
     __device__ __forceinline__ QueryTile query_tile(int linear) const {
         QueryTile tile;
-        describe<Config>(tile, params, work_tile(linear, params.schedule));
+        WorkTile work = work_tile(linear, params.schedule);
+        if constexpr (Config::kParts) {
+            tile.part = work.rank % params.key_parts;
+            work.rank /= params.key_parts;
+        }
+        describe<Config>(tile, params, work);
+        if constexpr (Config::kParts) {
+            const Interval all = tile.kv_tiles;
+            const auto begin = [&](int part) {
+                return all.begin + (all.end - all.begin) * part / params.key_parts;
+            };
+            tile.kv_tiles = {begin(tile.part), begin(tile.part + 1)};
+        }
         // A tile without keys takes one step all the same: all its scores are hidden, and K and V
         // of no rows are zeros.
         if (tile.kv_tiles.empty()) {
@@ -303,7 +317,8 @@ struct Fa3Forward {
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
-        if (params.sink != nullptr && tile.sequence.index() < params.batch)
+        const bool first_part = !Config::kParts || tile.part == 0;
+        if (params.sink != nullptr && first_part && tile.sequence.index() < params.batch)
             softmax.begin_with(params.sink[tile.head] * kLog2e * ptx::rcp(exponent_scale()));
         return softmax;
     }
@@ -339,15 +354,26 @@ struct Fa3Forward {
         }
     }
 
-    // O / l and the logsumexp to HBM.
+    // O / l and the logsumexp to HBM: the results, or those of a part of the keys.
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         softmax.finish();
         const Sequence& s = tile.sequence;
         const int first_row = tile.first_query + warp_row();
-        float* lse = params.lse + statistics_offset(params, s, tile.head);
-        const auto gO = global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
-                                             s.seqlen_q - first_row, params.head_dim_v);
+        const int64_t statistics = statistics_offset(params, s, tile.head);
+        float* lse = params.lse + statistics;
+        const int rows = s.seqlen_q - first_row;
+        const auto gO = [&] {
+            if constexpr (Config::kParts) {
+                const int64_t row = tile.part * statistics_rows(params) + statistics;
+                lse = params.part_lse + row;
+                return GlobalTile<float>{params.part_out + (row + first_row) * Config::kHeadDimV,
+                                         Config::kHeadDimV, rows, Config::kHeadDimV};
+            } else {
+                return global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
+                                            rows, params.head_dim_v);
+            }
+        }();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float factor = softmax.inverse_sum(0, i);
@@ -393,7 +419,7 @@ struct Fa3Forward {
             if (ptx::warp_uniform(work.first_query) < 0) return false;
             full = full_tiles(work);
             if constexpr (!Config::kTakeTurns) {  // turns want equal numbers of steps
-                hidden = kv_tile - max_of(last_tile(work), first_kv_tile);
+                hidden = max_of(kv_tile - max_of(last_tile(work), first_kv_tile), 0);
                 kv_tile -= hidden;
                 skip(k_ring, k, hidden, k_ready);
             }
@@ -532,6 +558,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     params.counter = new_count(call.tile_counter);
     params.schedule =
         forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
+    if (Config::kParts) params.schedule.tiles *= params.key_parts;
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile>(
                                    params.q_map, params.q, params.element_type, params.head_dim),
                                encode_tensor_map<typename Config::KTile>(
@@ -542,8 +569,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     const int tiles = cta_count(params.schedule);
     const int ctas = min_of(tiles, multiprocessors());
     if (tiles > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
-    return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
-                                                     params, stream);
+    cudaError_t status = launch_kernel<fa3_forward_kernel<Config>>(
+        ctas, Config::kThreads, Config::kSharedBytes, params, stream);
+    if (Config::kParts && status == cudaSuccess)
+        status = combine_parts<typename Config::Element, Config::kHeadDimV>(params, stream);
+    return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
@@ -551,17 +581,21 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const tuning::Fa3Lengths lengths =
-        tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences);
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
-                                                                       auto features) {
-        using enum tuning::Fa3Lengths;
-        dispatch<kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
-            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
-                                                                features.value, lengths)>;
-            status = launch_fa3_forward<Config>(params, stream);
+        params.key_parts > 1
+            ? tuning::Fa3Lengths::kParts
+            : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences);
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(
+        params, [&](auto element, auto features) {
+            using enum tuning::Fa3Lengths;
+            dispatch<kParts, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
+                using Config =
+                    Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                     tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value,
+                                                         lengths),
+                                     lengths == kParts && features.value != Features::kGeneral>;
+                status = launch_fa3_forward<Config>(params, stream);
+            });
         });
-    });
     return status;
 }
 

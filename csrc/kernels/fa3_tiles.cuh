@@ -17,6 +17,7 @@ struct QueryTile {
     int head;
     int first_query;  // below 0: there is no more work
     Interval kv_tiles;
+    int part;  // of the keys, where they are cut into parts
 
     __device__ __forceinline__ int& first_row() { return first_query; }
 };

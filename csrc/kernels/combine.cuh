@@ -1,0 +1,82 @@
+// One result from those of parts of the keys, as in Flash-Decoding (Dao et al. 2023):
+//
+//     lse = log sum_p exp(lse_p),    O = sum_p exp(lse_p - lse) O_p
+//
+// The parts are attention over some of the keys each, in float32. A part in which a row sees no key
+// has lse_p = -inf and does not count. Each row is a warp's.
+#pragma once
+
+#include "../ptx/grid_dependency.cuh"
+#include "../scheduler.cuh"
+#include "../softmax.cuh"
+#include "../tile/copy.cuh"
+#include "launch.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kCombineWarps = 4;
+
+template <class Combine>
+__device__ __forceinline__ float warp_reduce(float x, Combine combine) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2)
+        x = combine(x, __shfl_xor_sync(0xffffffff, x, offset));
+    return x;
+}
+
+template <class Element, int kHeadDimV>
+__global__ void __launch_bounds__(32 * kCombineWarps)
+    combine_kernel(const __grid_constant__ ForwardParams params) {
+    const int64_t row = int64_t{blockIdx.x} * kCombineWarps + warp_id();
+    const int64_t rows = statistics_rows(params);
+    if (row >= rows) return;
+    const int lane = lane_id();
+    ptx::wait_for_grid_before();
+
+    float max = -INFINITY;
+    for (int part = lane; part < params.key_parts; part += 32)
+        max = fmaxf(max, params.part_lse[part * rows + row]);
+    max = finite_max(warp_reduce(max, [](float a, float b) { return fmaxf(a, b); }));
+    float sum = 0.f;
+    for (int part = lane; part < params.key_parts; part += 32)
+        sum += ptx::ex2((params.part_lse[part * rows + row] - max) * kLog2e);
+    sum = warp_reduce(sum, [](float a, float b) { return a + b; });
+    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+
+    // A lane has pairs of neighbouring columns.
+    constexpr int kPairs = ceil_div(kHeadDimV, 64);
+    float2 out[kPairs] = {};
+#pragma unroll 8
+    for (int part = 0; part < params.key_parts; ++part) {
+        const int64_t at = part * rows + row;
+        const float weight = ptx::ex2((params.part_lse[at] - max) * kLog2e) * inverse;
+        const float2* source = reinterpret_cast<const float2*>(params.part_out + at * kHeadDimV);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            if (kHeadDimV % 64 != 0 && i * 32 + lane >= kHeadDimV / 2) continue;
+            const float2 x = source[i * 32 + lane];
+            out[i].x += weight * x.x;
+            out[i].y += weight * x.y;
+        }
+    }
+
+    if (lane == 0) params.lse[row] = sum == 0.f ? -INFINITY : max + logf(sum);
+    const int64_t flat_head = row / params.seqlen_q;
+    auto* target = reinterpret_cast<uint32_t*>(
+        row_pointer<Element>(params.out, static_cast<int>(flat_head / params.heads_q),
+                             row % params.seqlen_q, static_cast<int>(flat_head % params.heads_q)));
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        const int pair = i * 32 + lane;
+        if (2 * pair < params.head_dim_v) target[pair] = ptx::pack<Element>(out[i].x, out[i].y);
+    }
+}
+
+template <class Element, int kHeadDimV>
+cudaError_t combine_parts(const ForwardParams& params, cudaStream_t stream) {
+    return launch_kernel<combine_kernel<Element, kHeadDimV>>(
+        ceil_div<int64_t>(statistics_rows(params), kCombineWarps), 32 * kCombineWarps, 0, params,
+        stream, true);
+}
+
+}  // namespace flash_ext
