@@ -24,6 +24,9 @@
 // Consumers may take turns at starting their matmuls (ping-pong), so that one's softmax runs beside
 // the other's matmuls; else they drift apart by themselves.
 //
+// Where tiles are few, a tile is a Q tile and a part of its keys, with a result in float32 of its
+// own; combine.cuh makes one of them.
+//
 // Shared memory: rings of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
 //
 //   barrier             arrives                       waits
