@@ -7,6 +7,7 @@ torch included. Without nvcc the package installs pure, with the CPU kernels.
 Environment variables:
   FLASH_EXT_SKIP_CUDA=1   install without the CUDA kernels
   FLASH_EXT_CUDA_ARCHS    targets, default "80+PTX;90a" ("+PTX" adds PTX for later GPUs)
+  FLASH_EXT_LINEINFO=1    source lines in the binary, for profilers: twice its size, longer build
   FLASH_EXT_STRICT=0      ptxas warnings (spills, local memory, ...) no longer fail the build
   CUDA_HOME               the CUDA toolkit; if set, no other is tried
   PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
@@ -137,7 +138,7 @@ def cuda_options(cuda_home: Path) -> dict:
         *common,
         *targets,
         *compress,
-        "-lineinfo",
+        *(["-lineinfo"] if os.environ.get("FLASH_EXT_LINEINFO") == "1" else []),
         "--expt-relaxed-constexpr",
         "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
         "-Xcompiler=-fvisibility=hidden",
