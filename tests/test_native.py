@@ -27,7 +27,7 @@ import torch
 from attention_testing import KERNEL_DIMS, VARIANTS, dense_mask
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
-from test_attention import long_sequences
+from test_attention import few_tiles, long_sequences
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -263,7 +263,7 @@ def test_swizzle_is_a_bijection(rows: int, cols: int, native: ModuleType) -> Non
     assert sorted(itertools.chain.from_iterable(offsets)) == list(range(0, size, CHUNK))
 
 
-@pytest.mark.parametrize("cols", (32, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("cols", (32, 64, 80, 96, 128, 192, 256))
 def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
     """The eight 16-byte accesses of one phase fall into different banks."""
     panel_cols, _, offsets = native.layout(64, cols)
@@ -283,12 +283,15 @@ def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
             assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])
 
 
-def test_128_byte_swizzle_is_that_of_the_hardware(native: ModuleType) -> None:
-    """Panels of 64 columns: bits 4 to 6 of the address are XORed with bits 7 to 9."""
-    _, _, offsets = native.layout(64, 64)
-    for row, chunk in itertools.product(range(64), range(8)):
-        linear = row * 128 + chunk * CHUNK
-        assert offsets[row][chunk] == linear ^ ((linear >> 7 & 7) << 4)
+@pytest.mark.parametrize("cols, panel_cols", ((64, 64), (96, 32), (80, 16)))
+def test_swizzles_are_those_of_the_hardware(cols: int, panel_cols: int, native: ModuleType) -> None:
+    """Of 128, 64, 32 bytes: bits 4 to 6 (5, 4) of the address are XORed with bits 7 to 9 (8, 7)."""
+    panel, _, offsets = native.layout(64, cols)
+    assert panel == panel_cols
+    chunks = panel_cols // 8
+    for row, chunk in itertools.product(range(64), range(chunks)):
+        linear = row * panel_cols * 2 + chunk * CHUNK
+        assert offsets[row][chunk] == linear ^ ((linear >> 7 & chunks - 1) << 4)
 
 
 # --- dropout.cuh ---
@@ -358,6 +361,38 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
         p for p in long_sequences("cuda") if min(p.seqlen_q, p.seqlen_k) >= native.long_keys
     ]
     assert {p.layout for p in reaching if p.head_dim == 64} >= {"bshd", "packed"}
+    many = [p for p in long_sequences("cuda") if p.seqlen_q >= native.many_queries]
+    assert {(p.layout, p.loss) for p in many if p.head_dim == 128} >= {
+        ("bshd", "both"), ("packed", "both"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tiles, queries, keys, parts",
+    [
+        (8, 4, 131072, 16),  # one wave of 132
+        (8, 4, 8192, 16),
+        (8, 4, 4096, 8),  # of no fewer than 512 keys
+        (8, 4, 511, 1),
+        (64, 128, 2048, 2),  # of no fewer than 1,024 where queries are many
+        (64, 128, 2047, 1),
+        (128, 1, 131072, 1),  # the tiles fill the GPU
+        (132, 1, 131072, 1),
+        (100, 1, 131072, 1),  # no number of parts within two waves fills it better
+        (0, 0, 8192, 1),
+    ],
+)
+def test_keys_are_cut_into_parts_that_fill_the_gpu(
+    native: ModuleType, tiles: int, queries: int, keys: int, parts: int
+) -> None:
+    assert native.key_parts(tiles, queries, keys, 132) == parts
+
+
+def test_gpu_problems_reach_the_parts(native: ModuleType) -> None:
+    for p in few_tiles("cuda"):
+        if p.lengths_q is None:
+            tiles = p.batch * p.heads_q * -(-p.seqlen_q // 128)
+            assert native.key_parts(tiles, p.seqlen_q, p.seqlen_k, 132) > 1, p
 
 
 @pytest.mark.parametrize(

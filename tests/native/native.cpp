@@ -56,6 +56,8 @@ Layout layout_of_width(int cols) {
             return layout<kRows, 32>();
         case 64:
             return layout<kRows, 64>();
+        case 80:
+            return layout<kRows, 80>();
         case 96:
             return layout<kRows, 96>();
         case 128:
@@ -231,4 +233,16 @@ PYBIND11_MODULE(flash_ext_native, m) {
             {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
     });
     m.attr("long_keys") = tuning::kLongKeys;
+    m.attr("many_queries") = tuning::kManyQueries;
+
+    // Of one dense sequence without options that fa3's packed form does not have.
+    m.def("key_parts", [](int64_t tiles, int queries, int keys, int multiprocessors) {
+        AttentionParams params{};
+        params.aligned = true;
+        params.scale = 1.f;
+        params.batch = 1;
+        params.seqlen_q = queries;
+        params.seqlen_k = keys;
+        return key_parts(params, tiles, multiprocessors);
+    });
 }
