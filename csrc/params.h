@@ -138,8 +138,8 @@ struct BackwardParams : AttentionParams {
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
     float* delta;         // (R), rowsum(dO * O) - dlse
     int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
-                          // the number of KV tiles that have added their dQ. FA3: always, and
-                          // it makes the zeros
+                          // the number of KV tiles that have added their dQ. FA3: always, it
+                          // makes the zeros, and behind them come those of tiles_done()
     bool dq_zeros;        // FA3: does dq_accum begin with zeros?
     float* dsink_parts = nullptr;                // (Hq, kSinkParts)
     unsigned long long* tile_counter = nullptr;  // FA3 for wide heads: two; see tile_counter.cuh

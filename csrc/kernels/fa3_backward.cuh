@@ -24,8 +24,8 @@
 // which takes the registers of S, at 64 half of its rows. dQ is summed over CTAs in float32 in HBM:
 // a consumer leaves its part in shared memory, in fragment order, and a producer adds it by the
 // copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass behind converts
-// it. Short sequences need no zeros: the first KV tile of each head comes well before the others,
-// and stores.
+// it, head by head on the SMs that have no more tiles. Short sequences need no zeros: the first KV
+// tile of each head comes well before the others, and stores.
 //
 // Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
 // part of dQ; a ring of KV tiles' descriptions (KeyTile).
@@ -296,6 +296,7 @@ struct Fa3Backward {
     // Chooses the KV tiles, by ticket: so all that a CTA waits for in add_dq() are running. And
     // loads K and V.
     __device__ __forceinline__ void produce_tiles() const {
+        ptx::launch_dependents();  // for which an SM has room when this CTA has left
         const auto draw = [&] { return atomicAdd(params.turn, 1); };
         const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
         tiles.produce(
@@ -304,7 +305,6 @@ struct Fa3Backward {
                 load_keys<VTile>(v_ring, t, params.v_map, params.v, tile);
                 load_keys<KTile>(k_ring, t, params.k_map, params.k, tile);
             });
-        ptx::launch_dependents();
     }
 
     template <class Tile, class Ring>
@@ -354,10 +354,13 @@ struct Fa3Backward {
 
     // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
     // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
-    // where others wait for them: they were all drawn before.
+    // where others wait for them: they were all drawn before. And tiles_done() counts KV tiles for
+    // the pass behind.
     __device__ __forceinline__ void add_dq() const {
         typename Config::DQRing::Cursor c;
+        int* done = nullptr;  // of the tile before
         tiles.for_each([&](const KeyTile& tile) {
+            if (done != nullptr) count_added(done);
             for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
                 int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
@@ -385,15 +388,18 @@ struct Fa3Backward {
                     ring.release(c);
                 }
                 c.advance();
-                if (stores || params.deterministic) {
-                    ptx::bulk_wait();
-                    ptx::fence_proxy_async_global();
-                    __threadfence();
-                    ptx::red_add_release(turn, 1);
-                }
+                if (stores || params.deterministic) count_added(turn);
             });
+            done = tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head);
         });
+        if (done != nullptr) count_added(done);
+    }
+
+    // Counts, when all that this thread has added to dQ can be read.
+    __device__ __forceinline__ void count_added(int* count) const {
         ptx::bulk_wait();
+        ptx::fence_proxy_async_global();
+        ptx::red_add_release(count, 1);
     }
 
     __device__ __forceinline__ void produce() const {
@@ -706,7 +712,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 // A first KV tile is to be done when the others of its head begin: so as many tiles lie between as
-// CTAs run, twice as many under a mask, where it is the longest. Not for long sequences, which
+// CTAs run, more under a mask, where it has 2 tiles / (tiles + 1) times the mean's steps. Not for long sequences, which
 // zeros cost little, nor where the heads between do not fit in L2 or are most of all (note 010).
 inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
     constexpr int kMaxTiles = 16;
@@ -715,7 +721,8 @@ inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_
     if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
         schedule.tiles > kMaxTiles)
         return 0;
-    const int lead = ceil_div(multiprocessors() * (masked ? 2 : 1), schedule.tiles);
+    const int lead = masked ? ceil_div(2 * multiprocessors(), schedule.tiles + 1)
+                            : ceil_div(multiprocessors(), schedule.tiles);
     const bool fits = lead * bytes_per_head <= kL2Share;
     return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
 }

@@ -1,5 +1,6 @@
 // The passes before and behind the FA3 backward: row statistics and, where dQ is summed in memory,
-// zeros before it; the sum to dQ behind it. Each is a CTA per Q tile.
+// zeros before it; the sum to dQ behind it. Each is a CTA per Q tile. The pass behind begins when
+// the kernel's first CTA has left its SM, and converts heads as they are done.
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -9,6 +10,16 @@
 namespace flash_ext {
 
 inline constexpr int kFa3PassThreads = 256;
+
+// Where the KV tiles of a head of K and V are counted that have added all of their dQ: in
+// params.turn behind the counts of Q tiles, which are at least as many.
+template <int kBlockQ>
+__device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
+                                           int head) {
+    static_assert(kBlockQ >= 2 * tuning::kMinBackwardBlockQ);  // so there is room for both
+    const int64_t q_tiles = workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ;
+    return params.turn + 1 + q_tiles + sequence.index() * params.heads_k + head;
+}
 
 // delta = rowsum(dO * O) - dlse and lse in base 2, as row_statistics(), but a row takes only as
 // many lanes as it has 16-byte chunks. Zeros in params.turn and, if that is wanted, in dq_accum, of
@@ -48,6 +59,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
         if (threadIdx.x == 0) {
             if (blockIdx.x == 0) params.turn[0] = 0;
             params.turn[1 + blockIdx.x] = 0;
+            params.turn[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
         }
         if (params.dq_zeros) {
             auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);
@@ -92,10 +104,18 @@ __global__ void __launch_bounds__(kFa3PassThreads)
                          int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
                          warp_id() * (DQ::kN * 128) + lane_id() * 4;
     const int first_query = q_tile * Config::kBlockQ;
-    if (first_query >= sequence.seqlen_q) return;
     auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
                                     sequence.seqlen_q - first_query, params.head_dim);
-    ptx::wait_for_grid_before();
+    // What follows in the stream waits for this pass alone, so one CTA waits for the kernel's end.
+    if (blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+    if (threadIdx.x == 0) {
+        const int* done = tiles_done<Config::kBlockQ>(params, sequence,
+                                                      head / (params.heads_q / params.heads_k));
+        while (ptx::load_acquire(done) < ceil_div(sequence.rows_k, Config::kBlockKV))
+            __nanosleep(256);
+    }
+    __syncthreads();
+    if (first_query >= sequence.seqlen_q) return;
     const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
     DQ rdQ;
 #pragma unroll
