@@ -25,6 +25,20 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// And over all lanes.
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 2; offset /= 2)
+        x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
+    return quad_max(x);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 2; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
+    return quad_sum(x);
+}
+
 // A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 

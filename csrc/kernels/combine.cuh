@@ -16,14 +16,6 @@ namespace flash_ext {
 
 inline constexpr int kCombineWarps = 4;
 
-template <class Combine>
-__device__ __forceinline__ float warp_reduce(float x, Combine combine) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-        x = combine(x, __shfl_xor_sync(0xffffffff, x, offset));
-    return x;
-}
-
 template <class Element, int kHeadDimV>
 __global__ void __launch_bounds__(32 * kCombineWarps)
     combine_kernel(const __grid_constant__ ForwardParams params) {
@@ -36,11 +28,11 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     float max = -INFINITY;
     for (int part = lane; part < params.key_parts; part += 32)
         max = fmaxf(max, params.part_lse[part * rows + row]);
-    max = finite_max(warp_reduce(max, [](float a, float b) { return fmaxf(a, b); }));
+    max = finite_max(warp_max(max));
     float sum = 0.f;
     for (int part = lane; part < params.key_parts; part += 32)
         sum += ptx::ex2((params.part_lse[part * rows + row] - max) * kLog2e);
-    sum = warp_reduce(sum, [](float a, float b) { return a + b; });
+    sum = warp_sum(sum);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
 
     // A lane has pairs of neighbouring columns.
@@ -60,7 +52,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
         }
     }
 
-    if (lane == 0) params.lse[row] = sum == 0.f ? -INFINITY : max + logf(sum);
+    if (lane == 0) params.lse[row] = log_sum_exp(max * kLog2e, sum);
     const int64_t flat_head = row / params.seqlen_q;
     auto* target = reinterpret_cast<uint32_t*>(
         row_pointer<Element>(params.out, static_cast<int>(flat_head / params.heads_q),
