@@ -4,8 +4,8 @@
     python benchmarks/everything.py --only compare io
     python benchmarks/everything.py --against HEAD~5    # what moved since then; measures nothing
 
-Each benchmark is a program of its own and writes its result file as it would alone; those that take
-no times run side by side. Peers that are packages of their own, flash-attn 4 among them, are
+Each benchmark is a program of its own and writes its result file as it would alone; those that time
+nothing run side by side. Peers that are packages of their own, flash-attn 4 among them, are
 measured where they are installed. Then report.py writes the tables and figures. Last come the
 numbers that moved: each number of a new result file beside the same one in the file of before,
 where they differ by more than what runs differ by (``LIMITS``). Exit status 1 if a benchmark
@@ -32,6 +32,7 @@ from common import Json
 RUNS: dict[str, tuple[str, ...]] = {
     "support": (),
     "numerics": ("--peers", "flash", "cudnn", "efficient"),
+    "PTX path": ("--ptx",),
     "io": (),
     "memory": (),
     "compare": ("--brief", "--min-time", "0.03"),
@@ -48,8 +49,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "train": ("--rounds", "2", "--model", "small", "medium", "bert-large", "long-range"),
 }  # fmt: skip
 # Parts that are not named as their script, which adds to what it has of the same source.
-SCRIPTS = dict.fromkeys(("few heads", "head dims", "fa1", "host", "fp16"), "compare")
-UNTIMED = ("support", "numerics")  # these may run side by side
+SCRIPTS = dict.fromkeys(("few heads", "head dims", "fa1", "host", "fp16"), "compare") | {
+    "PTX path": "support"
+}
+UNTIMED = ("support", "numerics")  # these run side by side
+BESIDE = "PTX path"  # the driver compiles for minutes, on one core; this adds to "support"
 
 # By how much a number has to differ to have moved; of those that are not here none is looked at.
 LIMITS = {
@@ -153,25 +157,35 @@ def committed(folder: Path, revision: str) -> dict[str, Json]:
 
 def run(names: list[str]) -> list[str]:
     """Run the benchmarks, the timed ones one after the other; returns those that failed."""
+    begun: dict[str, float] = {}
 
     def start(name: str, output: int | None) -> subprocess.Popen[str]:
+        begun[name] = time.monotonic()
         script = common.ROOT / "benchmarks" / f"{SCRIPTS.get(name, name)}.py"
         return subprocess.Popen([sys.executable, str(script), *RUNS[name]], stdout=output,
                                 stderr=None if output is None else subprocess.STDOUT,
                                 text=True)  # fmt: skip
 
-    failed = []
-    started = time.monotonic()
-    together = {n: start(n, subprocess.PIPE) for n in names if n in UNTIMED}
-    for name in [*together, *(n for n in names if n not in together)]:
-        print(f"\n===== {name}: {' '.join(RUNS[name])}", flush=True)
-        if name not in together:
-            started = time.monotonic()
-        benchmark = together.get(name) or start(name, None)
+    def finish(name: str, benchmark: subprocess.Popen[str]) -> None:
         print(benchmark.communicate()[0] or "", end="")
         status = benchmark.returncode
-        print(f"===== {name}: {time.monotonic() - started:.0f} s, exit status {status}", flush=True)
-        failed += [name] if status else []
+        seconds = time.monotonic() - begun[name]
+        print(f"===== {name}: {seconds:.0f} s, exit status {status}", flush=True)
+        failed.extend([name] if status else [])
+
+    failed: list[str] = []
+    together = {n: start(n, subprocess.PIPE) for n in names if n in UNTIMED}
+    for name, benchmark in together.items():
+        print(f"\n===== {name}: {' '.join(RUNS[name])}", flush=True)
+        finish(name, benchmark)
+    beside = start(BESIDE, subprocess.PIPE) if BESIDE in names else None
+    for name in names:
+        if name not in together and name != BESIDE:
+            print(f"\n===== {name}: {' '.join(RUNS[name])}", flush=True)
+            finish(name, start(name, None))
+    if beside is not None:
+        print(f"\n===== {BESIDE}", flush=True)
+        finish(BESIDE, beside)
     return failed
 
 

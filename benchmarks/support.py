@@ -1,7 +1,7 @@
 """What each variant supports on a device, by running every feature on tiny inputs.
 
     python benchmarks/support.py          # writes benchmarks/results/<device>/support.json
-    python benchmarks/support.py --ptx    # and asks for the PTX path, which takes minutes
+    python benchmarks/support.py --ptx    # adds the PTX path alone, which takes minutes
 
 A feature is supported forward if out and lse of its calls agree with float64 standard attention,
 and backward if all gradients do. Otherwise the reason is kept.
@@ -409,7 +409,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ptx", action="store_true", help="also the PTX path: minutes")
+    parser.add_argument("--ptx", action="store_true", help="only the PTX path: minutes")
     parser.add_argument("--ptx-child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", help="default benchmarks/results/<device>/support.json")
     args = parser.parse_args()
@@ -420,15 +420,13 @@ def main() -> int:
     path = common.result_path(device, "support.json", args.out)
     result = common.describe_setup(device)
     old = common.read_json(path)
-    result["support"] = probe(device)
-    if args.ptx and device.type == "cuda":
-        result["support"][PTX] = probe_ptx()
-    elif old and common.same_setup(old, result) and PTX in old["support"]:
-        result["support"][PTX] = old["support"][PTX]
+    known = old["support"] if old and common.same_setup(old, result) else {}
+    found = {PTX: probe_ptx()} if args.ptx else probe(device)
+    result["support"] = known | found
     common.write_json(path, result)
     answers = [
         (f"{variant} {direction}, {name}", reason)
-        for name, by_variant in result["support"].items()
+        for name, by_variant in found.items()
         for variant, by_direction in by_variant.items()
         for direction, reason in by_direction.items()
     ]
