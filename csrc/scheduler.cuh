@@ -151,18 +151,17 @@ inline Schedule forward_schedule(const AttentionParams& params, int block_q, int
 // Flash-Decoding): the fewest that come near the best use of it. Parts of few keys do not pay, the
 // less so the more queries have partial results. The general form has no kernel for them.
 inline int key_parts(const AttentionParams& params, int64_t tiles, int multiprocessors) {
+    if (tiles == 0 || tiles >= multiprocessors || features_of(params) == Features::kGeneral)
+        return 1;
     const int least_keys = mean_queries(params) < 64 ? 512 : 1024;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
-    const auto most = static_cast<int>(
-        min_of<int64_t>(params.seqlen_k / sequences / least_keys,
-                        ceil_div<int64_t>(2 * multiprocessors, max_of<int64_t>(tiles, 1))));
+    const auto most = static_cast<int>(min_of<int64_t>(
+        params.seqlen_k / sequences / least_keys, ceil_div<int64_t>(2 * multiprocessors, tiles)));
     const auto use = [&](int parts) {
         const int64_t ctas = tiles * parts;
         return static_cast<double>(ctas) /
                (ceil_div<int64_t>(ctas, multiprocessors) * multiprocessors);
     };
-    if (tiles == 0 || tiles >= multiprocessors || features_of(params) == Features::kGeneral)
-        return 1;
     double best = 0;
     for (int parts = 1; parts <= most; ++parts) best = max_of(best, use(parts));
     int parts = 1;

@@ -25,9 +25,7 @@ __device__ __forceinline__ float row_dot(const Element* x, const Element* y, int
         for (int col = lane; col < cols; col += 32)
             sum += ptx::to_float(x[col]) * ptx::to_float(y[col]);
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
-    return sum;
+    return warp_sum(sum);
 }
 
 struct RowStatistics {

@@ -712,8 +712,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 // A first KV tile is to be done when the others of its head begin: so as many tiles lie between as
-// CTAs run, more under a mask, where it has 2 tiles / (tiles + 1) times the mean's steps. Not for long sequences, which
-// zeros cost little, nor where the heads between do not fit in L2 or are most of all (note 010).
+// CTAs run, more under a mask, where it has 2 tiles / (tiles + 1) times the mean's steps. Not for
+// long sequences, which zeros cost little, nor where the heads between do not fit in L2 or are most
+// of all (note 010).
 inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
     constexpr int kMaxTiles = 16;
     constexpr int64_t kL2Share = int64_t{67} << 19;  // 33.5 MB

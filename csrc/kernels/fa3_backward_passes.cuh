@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     // What follows in the stream waits for this pass alone, so one CTA waits for the kernel's end.
     if (blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
     if (threadIdx.x == 0) {
-        const int* done = tiles_done<Config::kBlockQ>(params, sequence,
-                                                      head / (params.heads_q / params.heads_k));
+        const int* done =
+            tiles_done<Config::kBlockQ>(params, sequence, head / (params.heads_q / params.heads_k));
         while (ptx::load_acquire(done) < ceil_div(sequence.rows_k, Config::kBlockKV))
             __nanosleep(256);
     }
