@@ -278,7 +278,7 @@ class Bench:
                 self.release()
                 continue
             calls[provider.name], estimates[provider.name] = call, (device_seconds, host_seconds)
-            results[provider.name] = {"extra_bytes": extra, "error": float(f"{whole:.3g}")}
+            results[provider.name] = {"extra_bytes": extra, "error": float(f"{whole:.4g}")}
         if calls:
             timed = self.timer.compare(calls, estimates, self.args.min_time, self.args.rounds)
             for name, samples in timed.items():
