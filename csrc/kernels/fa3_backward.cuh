@@ -358,9 +358,7 @@ struct Fa3Backward {
     // the pass behind.
     __device__ __forceinline__ void add_dq() const {
         typename Config::DQRing::Cursor c;
-        int* done = nullptr;  // of the tile before
         tiles.for_each([&](const KeyTile& tile) {
-            if (done != nullptr) count_added(done);
             for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
                 int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
@@ -390,9 +388,9 @@ struct Fa3Backward {
                 c.advance();
                 if (stores || params.deterministic) count_added(turn);
             });
-            done = tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head);
+            count_added(tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head));
         });
-        if (done != nullptr) count_added(done);
+        ptx::bulk_wait();  // for nothing; without it ptxas schedules consumers worse (note 010)
     }
 
     // Counts, when all that this thread has added to dQ can be read.
