@@ -391,8 +391,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa3) {
-            const int64_t tiles = params.heads_q * sizes.tensor_batches() *
-                                  tile_numbers(params, params.seqlen_q, tuning::kMinFa3BlockQ);
+            const int64_t tiles = query_tiles(params, tuning::kMinFa3BlockQ);
             const int multiprocessors = device_limits(q.get_device_index()).multiprocessors;
             params.key_parts = key_parts(params, tiles, multiprocessors);
             if (params.key_parts > 1) {

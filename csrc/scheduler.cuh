@@ -7,6 +7,7 @@
 // long.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "host_device.h"
@@ -147,25 +148,40 @@ inline Schedule forward_schedule(const AttentionParams& params, int block_q, int
                          bytes_per_head, ctas_per_sm, section_fillings(params, masked));
 }
 
+// Q tiles of all heads and batches.
+inline int64_t query_tiles(const AttentionParams& params, int block_q) {
+    return int64_t{params.heads_q} * tensor_batches(params) *
+           tile_numbers(params, params.seqlen_q, block_q);
+}
+
 // Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
-// Flash-Decoding): the fewest that come near the best use of it. Parts of few keys do not pay, the
+// Flash-Decoding): the fewest that come near the least time. Parts of few keys do not pay, the
 // less so the more queries have partial results. The general form has no kernel for them.
 inline int key_parts(const AttentionParams& params, int64_t tiles, int multiprocessors) {
-    if (tiles == 0 || tiles >= multiprocessors || features_of(params) == Features::kGeneral)
-        return 1;
-    const int least_keys = mean_queries(params) < 64 ? 512 : 1024;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    const int queries = mean_queries(params);
+    const int keys = min_of(params.seqlen_k / sequences,  // that a query sees, at most
+                            params.window_left + params.window_right + 1);
+    if (tiles == 0 || queries == 0 || keys == 0 || features_of(params) == Features::kGeneral)
+        return 1;
+    const bool whole_tiles = queries >= 64;
+    // What a tile sees of them in the mean: under a causal mask the first queries see few.
+    const double share = whole_tiles && params.window_right < params.seqlen_k
+                             ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
+                             : 1.;
     const auto most = static_cast<int>(min_of<int64_t>(
-        params.seqlen_k / sequences / least_keys, ceil_div<int64_t>(2 * multiprocessors, tiles)));
-    const auto use = [&](int parts) {
-        const int64_t ctas = tiles * parts;
-        return static_cast<double>(ctas) /
-               (ceil_div<int64_t>(ctas, multiprocessors) * multiprocessors);
+        keys / (whole_tiles ? 1024 : 512), ceil_div<int64_t>(2 * multiprocessors, tiles)));
+    // In units of the longest tile's.
+    const auto time = [&](int parts) {
+        const double rounds = share * tiles * parts / multiprocessors;
+        const double price = whole_tiles && parts > 1 ? 1.3 : 1.;
+        return price * (share < 1. ? max_of(rounds, 1.) : std::ceil(rounds)) / parts;
     };
-    double best = 0;
-    for (int parts = 1; parts <= most; ++parts) best = max_of(best, use(parts));
+    if (share * tiles >= multiprocessors) return 1;
+    double least = time(1);
+    for (int parts = 2; parts <= most; ++parts) least = min_of(least, time(parts));
     int parts = 1;
-    while (parts < most && use(parts) < 0.95 * best) ++parts;
+    while (0.95 * time(parts) > least) ++parts;
     return parts;
 }
 

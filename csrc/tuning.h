@@ -57,10 +57,10 @@ enum class Fa3Lengths { kParts, kFewQueries, kUsual, kLongKeys };
 inline constexpr int kLongKeys = 8192;  // so many keys or more are many
 
 // Of a sequence. Few queries are those of which 256 rows a tile would leave many more rows empty
-// than 128 do.
-constexpr Fa3Lengths fa3_lengths(int queries, int keys) {
+// than 128 do, or which fill the GPU no more than once with tiles of 128.
+constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
     const auto rounded = [&](int64_t rows) { return ceil_div<int64_t>(queries, rows) * rows; };
-    if (rounded(256) > rounded(128) + rounded(128) / 8) return Fa3Lengths::kFewQueries;
+    if (few_tiles || rounded(256) > rounded(128) + rounded(128) / 8) return Fa3Lengths::kFewQueries;
     return keys >= kLongKeys ? Fa3Lengths::kLongKeys : Fa3Lengths::kUsual;
 }
 

@@ -131,11 +131,11 @@ def long_sequences(device: str) -> Iterator[Problem]:
     if device == "cuda":
         for d, mask, dtype in itertools.product((64, 128), MASKS, HALF_TYPES):
             yield Problem(1, 4224, 4224, 2, 1, d, dtype, **mask)
-        # From 8,192 keys on fa3 has other tiles at head dim 64, and from 8,192 queries on in the
-        # backward at 128.
+        # From 8,192 keys on fa3 has other tiles at head dim 64, where there are enough of them, and
+        # from 8,192 queries on in the backward at 128.
         for mask, layout in itertools.product(MASKS, ("bshd", "packed")):
-            for d, loss in ((64, "out"), (128, "out"), (128, "both")):
-                yield Problem(1, 8200, 8250, 2, 1, d, layout=layout, loss=loss, **mask)
+            for d, heads, loss in ((64, 4, "out"), (128, 2, "out"), (128, 2, "both")):
+                yield Problem(1, 8200, 8250, heads, 1, d, layout=layout, loss=loss, **mask)
         yield Problem(1, 8200, 4000, 2, 1, 128, window=(300, 100), seqused_k=(3900,))
 
 
@@ -170,7 +170,7 @@ def few_tiles(device: str) -> Iterator[Problem]:
     options = (
         {},
         {"causal": True},
-        {"window": (700, 0)},
+        {"window": (2500, 0)},
         {"window": (2000, 100), "sink": True},
         {"seqused_k": (2900, 1, 0)},
         {"sink": True, "causal": True},
@@ -183,6 +183,21 @@ def few_tiles(device: str) -> Iterator[Problem]:
         dims if device == "cuda" else dims[:1], lengths, options
     ):
         yield Problem(3, *pair, 4, 2, head_dim=d, head_dim_v=dv, **option)
+
+
+def many_tiles(device: str) -> Iterator[Problem]:
+    """So many tiles of 128 queries that fa3 has larger ones at head dim 64."""
+    options = (
+        *MASKS,
+        {"window": (300, 40)},
+        {"seqused_k": (1010, 500, 1, 0)},
+        {"sink": True, "causal": True},
+        {"layout": "packed"},
+        {"layout": "odd_row", "causal": True},
+    )
+    batch, heads, *lengths = (4, 8, 1000, 1010) if device == "cuda" else (4, 2, 70, 80)
+    for d, dtype, option in itertools.product((64, 40), HALF_TYPES, options):
+        yield Problem(batch, *lengths, heads, heads // 2, d, dtype, **option)
 
 
 def empty(device: str) -> Iterator[Problem]:
@@ -301,6 +316,7 @@ GRIDS = (
     long_sequences,
     one_query,
     few_tiles,
+    many_tiles,
     empty,
     each_option,
     sinks,

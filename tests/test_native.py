@@ -24,10 +24,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from attention_testing import KERNEL_DIMS, VARIANTS, dense_mask
+from attention_testing import KERNEL_DIMS, VARIANTS, Problem, dense_mask
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
-from test_attention import few_tiles, long_sequences
+from test_attention import few_tiles, long_sequences, many_tiles
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -356,11 +356,20 @@ def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
         )
 
 
+SMS = 132  # of an H200
+
+
+def query_tiles(p: Problem) -> int:
+    """fa3's smallest tiles of queries; packed ones may be a few more."""
+    return p.batch * p.heads_q * -(-p.seqlen_q // 128)
+
+
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
     reaching = [
-        p for p in long_sequences("cuda") if min(p.seqlen_q, p.seqlen_k) >= native.long_keys
-    ]
-    assert {p.layout for p in reaching if p.head_dim == 64} >= {"bshd", "packed"}
+        p for p in long_sequences("cuda")
+        if p.head_dim == 64 and p.seqlen_k >= native.long_keys and query_tiles(p) > SMS
+    ]  # fmt: skip
+    assert {p.layout for p in reaching} >= {"bshd", "packed"}
     many = [p for p in long_sequences("cuda") if p.seqlen_q >= native.many_queries]
     assert {(p.layout, p.loss) for p in many if p.head_dim == 128} >= {
         ("bshd", "both"), ("packed", "both"),
@@ -368,31 +377,47 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
 
 
 @pytest.mark.parametrize(
-    "tiles, queries, keys, parts",
+    "tiles, queries, keys, window, parts",
     [
-        (8, 4, 131072, 16),  # one wave of 132
-        (8, 4, 8192, 16),
-        (8, 4, 4096, 8),  # of no fewer than 512 keys
-        (8, 4, 511, 1),
-        (64, 128, 2048, 2),  # of no fewer than 1,024 where queries are many
-        (64, 128, 2047, 1),
-        (128, 1, 131072, 1),  # the tiles fill the GPU
-        (132, 1, 131072, 1),
-        (100, 1, 131072, 1),  # no number of parts within two waves fills it better
-        (0, 0, 8192, 1),
+        (8, 4, 131072, (-1, -1), 16),  # one wave of 132
+        (8, 4, 8192, (-1, -1), 16),
+        (8, 4, 4096, (-1, -1), 8),  # of no fewer than 512 keys
+        (8, 4, 511, (-1, -1), 1),
+        (8, 4, 131072, (4095, 0), 8),  # nothing is cut that no query sees
+        (64, 128, 2048, (-1, -1), 2),  # of no fewer than 1,024 where queries are many
+        (64, 128, 2047, (-1, -1), 1),
+        (128, 1, 131072, (-1, -1), 1),  # the tiles fill the GPU
+        (132, 1, 131072, (-1, -1), 1),
+        (100, 1, 131072, (-1, -1), 1),  # no number of parts within two waves fills it better
+        (100, 1, 131072, (-1, 0), 1),
+        (128, 8192, 8192, (-1, 0), 2),  # a causal head's last tile takes twice the mean
+        (160, 8192, 8192, (-1, 0), 2),
+        (200, 8192, 8192, (-1, 0), 1),
+        (264, 8192, 8192, (-1, 0), 1),
+        (128, 8192, 8192, (2047, 0), 1),  # in a window all take the same
+        (0, 0, 8192, (-1, -1), 1),
+        (8, 4, 0, (-1, 0), 1),
     ],
 )
 def test_keys_are_cut_into_parts_that_fill_the_gpu(
-    native: ModuleType, tiles: int, queries: int, keys: int, parts: int
+    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
 ) -> None:
-    assert native.key_parts(tiles, queries, keys, 132) == parts
+    assert native.key_parts(tiles, queries, keys, *window) == parts
 
 
 def test_gpu_problems_reach_the_parts(native: ModuleType) -> None:
     for p in few_tiles("cuda"):
         if p.lengths_q is None:
-            tiles = p.batch * p.heads_q * -(-p.seqlen_q // 128)
-            assert native.key_parts(tiles, p.seqlen_q, p.seqlen_k, 132) > 1, p
+            window = (-1, 0) if p.causal else p.window
+            assert native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window) > 1, p
+
+
+def test_gpu_problems_reach_the_large_tiles(native: ModuleType) -> None:
+    for p in many_tiles("cuda"):
+        assert query_tiles(p) > SMS
+        assert native.tiles(64, p.seqlen_q, p.seqlen_k)["fa3", "forward"] == 256
+        window = (-1, 0) if p.causal else p.window
+        assert native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window) == 1
 
 
 @pytest.mark.parametrize(

@@ -586,7 +586,8 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     const tuning::Fa3Lengths lengths =
         params.key_parts > 1
             ? tuning::Fa3Lengths::kParts
-            : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences);
+            : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
+                                  query_tiles(params, tuning::kMinFa3BlockQ) <= multiprocessors());
     dispatch_kernel<Features::kPacked, Features::kGeneral>(
         params, [&](auto element, auto features) {
             using enum tuning::Fa3Lengths;

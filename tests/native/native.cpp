@@ -226,9 +226,10 @@ PYBIND11_MODULE(flash_ext_native, m) {
             {{"fa1", "forward"}, fa1_forward(dims).block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
             {{"fa3", "forward"},
-             64 * fa3_forward(dims, Features::kPlain, fa3_lengths(queries, keys)).consumers},
+             64 * fa3_forward(dims, Features::kPlain, fa3_lengths(queries, keys, false)).consumers},
             {{"fa3", "forward with options"},
-             64 * fa3_forward(dims, Features::kGeneral, fa3_lengths(queries, keys)).consumers},
+             64 * fa3_forward(dims, Features::kGeneral, fa3_lengths(queries, keys, false))
+                      .consumers},
             {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},
             {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
     });
@@ -236,13 +237,15 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.attr("many_queries") = tuning::kManyQueries;
 
     // Of one dense sequence without options that fa3's packed form does not have.
-    m.def("key_parts", [](int64_t tiles, int queries, int keys, int multiprocessors) {
+    m.def("key_parts", [](int64_t tiles, int queries, int keys, int left, int right) {
         AttentionParams params{};
         params.aligned = true;
         params.scale = 1.f;
         params.batch = 1;
         params.seqlen_q = queries;
         params.seqlen_k = keys;
-        return key_parts(params, tiles, multiprocessors);
+        params.window_left = left < 0 ? BandMask::kUnlimited : left;
+        params.window_right = right < 0 ? BandMask::kUnlimited : right;
+        return key_parts(params, tiles, /*multiprocessors=*/132);
     });
 }
