@@ -4,7 +4,7 @@
     python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
     python benchmarks/compare.py --dtype bf16 fp16
-    python benchmarks/compare.py --set gqa decode                # grouped heads; one query
+    python benchmarks/compare.py --set gqa decode prefill   # grouped heads; one query; one sequence
     python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
     python benchmarks/compare.py --host                          # the CPU's time per call alone
@@ -68,7 +68,8 @@ GQA = ((8, 2048), (1, 16384))  # batch, S: 16 query heads of 128 on 2 key heads,
 DECODE = (  # batch, query heads, key heads, keys: one query each, d 128
     (1, 32, 8, 131072), (16, 32, 8, 8192), (64, 32, 8, 4096), (128, 32, 32, 2048),
 )  # fmt: skip
-SETS = ("standard", "gqa", "decode")
+PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
+SETS = ("standard", "gqa", "decode", "prefill")
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
 HOST_ROWS = {
@@ -201,12 +202,18 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
         shapes = shapes if "standard" in sets else []
         if "gqa" in sets:
             shapes += [Cell(dtype, 128, True, s, b, 16, kv_heads=2) for b, s in GQA]
+        inference = []
         if "decode" in sets:
-            shapes += [
+            inference += [
                 Cell(dtype, 128, False, s, b, h, seqlen_q=1, kv_heads=hk) for b, h, hk, s in DECODE
             ]
-        for shape in shapes:
-            directions = ["forward"] if shape.seqlen_q == 1 else ["forward", "backward"]
+        if "prefill" in sets:
+            inference += [
+                Cell(dtype, d, True, s, 1, h, kv_heads=h) for d in (64, 128) for h, s in PREFILL
+            ]
+        for shape in shapes + inference:
+            forward_only = shape in inference or shape.seqlen_q == 1
+            directions = ["forward"] if forward_only else ["forward", "backward"]
             if args.fwd != args.bwd:
                 wanted = "forward" if args.fwd else "backward"
                 directions = [d for d in directions if d == wanted]

@@ -208,11 +208,13 @@ def spread_note(cells: list[Json]) -> str:
 
 
 def other_table(cells: list[Json], labels: dict[str, str]) -> str:
-    """Grouped heads, in TFLOP/s, and few queries, in TB/s of K and V."""
+    """Few heads, in TFLOP/s, and few queries, in TB/s of K and V."""
     names = [n for n in ROWS if any("ms" in c["providers"].get(n, {}) for c in cells)]
     rows = []
-    for c in sorted(cells, key=lambda c: (c.get("seqlen_q", 0), c["direction"] != "forward",
-                                          c["dtype"], c["batch"])):  # fmt: skip
+    for c in sorted(cells, key=lambda c: (
+        c.get("seqlen_q", 0), c["direction"] != "forward", c["dtype"], c["d"], c["batch"],
+        c["seqlen"],
+    )):  # fmt: skip
         few = bool(c.get("seqlen_q"))
         queries = f"{c['seqlen_q']} x " if few else ""
         speeds = [c["providers"].get(n, {}).get("tbps" if few else "tflops") for n in names]
@@ -222,7 +224,7 @@ def other_table(cells: list[Json], labels: dict[str, str]) -> str:
             f" {size}, {'TB/s of K and V' if few else 'TFLOP/s'}",
             *(NO if s is None else f"{s:.2f}" if few else f"{s:.0f}" for s in speeds),
         ])  # fmt: skip
-    return table(["few key heads, one query", *(labels.get(n, n) for n in names)], rows)
+    return table(["few heads, one query", *(labels.get(n, n) for n in names)], rows)
 
 
 def best_note(cells: list[Json], compare: Json, folder: Path) -> str:

@@ -385,8 +385,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         if (variant == Variant::kFa1) {
             constexpr int kBlockQ = tuning::fa1_forward({dim, dim_v}).block_q;
-            const int64_t rows = params.heads_q * sizes.tensor_batches() *
-                                 tile_numbers(params, params.seqlen_q, kBlockQ) * kBlockQ;
+            const int64_t rows = query_tiles(params, kBlockQ) * kBlockQ;
             params.out_accum = workspace.allocate<float>(rows * dim_v);
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));

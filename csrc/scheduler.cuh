@@ -156,7 +156,8 @@ inline int64_t query_tiles(const AttentionParams& params, int block_q) {
 
 // Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
 // Flash-Decoding): the fewest that come near the least time. Parts of few keys do not pay, the
-// less so the more queries have partial results. The general form has no kernel for them.
+// less so the more queries have partial results and the more parts an SM works on. The general form
+// has no kernel for them.
 inline int key_parts(const AttentionParams& params, int64_t tiles, int multiprocessors) {
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const int queries = mean_queries(params);
@@ -169,8 +170,9 @@ inline int key_parts(const AttentionParams& params, int64_t tiles, int multiproc
     const double share = whole_tiles && params.window_right < params.seqlen_k
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
                              : 1.;
-    const auto most = static_cast<int>(min_of<int64_t>(
-        keys / (whole_tiles ? 1024 : 512), ceil_div<int64_t>(2 * multiprocessors, tiles)));
+    const int least_keys = !whole_tiles ? 512 : 2 * tiles <= multiprocessors ? 1024 : 2048;
+    const auto most = static_cast<int>(
+        min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * multiprocessors, tiles)));
     // In units of the longest tile's.
     const auto time = [&](int parts) {
         const double rounds = share * tiles * parts / multiprocessors;

@@ -119,12 +119,16 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(compare.on_grid(dataclasses.asdict(c)) for c in standard)
     both = grid_of("--dtype", "bf16", "fp16", "--s", "512", monkeypatch=monkeypatch)
     assert {c.dtype for c in both} == {"bf16", "fp16"} and len(both) == 2 * len(standard) / 6
-    others = grid_of("--set", "gqa", "decode", monkeypatch=monkeypatch)
+    others = grid_of("--set", "gqa", "decode", "prefill", monkeypatch=monkeypatch)
     assert not any(compare.on_grid(dataclasses.asdict(c)) for c in others)
     decode = [c for c in others if c.seqlen_q == 1]
     assert len(decode) == len(compare.DECODE)
     assert all(c.direction == "forward" and not c.causal for c in decode)
-    assert {c.direction for c in others if not c.seqlen_q} == {"forward", "backward"}
+    alike = [c for c in others if c.kv_heads == c.heads and c.seqlen_q != 1]
+    assert len(alike) == 2 * len(compare.PREFILL)
+    assert all(c.direction == "forward" and c.causal and c.batch == 1 for c in alike)
+    rest = [c for c in others if not c.seqlen_q and c not in alike]
+    assert {c.direction for c in rest} == {"forward", "backward"}
     own = grid_of("--s", "4096", "--sq", "128", "--kv-heads", "4", monkeypatch=monkeypatch)
     assert {(c.seqlen, c.seqlen_q, c.kv_heads) for c in own} == {(4096, 128, 4)}
     assert len({compare.key(dataclasses.asdict(c)) for c in (*standard, *others, *own)}) == (

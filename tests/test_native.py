@@ -391,6 +391,8 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
         (100, 1, 131072, (-1, -1), 1),  # no number of parts within two waves fills it better
         (100, 1, 131072, (-1, 0), 1),
         (128, 8192, 8192, (-1, 0), 2),  # a causal head's last tile takes twice the mean
+        (128, 2048, 2048, (-1, 0), 1),  # two parts an SM: of no fewer than 2,048
+        (64, 2048, 2048, (-1, 0), 2),
         (160, 8192, 8192, (-1, 0), 2),
         (200, 8192, 8192, (-1, 0), 1),
         (264, 8192, 8192, (-1, 0), 1),
