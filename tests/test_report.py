@@ -7,6 +7,7 @@ it was measured with, a number typed into the walkthrough, and a verdict that do
 from __future__ import annotations
 
 import copy
+import os
 import re
 import sys
 from pathlib import Path
@@ -239,3 +240,32 @@ def test_report_draws_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert text.count(report.NOWHERE) == len(report.SECTIONS) - 1, "CPU support needs no GPU"
     readme.write_text(text.replace(report.NOWHERE, "fast", 1))
     assert run("--check") == 1
+
+
+def test_benchmarks_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The PTX path begins before the timed parts, waits for nothing and yields to them."""
+    scripts = tmp_path / "benchmarks"
+    scripts.mkdir()
+    begun = tmp_path / "begun"
+    (scripts / "support.py").write_text(
+        f"import os, sys, pathlib; print(sys.argv[1:], os.nice(0))\n"
+        f"if '--ptx' in sys.argv: pathlib.Path({str(begun)!r}).touch()"
+    )
+    (scripts / "io.py").write_text(
+        f"import pathlib, time\n"
+        f"for _ in range(1000): pathlib.Path({str(begun)!r}).exists() or time.sleep(0.01)\n"
+        f"print('timed'); raise SystemExit(3 if pathlib.Path({str(begun)!r}).exists() else 4)"
+    )
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(everything, "RUNS", {"support": (), "PTX path": ("--ptx",), "io": ("x",)})
+    assert everything.run(list(everything.RUNS)) == ["io"]
+    printed = re.sub(r"\d+ s,", "", capfd.readouterr().out)
+    usual = os.nice(0)
+    assert printed.split("\n") == [
+        "", "===== support: ", f"[] {usual}", "===== support:  exit status 0",
+        "", "===== io: x", "timed", "===== io:  exit status 3",
+        "", "===== PTX path", f"['--ptx'] {min(usual + 19, 19)}",
+        "===== PTX path:  exit status 0", "",
+    ]  # fmt: skip
