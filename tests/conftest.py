@@ -133,7 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    if not config.option.evidence or hasattr(config, "workerinput"):  # xdist's, of a part
+    if not config.option.evidence:
         return
     refusal = evidence.why_not_complete(config) or why_no_gpu()
     if refusal:

@@ -34,6 +34,8 @@ def write(name: str, content: common.Json) -> Path:
 def why_not_complete(config: pytest.Config) -> str | None:
     """None if this run selected every gpu test and nothing else, else what narrowed it."""
     option = config.option
+    if hasattr(config, "workerinput"):
+        return "a worker of pytest-xdist runs a part"
     if option.markexpr != "gpu":
         return "only runs with -m gpu write it"
     if option.keyword or option.deselect or option.ignore or getattr(option, "lf", False):

@@ -217,6 +217,9 @@ def test_only_complete_runs_are_evidence() -> None:
         FakeConfig(["tests"], lf=True),
     ):
         assert evidence.why_not_complete(narrowed)
+    worker = FakeConfig(["tests"])
+    worker.workerinput = {}  # as pytest-xdist marks one
+    assert evidence.why_not_complete(worker)
 
 
 def test_evidence_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
