@@ -43,8 +43,7 @@ struct Turn {
     }
 
     __device__ __forceinline__ void wait() const {
-        if (threadIdx.x == 0)
-            while (ptx::load_acquire(counter()) < mine()) __nanosleep(64);
+        if (threadIdx.x == 0) ptx::wait_for_count(counter(), mine(), 64);
         __syncthreads();  // what the earlier CTAs added is visible to all threads
     }
 

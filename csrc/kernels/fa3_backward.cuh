@@ -369,7 +369,7 @@ struct Fa3Backward {
                 const bool stores = before == 0 && !params.dq_zeros;
                 const int awaited = params.deterministic ? before : !params.dq_zeros && before > 0;
                 if (awaited > 0) {
-                    while (ptx::load_acquire(turn) < awaited) __nanosleep(32);
+                    ptx::wait_for_count(turn, awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
 #pragma unroll 1

@@ -70,6 +70,29 @@ struct PoolCursor {
     __device__ __forceinline__ uint32_t dout() const { return 2 * pair + (round ^ 1); }
 };
 
+// P on its way from "values" to "keys": 16 bits, whose fraction has one more than fp16's. They are
+// of P / 2 + 2^-31, which has one of 32 exponents (P < 4): five bits of that, eleven of the
+// fraction. 0 stays 0.
+struct PassedP {
+    static constexpr float kLeast = 0x1p-31f;
+
+    static __device__ __forceinline__ uint32_t pack(float low, float high) {
+        // 16 times a float's bits begin with those 16; half a unit rounds them.
+        const auto bits = [](float p) {
+            return __float_as_uint(fmaf(p, 0.5f, kLeast)) * 16 + 0x8000;
+        };
+        return __byte_perm(bits(low), bits(high), 0x7632);
+    }
+
+    static __device__ __forceinline__ float2 unpack(uint32_t packed) {
+        const auto p = [](uint32_t bits) {
+            const uint32_t exponent = __float_as_uint(kLeast);  // its five lower bits are 0
+            return fmaf(__uint_as_float((bits & 0x0ffff000) | exponent), 2.f, -2.f * kLeast);
+        };
+        return {p(packed << 12), p(packed >> 4)};
+    }
+};
+
 // A part of dS^T: 64 keys, 64 queries.
 using DSTile = SharedTile<64, 64>;
 
@@ -310,11 +333,10 @@ struct Fa3BackwardKeys {
                 const float2 delta = column_pair(statistics(place.dout()), n);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const float2 p = ptx::unpack<__half>(packed[n % 2 * 2 + i]);
+                    const float2 p = PassedP::unpack(packed[n % 2 * 2 + i]);
                     const float* x = &dp.v[0][n][2 * i];
                     rdS.v[k][n % 2 * 2 + i] =
-                        ptx::pack<Element>(p.x * (1.f / kPFactor) * (x[0] - delta.x),
-                                           p.y * (1.f / kPFactor) * (x[1] - delta.y));
+                        ptx::pack<Element>(p.x * (x[0] - delta.x), p.y * (x[1] - delta.y));
                 }
             }
         }
@@ -345,15 +367,12 @@ struct Fa3BackwardKeys {
             }
     }
 
-    // P goes from "values" to "keys" as fp16, which is closer than bf16, times a factor, or small
-    // numbers would lose digits. Softcap's derivative goes with it: found from the rounded P it
-    // would be wrong where tanh is nearly 1.
-    static constexpr float kPFactor = 16384.f;
-
     // Where this thread's part of 16 of P's columns lies, for the thread of its number in "keys".
     __device__ __forceinline__ uint32_t p_address(const PCursor& at, int k) const {
         return p_ring.tile(at) + k * 2048 + threadIdx.x % 128 * 16;
     }
+    // Softcap's derivative goes with P: found from the rounded P it would be wrong where tanh is
+    // nearly 1.
     __device__ __forceinline__ void pass_p(const Scores& p, const Place& place, const KeyTile& tile,
                                            const QTileStep& at) const {
         const PCursor slot{place.pair, place.round};
@@ -374,7 +393,7 @@ struct Fa3BackwardKeys {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* y = &x.v[0][i / 2][i % 2 * 2];
-                packed[i] = ptx::pack<__half>(y[0] * kPFactor, y[1] * kPFactor);
+                packed[i] = PassedP::pack(y[0], y[1]);
             }
             ptx::st_shared_v4(p_address(slot, k), packed);
         }

@@ -1,6 +1,6 @@
 // The passes before and behind the FA3 backward: row statistics and, where dQ is summed in memory,
-// zeros before it; the sum to dQ behind it. Each is a CTA per Q tile. The pass behind begins when
-// the kernel's first CTA has left its SM, and converts heads as they are done.
+// zeros before it; the sum to dQ behind it. Each is a CTA per Q tile. The pass behind begins on SMs
+// that the kernel leaves idle or has left, and converts heads as they are done.
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -111,8 +111,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     if (threadIdx.x == 0) {
         const int* done =
             tiles_done<Config::kBlockQ>(params, sequence, head / (params.heads_q / params.heads_k));
-        while (ptx::load_acquire(done) < ceil_div(sequence.rows_k, Config::kBlockKV))
-            __nanosleep(256);
+        ptx::wait_for_count(done, ceil_div(sequence.rows_k, Config::kBlockKV), 256);
     }
     __syncthreads();
     if (first_query >= sequence.seqlen_q) return;

@@ -37,6 +37,12 @@ __device__ __forceinline__ int load_acquire(const int* p) {
     return value;
 }
 
+// Until *p, to which other CTAs add with red_add_release, has come to `count`: what they wrote
+// before is visible then. Sleeps that long between looks.
+__device__ __forceinline__ void wait_for_count(const int* p, int count, int nanoseconds) {
+    while (load_acquire(p) < count) __nanosleep(nanoseconds);
+}
+
 __device__ __forceinline__ void red_add_release(int* p, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
