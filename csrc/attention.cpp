@@ -357,6 +357,18 @@ void fold_group(ForwardParams& params) {
     params.window_right = BandMask::kUnlimited;
 }
 
+// How many Q tiles the GPU works on at a time in fa2's or fa3's forward.
+template <int kHeadDim, int kHeadDimV>
+int tiles_at_once(Variant variant, Features features, const DeviceLimits& limits) {
+    if (variant == Variant::kFa3) return limits.multiprocessors;
+    // An SM has 1 KB more shared memory than a CTA may have, and takes as much for each CTA.
+    constexpr int kReserved = 1024;
+    const int fitting = (limits.shared_bytes + kReserved) /
+                        (fa2_forward_shared_bytes<kHeadDim, kHeadDimV>() + kReserved);
+    const int tuned = tuning::fa2_forward({kHeadDim, kHeadDimV}, features).ctas_per_sm;
+    return limits.multiprocessors * std::min(tuned, fitting);
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -389,16 +401,24 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             params.out_accum = workspace.allocate<float>(rows * dim_v);
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
-        } else if (variant == Variant::kFa3) {
-            const int64_t tiles = query_tiles(params, tuning::kMinFa3BlockQ);
-            const int multiprocessors = device_limits(q.get_device_index()).multiprocessors;
-            params.key_parts = key_parts(params, tiles, multiprocessors);
-            if (params.key_parts > 1) {
-                const int64_t rows = params.key_parts * lse.numel();
-                params.part_out = workspace.allocate<float>(rows * dim_v);
-                params.part_lse = workspace.allocate<float>(rows);
-            }
-            if (tiles * params.key_parts > multiprocessors)
+            return;
+        }
+        const bool fa3 = variant == Variant::kFa3;
+        const Features features = features_of(params);
+        const int64_t tiles = query_tiles(params, tuning::kForwardBlockQ);
+        const int at_once =
+            tiles_at_once<dim, dim_v>(variant, features, device_limits(q.get_device_index()));
+        params.few_tiles = tiles <= at_once;
+        // fa3's general form has no kernel for parts.
+        if (!fa3 || features != Features::kGeneral)
+            params.key_parts = key_parts(params, tiles, at_once);
+        if (params.key_parts > 1) {
+            const int64_t rows = params.key_parts * lse.numel();
+            params.part_out = workspace.allocate<float>(rows * dim_v);
+            params.part_lse = workspace.allocate<float>(rows);
+        }
+        if (fa3) {
+            if (tiles * params.key_parts > at_once)
                 params.tile_counter = workspace.allocate_counters(1);
             check_launch(fa3_forward<dim, dim_v>(params, stream));
         } else {

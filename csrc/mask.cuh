@@ -71,4 +71,10 @@ FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {
     return {tile * block, (tile + 1) * block};
 }
 
+// Of `parts` about equal parts of an interval, the one of that number; it may be empty.
+FLASH_HOST_DEVICE constexpr Interval part_of(Interval all, int part, int parts) {
+    const int length = all.end - all.begin;
+    return {all.begin + length * part / parts, all.begin + length * (part + 1) / parts};
+}
+
 }  // namespace flash_ext

@@ -102,9 +102,12 @@ struct ForwardParams : AttentionParams {
     TensorView out;  // (B, Sq, Hq, Dv)
     float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
-    unsigned long long* tile_counter = nullptr;  // FA3 only; see tile_counter.cuh
+    // FA3 only.
+    unsigned long long* tile_counter = nullptr;  // see tile_counter.cuh
+    bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
 
-    // FA3 only: where the keys of a Q tile are cut into parts, each part's result; see combine.cuh.
+    // FA2 and FA3: where the keys of a Q tile are cut into parts, each part's result; see
+    // combine.cuh.
     int key_parts = 1;
     float* part_out = nullptr;  // (parts, B, Hq, Sq, padded Dv)
     float* part_lse = nullptr;  // (parts, B, Hq, Sq)

@@ -155,31 +155,30 @@ inline int64_t query_tiles(const AttentionParams& params, int block_q) {
 }
 
 // Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
-// Flash-Decoding): the fewest that come near the least time. Parts of few keys do not pay, the
-// less so the more queries have partial results and the more parts an SM works on. The general form
-// has no kernel for them.
-inline int key_parts(const AttentionParams& params, int64_t tiles, int multiprocessors) {
+// Flash-Decoding), which works on `at_once` of them at a time: the fewest that come near the least
+// time. Parts of few keys do not pay, the less so the more queries have partial results and the
+// more parts are worked on one after another.
+inline int key_parts(const AttentionParams& params, int64_t tiles, int at_once) {
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const int queries = mean_queries(params);
     const int keys = min_of(params.seqlen_k / sequences,  // that a query sees, at most
                             params.window_left + params.window_right + 1);
-    if (tiles == 0 || queries == 0 || keys == 0 || features_of(params) == Features::kGeneral)
-        return 1;
+    if (tiles == 0 || queries == 0 || keys == 0) return 1;
     const bool whole_tiles = queries >= 64;
     // What a tile sees of them in the mean: under a causal mask the first queries see few.
     const double share = whole_tiles && params.window_right < params.seqlen_k
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
                              : 1.;
-    const int least_keys = !whole_tiles ? 512 : 2 * tiles <= multiprocessors ? 1024 : 2048;
-    const auto most = static_cast<int>(
-        min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * multiprocessors, tiles)));
+    const int least_keys = !whole_tiles ? 512 : 2 * tiles <= at_once ? 1024 : 2048;
+    const auto most =
+        static_cast<int>(min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * at_once, tiles)));
     // In units of the longest tile's.
     const auto time = [&](int parts) {
-        const double rounds = share * tiles * parts / multiprocessors;
+        const double rounds = share * tiles * parts / at_once;
         const double price = whole_tiles && parts > 1 ? 1.3 : 1.;
         return price * (share < 1. ? max_of(rounds, 1.) : std::ceil(rounds)) / parts;
     };
-    if (share * tiles >= multiprocessors) return 1;
+    if (share * tiles >= at_once) return 1;
     double least = time(1);
     for (int parts = 2; parts <= most; ++parts) least = min_of(least, time(parts));
     int parts = 1;

@@ -6,6 +6,8 @@
 
 namespace flash_ext::tuning {
 
+inline constexpr int kForwardBlockQ = 128;  // rows of fa2's Q tiles, and of fa3's smallest
+
 struct Forward {
     int rows_per_warp;
     int warps;
@@ -48,8 +50,6 @@ struct Fa3Forward {
     int v_stages;
     bool take_turns;
 };
-
-inline constexpr int kMinFa3BlockQ = 128;  // its smallest Q tiles
 
 // What fa3's forward tiles are chosen by, beside head dims. kParts: the keys are cut into parts.
 enum class Fa3Lengths { kParts, kFewQueries, kUsual, kLongKeys };

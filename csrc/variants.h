@@ -30,8 +30,9 @@ constexpr int padded_head_dims(int head_dim, int head_dim_v) {
 }
 
 // A kernel exists in up to three forms, so that the common case pays for no option: kPlain has
-// masks (full, causal, window) and sinks; kPacked finds its sequences on the device besides;
-// kGeneral has all options, as branches that are uniform over the grid.
+// masks (full, causal, window) and sinks; kPacked finds its sequences on the device besides, and in
+// fa2 may take a part of the keys; kGeneral has all options, as branches that are uniform over the
+// grid.
 enum class Features { kPlain, kPacked, kGeneral };
 
 }  // namespace flash_ext

@@ -40,6 +40,7 @@ __all__ = [
     "CPU_VARIANTS",
     "KERNEL_DIMS",
     "LAYOUTS",
+    "UNALIGNED_LAYOUTS",
     "VARIANTS",
     "Inputs",
     "Problem",

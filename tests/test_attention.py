@@ -167,9 +167,9 @@ def one_query(device: str) -> Iterator[Problem]:
 
 
 def few_tiles(device: str) -> Iterator[Problem]:
-    """So few tiles of queries before so many keys that fa3 cuts the keys into parts: of unlike
-    lengths, some without a key that a row sees."""
-    dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72))
+    """So few tiles of queries before so many keys that fa2 and fa3 cut the keys into parts: of
+    unlike lengths, some without a key that a row sees."""
+    dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72), (59, 37))
     options = (
         {},
         {"causal": True},
@@ -180,6 +180,9 @@ def few_tiles(device: str) -> Iterator[Problem]:
         {"layout": "packed", "causal": True},
         {"lengths_q": (1, 200, 0, 3), "lengths_k": (4000, 2300, 5, 0), "sink": True},
         {"softcap": 1.5, "causal": True},
+        {"alibi": "bh", "window": (2000, 100)},
+        {"bias": "bhqk", "sink": True},
+        {"dropout_p": 0.3, "causal": True, "sink": True},
     )
     lengths = ((1, 3000), (130, 2999), (600, 5003)) if device == "cuda" else ((1, 600),)
     for (d, dv), pair, option in itertools.product(

@@ -24,10 +24,17 @@ from types import ModuleType
 
 import pytest
 import torch
-from attention_testing import KERNEL_DIMS, VARIANTS, Problem, dense_mask
+from attention_testing import (
+    KERNEL_DIMS,
+    UNALIGNED_LAYOUTS,
+    VARIANTS,
+    Problem,
+    dense_mask,
+)
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
 from test_attention import few_tiles, long_sequences, many_tiles
+from test_dropout import IN_PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -360,8 +367,30 @@ SMS = 132  # of an H200
 
 
 def query_tiles(p: Problem) -> int:
-    """fa3's smallest tiles of queries; packed ones may be a few more."""
+    """fa2's tiles of queries, and fa3's smallest; packed ones may be a few more."""
     return p.batch * p.heads_q * -(-p.seqlen_q // 128)
+
+
+def is_general(p: Problem) -> bool:
+    """Does it take the general form of fa2's and fa3's kernels?"""
+    options = p.softcap or p.alibi or p.bias or p.dropout_p
+    dims = (p.head_dim, p.head_dim_v or p.head_dim)
+    return bool(options) or p.layout in UNALIGNED_LAYOUTS or any(d % 8 for d in dims)
+
+
+def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
+    return native.head_dims[native.padded_head_dims(p.head_dim, p.head_dim_v or p.head_dim)]
+
+
+def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
+    """The parts that a dense problem's keys are cut into, as csrc/attention.cpp has it."""
+    at_once = SMS
+    if variant == "fa2":
+        at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))
+    elif is_general(p):
+        return 1
+    window = (-1, 0) if p.causal else p.window
+    return native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
 
 
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
@@ -404,22 +433,71 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
 def test_keys_are_cut_into_parts_that_fill_the_gpu(
     native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
 ) -> None:
-    assert native.key_parts(tiles, queries, keys, *window) == parts
+    assert native.key_parts(tiles, queries, keys, *window, SMS) == parts
 
 
-def test_gpu_problems_reach_the_parts(native: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "tiles, queries, keys, window, parts",
+    [
+        (8, 4, 131072, (-1, -1), 32),  # one wave of 264
+        (8, 4, 8192, (-1, -1), 16),  # of no fewer than 512 keys
+        (132, 1, 131072, (-1, -1), 2),  # a tile for each SM leaves room for as many
+        (264, 1, 131072, (-1, -1), 1),
+        (64, 128, 2048, (-1, -1), 2),
+        (200, 128, 2048, (-1, -1), 1),
+        (264, 8192, 8192, (-1, 0), 2),
+        (400, 8192, 8192, (-1, 0), 1),
+    ],
+)
+def test_parts_where_an_sm_has_two_ctas(
+    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
+) -> None:
+    """fa2's case up to head dim 128."""
+    assert native.fa2_ctas_per_sm(128, 128, False) == native.fa2_ctas_per_sm(64, 64, True) == 2
+    assert native.key_parts(tiles, queries, keys, *window, 2 * SMS) == parts
+
+
+def test_parts_make_up_the_whole(native: ModuleType) -> None:
+    """Side by side, of lengths that differ by one at most; some are empty where keys are few."""
+    for begin, length, parts in itertools.product((0, 3), range(12), range(1, 8)):
+        found = [native.part_of((begin, begin + length), part, parts) for part in range(parts)]
+        assert [a for a, _ in found] + [begin + length] == [begin] + [b for _, b in found]
+        lengths = [b - a for a, b in found]
+        assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("variant", ["fa2", "fa3"])
+def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
+    """With every option that the variant's kernels for parts take."""
+    reached = set()
     for p in few_tiles("cuda"):
-        if p.lengths_q is None:
-            window = (-1, 0) if p.causal else p.window
-            assert native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window) > 1, p
+        if p.lengths_q is not None or (variant == "fa3" and is_general(p)):
+            continue
+        assert parts_of(native, variant, p) > 1, p
+        default = Problem()
+        reached |= {
+            (name, padded_dims(native, p))
+            for name in vars(p)
+            if getattr(p, name) != getattr(default, name)
+        }
+    options = {"causal", "window", "seqused_k", "sink"}
+    if variant == "fa2":
+        options |= {"softcap", "alibi", "bias", "dropout_p"}
+    assert reached >= set(itertools.product(options, KERNEL_DIMS))
+
+
+def test_extraction_of_dropouts_mask_reaches_the_parts(native: ModuleType) -> None:
+    """The problem that shows each element's bit, of tests/test_dropout.py."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = IN_PARTS
+    p = Problem(batch, seqlen_q, seqlen_k, heads_q, heads_k, dropout_p=0.4)
+    assert parts_of(native, "fa2", p) > 1
 
 
 def test_gpu_problems_reach_the_large_tiles(native: ModuleType) -> None:
     for p in many_tiles("cuda"):
         assert query_tiles(p) > SMS
         assert native.tiles(64, p.seqlen_q, p.seqlen_k)["fa3", "forward"] == 256
-        window = (-1, 0) if p.causal else p.window
-        assert native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window) == 1
+        assert parts_of(native, "fa3", p) == 1
 
 
 @pytest.mark.parametrize(

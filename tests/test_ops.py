@@ -446,6 +446,24 @@ def test_memory_grows_with_the_sequence_not_its_square(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", ({}, {"softcap": 1.5}), ids=("", "softcap"))
+@pytest.mark.parametrize("variant", ("fa2", "fa3"))
+def test_few_tiles_take_their_keys_in_parts(variant: str, options: dict) -> None:
+    """Seen by the memory that the parts' results take in float32; fa3 has none with options."""
+    problem = Problem(1, 16, 4096, 4, 4, 64, **options)
+    inputs = make_inputs(problem, "cuda")
+    tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flash_ext.attention(*tensors, variant=variant, **options)
+    peak = torch.cuda.max_memory_allocated() - before
+    two_parts = 2 * out.numel() * 4
+    assert (peak > two_parts) == (variant == "fa2" or not options)
+
+
+@pytest.mark.gpu
 def test_host_memory_is_given_back() -> None:
     inputs = make_inputs(Problem(1, 16, 16), "cuda")
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]

@@ -54,21 +54,31 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
 
     if (lane == 0) params.lse[row] = log_sum_exp(max * kLog2e, sum);
     const int64_t flat_head = row / params.seqlen_q;
-    auto* target = reinterpret_cast<uint32_t*>(
+    Element* target =
         row_pointer<Element>(params.out, static_cast<int>(flat_head / params.heads_q),
-                             row % params.seqlen_q, static_cast<int>(flat_head % params.heads_q)));
+                             row % params.seqlen_q, static_cast<int>(flat_head % params.heads_q));
+    const bool paired = params.head_dim_v % 2 == 0;  // else every other row begins within a pair
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-        const int pair = i * 32 + lane;
-        if (2 * pair < params.head_dim_v) target[pair] = ptx::pack<Element>(out[i].x, out[i].y);
+        const int col = 2 * (i * 32 + lane);
+        const uint32_t pair = ptx::pack<Element>(out[i].x, out[i].y);
+        if (col >= params.head_dim_v) continue;
+        if (paired) {
+            *reinterpret_cast<uint32_t*>(target + col) = pair;
+        } else {
+            auto* bits = reinterpret_cast<uint16_t*>(target + col);
+            bits[0] = static_cast<uint16_t>(pair);
+            if (col + 1 < params.head_dim_v) bits[1] = static_cast<uint16_t>(pair >> 16);
+        }
     }
 }
 
+// `early` as for launch_kernel: only behind kernels of sm_90 and later.
 template <class Element, int kHeadDimV>
-cudaError_t combine_parts(const ForwardParams& params, cudaStream_t stream) {
+cudaError_t combine_parts(const ForwardParams& params, cudaStream_t stream, bool early) {
     return launch_kernel<combine_kernel<Element, kHeadDimV>>(
         ceil_div<int64_t>(statistics_rows(params), kCombineWarps), 32 * kCombineWarps, 0, params,
-        stream, true);
+        stream, early);
 }
 
 }  // namespace flash_ext

@@ -16,6 +16,10 @@
 // m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
 // which saves most rescalings of O and changes no result, since l and O share the same m.
 //
+// Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
+// Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
+// result. The plain form has no parts: the packed one stands in for it.
+//
 // Shared memory: Q [kBlockQ][D], then a ring of stages, each a V tile and a K tile [kBlockKV][D],
 // swizzled, the ring's mbarriers, and the CTA's place.
 // Pipeline: a stage holds V of one step of the loop and K of the next, so a step waits once, before
@@ -32,6 +36,7 @@
 #include "../tile/gemm.cuh"
 #include "../tile/ring.cuh"
 #include "../tuning.h"
+#include "combine.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
 #include "place.cuh"
@@ -44,6 +49,7 @@ struct ForwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr bool kMayHaveParts = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
@@ -66,6 +72,7 @@ struct ForwardConfig {
     static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
+    static_assert(kBlockQ == tuning::kForwardBlockQ);
 };
 
 template <class Config>
@@ -106,7 +113,8 @@ struct Fa2Forward {
     // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
     // the longest.
     static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
-        const WorkTile work = work_tile(linear, params.schedule);
+        WorkTile work = work_tile(linear, params.schedule);
+        if (has_parts(params)) work.rank /= params.key_parts;
         const auto [sequence, tile] =
             warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
                 params, work.batch, work.rank, Config::kBlockQ));
@@ -117,6 +125,18 @@ struct Fa2Forward {
     // The same CTA, from the place that it has kept.
     static __device__ __forceinline__ Fa2Forward kept(const ForwardParams& params) {
         return Fa2Forward(params, kept_place(Config::kPlace));
+    }
+
+    static __device__ __forceinline__ bool has_parts(const ForwardParams& params) {
+        return Config::kMayHaveParts && params.key_parts > 1;
+    }
+
+    // The part of the keys that this CTA takes. Computed where it is needed: kept, it would take a
+    // register over the loop.
+    __device__ __forceinline__ int part() const {
+        if (!has_parts(params)) return 0;
+        const int linear = ptx::not_hoisted(blockIdx.x);
+        return work_tile(linear, params.schedule).rank % params.key_parts;
     }
 
     __device__ __forceinline__ void load_q() const {
@@ -194,11 +214,15 @@ struct Fa2Forward {
                                         BFromColumns<VTile>(sV(stage)));
     }
 
-    // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp.
+    // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp; or those of a
+    // part of the keys, straight from registers.
     __device__ __forceinline__ void store(Output& rO, const Softmax& softmax,
                                           float exponent_scale) const {
         const int first_row = first_query + warp_row;
-        float* lse = params.lse + statistics_offset(params, sequence, head);
+        const int64_t statistics = statistics_offset(params, sequence, head);
+        const int64_t part_statistics = part() * statistics_rows(params) + statistics;
+        float* lse =
+            has_parts(params) ? params.part_lse + part_statistics : params.lse + statistics;
 #pragma unroll
         for (int m = 0; m < Output::kM; ++m)
 #pragma unroll
@@ -214,6 +238,12 @@ struct Fa2Forward {
                 if (lane_col() == 0 && row < sequence.seqlen_q)
                     lse[row] = softmax.lse(m, i, exponent_scale);
             }
+        if (has_parts(params)) {
+            constexpr int kCols = Config::kHeadDimV;
+            float* out = params.part_out + (part_statistics + first_row) * kCols;
+            store_rows(GlobalTile<float>{out, kCols, sequence.seqlen_q - first_row, kCols}, rO);
+            return;
+        }
         __syncwarp();  // the warp has read its rows of Q
         store_to_shared<Element, OTile>(sQ, rO, warp_row);
         __syncwarp();  // O's rows are complete
@@ -246,8 +276,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     Kernel cta(params, place);
     if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
 
-    const Interval kv_tiles = tiles_of(
+    Interval kv_tiles = tiles_of(
         cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
+    const int part = cta.part();
+    if (Kernel::has_parts(params)) kv_tiles = part_of(kv_tiles, part, params.key_parts);
     const int last = kv_tiles.end - 1;
     const auto& ring = cta.ring;
     if (threadIdx.x == 0) {
@@ -276,7 +308,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Softmax softmax;
     // The general kernel scales the scores before it masks them; the others inside the exponent.
     const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
-    if (params.sink != nullptr && cta.sequence.index() < params.batch)
+    if (params.sink != nullptr && part == 0 && cta.sequence.index() < params.batch)
         softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
@@ -320,21 +352,29 @@ template <class Config>
 cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
     params.schedule = forward_schedule(params, Config::kBlockQ,
                                        Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
-    return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
-                                                     Config::kSharedBytes, params, stream);
+    params.schedule.tiles *= params.key_parts;
+    cudaError_t status = launch_kernel<fa2_forward_kernel<Config>>(
+        cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
+    // Not early: this kernel is also built for GPUs where the next one could not wait for it.
+    if (params.key_parts > 1 && status == cudaSuccess)
+        status = combine_parts<typename Config::Element, Config::kHeadDimV>(params, stream, false);
+    return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
+    const Features least = params.key_parts > 1 ? Features::kPacked : Features::kPlain;
     dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
-        params, [&](auto element, auto features) {
+        params,
+        [&](auto element, auto features) {
             using Element = decltype(element);
             using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
             using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
             status = launch_fitting<Large, Small>(
                 [&](auto config) { return launch_fa2_forward<decltype(config)>(params, stream); });
-        });
+        },
+        least);
     return status;
 }
 

@@ -64,7 +64,7 @@ struct Fa3ForwardConfig {
     static constexpr int kConsumers = kTuning.consumers;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
-    static_assert(kBlockQ >= tuning::kMinFa3BlockQ);
+    static_assert(kBlockQ >= tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
     // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
@@ -152,13 +152,8 @@ struct Fa3Forward {
             work.rank /= params.key_parts;
         }
         describe<Config>(tile, params, work);
-        if constexpr (Config::kParts) {
-            const Interval all = tile.kv_tiles;
-            const auto begin = [&](int part) {
-                return all.begin + (all.end - all.begin) * part / params.key_parts;
-            };
-            tile.kv_tiles = {begin(tile.part), begin(tile.part + 1)};
-        }
+        if constexpr (Config::kParts)
+            tile.kv_tiles = part_of(tile.kv_tiles, tile.part, params.key_parts);
         // A tile without keys takes one step all the same: all its scores are hidden, and K and V
         // of no rows are zeros.
         if (tile.kv_tiles.empty()) {
@@ -575,7 +570,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     cudaError_t status = launch_kernel<fa3_forward_kernel<Config>>(
         ctas, Config::kThreads, Config::kSharedBytes, params, stream);
     if (Config::kParts && status == cudaSuccess)
-        status = combine_parts<typename Config::Element, Config::kHeadDimV>(params, stream);
+        status = combine_parts<typename Config::Element, Config::kHeadDimV>(params, stream, true);
     return status;
 }
 
@@ -584,10 +579,9 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const tuning::Fa3Lengths lengths =
-        params.key_parts > 1
-            ? tuning::Fa3Lengths::kParts
-            : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
-                                  query_tiles(params, tuning::kMinFa3BlockQ) <= multiprocessors());
+        params.key_parts > 1 ? tuning::Fa3Lengths::kParts
+                             : tuning::fa3_lengths(params.seqlen_q / sequences,
+                                                   params.seqlen_k / sequences, params.few_tiles);
     dispatch_kernel<Features::kPacked, Features::kGeneral>(
         params, [&](auto element, auto features) {
             using enum tuning::Fa3Lengths;

@@ -16,10 +16,12 @@
 namespace flash_ext {
 
 // launch(element tag, features constant) with the compile-time values of this call. kForms are the
-// forms that the kernel has, kGeneral the last of them; the next stands in for one that it has not.
+// forms that the kernel has, kGeneral the last of them; the next stands in for one that it has not,
+// and for those before `least`.
 template <Features... kForms, class Launch>
-void dispatch_kernel(const AttentionParams& params, Launch launch) {
-    const Features needed = features_of(params);
+void dispatch_kernel(const AttentionParams& params, Launch launch,
+                     Features least = Features::kPlain) {
+    const Features needed = max_of(features_of(params), least);
     Features features = Features::kGeneral;
     (((features = kForms) >= needed) || ...);
     dispatch<kForms...>(features, [&](auto kFeatures) {
@@ -62,7 +64,8 @@ cudaError_t launch_fitting(Launch launch) {
 
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
 // KB of shared memory must be asked for, once per kernel and device. `early`: the kernel may begin
-// before the one that it follows has ended (ptx/grid_dependency.cuh).
+// before the one that it follows has ended (ptx/grid_dependency.cuh), for which it must be that of
+// a build for sm_90 or later: another does not wait.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
                           cudaStream_t stream, bool early = false) {

@@ -236,16 +236,23 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.attr("long_keys") = tuning::kLongKeys;
     m.attr("many_queries") = tuning::kManyQueries;
 
-    // Of one dense sequence without options that fa3's packed form does not have.
-    m.def("key_parts", [](int64_t tiles, int queries, int keys, int left, int right) {
+    // Of one dense sequence.
+    m.def("key_parts", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {
         AttentionParams params{};
-        params.aligned = true;
-        params.scale = 1.f;
         params.batch = 1;
         params.seqlen_q = queries;
         params.seqlen_k = keys;
         params.window_left = left < 0 ? BandMask::kUnlimited : left;
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
-        return key_parts(params, tiles, /*multiprocessors=*/132);
+        return key_parts(params, tiles, at_once);
+    });
+    m.def("part_of", [](Pair all, int part, int parts) {
+        return pair_of(part_of(interval_of(all), part, parts));
+    });
+    // Where shared memory suffices for them.
+    m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
+        const HeadDims dims = kHeadDims[padded_head_dims(head_dim, head_dim_v)];
+        return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kPacked)
+            .ctas_per_sm;
     });
 }
