@@ -409,9 +409,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
         const int at_once =
             tiles_at_once<dim, dim_v>(variant, features, device_limits(q.get_device_index()));
         params.few_tiles = tiles <= at_once;
-        // fa3's general form has no kernel for parts.
-        if (!fa3 || features != Features::kGeneral)
-            params.key_parts = key_parts(params, tiles, at_once);
+        params.key_parts = key_parts(params, tiles, at_once);
         if (params.key_parts > 1) {
             const int64_t rows = params.key_parts * lse.numel();
             params.part_out = workspace.allocate<float>(rows * dim_v);

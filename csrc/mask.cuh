@@ -73,8 +73,10 @@ FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {
 
 // Of `parts` about equal parts of an interval, the one of that number; it may be empty.
 FLASH_HOST_DEVICE constexpr Interval part_of(Interval all, int part, int parts) {
-    const int length = all.end - all.begin;
-    return {all.begin + length * part / parts, all.begin + length * (part + 1) / parts};
+    const int least = (all.end - all.begin) / parts;
+    const int longer = (all.end - all.begin) % parts;  // the first ones, by one
+    const int begin = all.begin + part * least + min_of(part, longer);
+    return {begin, begin + least + (part < longer)};
 }
 
 }  // namespace flash_ext

@@ -30,6 +30,7 @@ from attention_testing import (
     VARIANTS,
     Problem,
     dense_mask,
+    obstacle,
 )
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
@@ -387,8 +388,6 @@ def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
     at_once = SMS
     if variant == "fa2":
         at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))
-    elif is_general(p):
-        return 1
     window = (-1, 0) if p.causal else p.window
     return native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
 
@@ -471,7 +470,7 @@ def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
     """With every option that the variant's kernels for parts take."""
     reached = set()
     for p in few_tiles("cuda"):
-        if p.lengths_q is not None or (variant == "fa3" and is_general(p)):
+        if p.lengths_q is not None or obstacle(variant, p, "cuda"):
             continue
         assert parts_of(native, variant, p) > 1, p
         default = Problem()
@@ -480,9 +479,9 @@ def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
             for name in vars(p)
             if getattr(p, name) != getattr(default, name)
         }
-    options = {"causal", "window", "seqused_k", "sink"}
+    options = {"causal", "window", "seqused_k", "sink", "softcap", "alibi"}
     if variant == "fa2":
-        options |= {"softcap", "alibi", "bias", "dropout_p"}
+        options |= {"bias", "dropout_p"}
     assert reached >= set(itertools.product(options, KERNEL_DIMS))
 
 

@@ -582,18 +582,17 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
         params.key_parts > 1 ? tuning::Fa3Lengths::kParts
                              : tuning::fa3_lengths(params.seqlen_q / sequences,
                                                    params.seqlen_k / sequences, params.few_tiles);
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(
-        params, [&](auto element, auto features) {
-            using enum tuning::Fa3Lengths;
-            dispatch<kParts, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
-                using Config =
-                    Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                     tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value,
-                                                         lengths),
-                                     lengths == kParts && features.value != Features::kGeneral>;
-                status = launch_fa3_forward<Config>(params, stream);
-            });
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        using enum tuning::Fa3Lengths;
+        dispatch<kParts, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
+            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
+                                                                features.value, lengths),
+                                            lengths == kParts>;
+            status = launch_fa3_forward<Config>(params, stream);
         });
+    });
     return status;
 }
 
