@@ -422,6 +422,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));
         }
+        if (params.key_parts > 1) check_launch(combine_parts(params, stream, fa3));
     });
     return {out, lse};
 }

@@ -73,12 +73,17 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     }
 }
 
-// `early` as for launch_kernel: only behind kernels of sm_90 and later.
-template <class Element, int kHeadDimV>
-cudaError_t combine_parts(const ForwardParams& params, cudaStream_t stream, bool early) {
-    return launch_kernel<combine_kernel<Element, kHeadDimV>>(
-        ceil_div<int64_t>(statistics_rows(params), kCombineWarps), 32 * kCombineWarps, 0, params,
-        stream, early);
+cudaError_t combine_parts(ForwardParams params, cudaStream_t stream, bool early) {
+    cudaError_t status = cudaSuccess;
+    const HeadDims padded = kHeadDims[padded_head_dims(params.head_dim, params.head_dim_v)];
+    dispatch<64, 96, 128, 192, 256>(padded.v, [&](auto dim_v) {
+        dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
+            status = launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
+                ceil_div<int64_t>(statistics_rows(params), kCombineWarps), 32 * kCombineWarps, 0,
+                params, stream, early);
+        });
+    });
+    return status;
 }
 
 }  // namespace flash_ext

@@ -36,7 +36,6 @@
 #include "../tile/gemm.cuh"
 #include "../tile/ring.cuh"
 #include "../tuning.h"
-#include "combine.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
 #include "place.cuh"
@@ -353,12 +352,8 @@ cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
     params.schedule = forward_schedule(params, Config::kBlockQ,
                                        Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
     params.schedule.tiles *= params.key_parts;
-    cudaError_t status = launch_kernel<fa2_forward_kernel<Config>>(
-        cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
-    // Not early: this kernel is also built for GPUs where the next one could not wait for it.
-    if (params.key_parts > 1 && status == cudaSuccess)
-        status = combine_parts<typename Config::Element, Config::kHeadDimV>(params, stream, false);
-    return status;
+    return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
+                                                     Config::kSharedBytes, params, stream);
 }
 
 template <int kHeadDim, int kHeadDimV>

@@ -15,8 +15,8 @@
 //   values     S^T = K Q^T, P^T = 2^(S^T scale - lse), and dV += P^T dO in registers
 //   keys       dP^T = V dO^T, dS^T = P^T * (dP^T - delta), and dK += dS^T Q in registers
 //
-// P^T goes from the one to the other through shared memory, in the order of the registers. In the
-// order in which things are started; primes belong to the next step:
+// P^T goes from the one to the other through shared memory, in float32 and in the order of the
+// registers. In the order in which things are started; primes belong to the next step:
 //
 //     values                                     keys
 //     dV   += P^T dO     wgmma, asynchronous     dK    += dS^T Q     wgmma, asynchronous
@@ -26,8 +26,8 @@
 // They take turns at starting their matmuls, so that each one's arithmetic has the other's matmuls
 // beside it.
 //
-// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolCursor), for each pair a P^T; a
-// ring of KV tiles' descriptions (KeyTile).
+// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolCursor); rings of P^T and of KV
+// tiles' descriptions (KeyTile).
 //
 //   barrier              arrives                    waits
 //   full(pool, K, V)     TMA, by bytes              consumers, before the matmul that reads it
@@ -39,9 +39,8 @@
 //   full, empty(tiles)   producer; all readers      all readers; producer
 //   draw                 producer of Q, before the  producer of tiles
 //                        last load of a tile
-//   full P (of each      each thread of "values"    "keys", before dS
-//   pair)
-//   empty P              each thread of "keys"      "values", before the pair's next P
+//   full(P)              each thread of "values"    "keys", before dS
+//   empty(P)             each thread of "keys"      "values", before it writes the next
 //   turn (named)         the other consumer, when   consumers, before they start theirs
 //                        its matmuls are started
 #pragma once
@@ -68,29 +67,6 @@ struct PoolCursor {
     }
     __device__ __forceinline__ uint32_t q() const { return 2 * pair + round; }
     __device__ __forceinline__ uint32_t dout() const { return 2 * pair + (round ^ 1); }
-};
-
-// P on its way from "values" to "keys": 16 bits, whose fraction has one more than fp16's. They are
-// of P / 2 + 2^-31, which has one of 32 exponents (P < 4): five bits of that, eleven of the
-// fraction. 0 stays 0.
-struct PassedP {
-    static constexpr float kLeast = 0x1p-31f;
-
-    static __device__ __forceinline__ uint32_t pack(float low, float high) {
-        // 16 times a float's bits begin with those 16; half a unit rounds them.
-        const auto bits = [](float p) {
-            return __float_as_uint(fmaf(p, 0.5f, kLeast)) * 16 + 0x8000;
-        };
-        return __byte_perm(bits(low), bits(high), 0x7632);
-    }
-
-    static __device__ __forceinline__ float2 unpack(uint32_t packed) {
-        const auto p = [](uint32_t bits) {
-            const uint32_t exponent = __float_as_uint(kLeast);  // its five lower bits are 0
-            return fmaf(__uint_as_float((bits & 0x0ffff000) | exponent), 2.f, -2.f * kLeast);
-        };
-        return {p(packed << 12), p(packed >> 4)};
-    }
 };
 
 // A part of dS^T: 64 keys, 64 queries.
@@ -144,7 +120,7 @@ struct Fa3BackwardKeysConfig {
     using Pool = TmaRing<2 * kPairs, max_of(QTile::kBytes, DOTile::kBytes)>;
     using KRing = TmaRing<1, KTile::kBytes>;
     using VRing = TmaRing<1, VTile::kBytes>;
-    using PRing = TmaRing<kPairs, kBlockKV * kBlockQ * 2>;  // from "values" to "keys"
+    using PRing = TmaRing<2, kBlockKV * kBlockQ * 4>;  // from "values" to "keys"
     static_assert(kWorkspaceRows % kBlockQ == 0);
 
     static constexpr int kStatisticsBytes = kBlockQ * 4;
@@ -153,7 +129,7 @@ struct Fa3BackwardKeysConfig {
     static constexpr int kPool = kV + VTile::kBytes;
     static constexpr int kP = kPool + Pool::kSlots * Pool::kSlotBytes;
     static constexpr int kStatistics =
-        kP + kPairs * PRing::kSlotBytes;  // of each of the pool's slots
+        kP + PRing::kSlots * PRing::kSlotBytes;  // of each of the pool's slots
     static constexpr int kTiles = kStatistics + Pool::kSlots * kStatisticsBytes;
     using Tiles = TileQueue<KeyTile, kTiles>;
     static constexpr int kPoolBarriers = kTiles + Tiles::kBytes;
@@ -322,22 +298,18 @@ struct Fa3BackwardKeys {
     }
 
     // dP^T to dS^T, as an operand, with P^T from shared memory.
-    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS,
+    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PCursor& at,
                                                      const Place& place) const {
 #pragma unroll
-        for (int k = 0; k < Config::kBlockQ / 16; ++k) {
-            uint32_t packed[4];
-            ptx::ld_shared_v4(packed, p_address({place.pair, place.round}, k));
+        for (int n = 0; n < Scores::kN; ++n) {
+            float p[4];
+            ptx::ld_shared_v4(p, p_address(at, n));
+            const float2 delta = column_pair(statistics(place.dout()), n);
 #pragma unroll
-            for (int n = 2 * k; n < 2 * k + 2; ++n) {
-                const float2 delta = column_pair(statistics(place.dout()), n);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float2 p = PassedP::unpack(packed[n % 2 * 2 + i]);
-                    const float* x = &dp.v[0][n][2 * i];
-                    rdS.v[k][n % 2 * 2 + i] =
-                        ptx::pack<Element>(p.x * (x[0] - delta.x), p.y * (x[1] - delta.y));
-                }
+            for (int i = 0; i < 2; ++i) {
+                const float* x = &dp.v[0][n][2 * i];
+                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(p[2 * i] * (x[0] - delta.x),
+                                                                 p[2 * i + 1] * (x[1] - delta.y));
             }
         }
     }
@@ -367,37 +339,26 @@ struct Fa3BackwardKeys {
             }
     }
 
-    // Where this thread's part of 16 of P's columns lies, for the thread of its number in "keys".
-    __device__ __forceinline__ uint32_t p_address(const PCursor& at, int k) const {
-        return p_ring.tile(at) + k * 2048 + threadIdx.x % 128 * 16;
+    // Where this thread's part of 8 of P's columns lies, for the thread of its number in "keys".
+    __device__ __forceinline__ uint32_t p_address(const PCursor& at, int n) const {
+        return p_ring.tile(at) + n * 2048 + threadIdx.x % 128 * 16;
     }
-    // Softcap's derivative goes with P: found from the rounded P it would be wrong where tanh is
-    // nearly 1.
-    __device__ __forceinline__ void pass_p(const Scores& p, const Place& place, const KeyTile& tile,
-                                           const QTileStep& at) const {
-        const PCursor slot{place.pair, place.round};
-        p_ring.acquire(slot);
+
+    // Softcap's derivative goes with P: "values" has the lse that it takes.
+    __device__ __forceinline__ void pass_p(const Scores& p, PCursor& at, const Place& place,
+                                           const KeyTile& tile, const QTileStep& step) const {
+        Scores x = p;
+        if constexpr (Config::kGeneral)
+            if (params.softcap != 0.f)
+                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, step.head}
+                    .softcap_gradient(x, p, tile.first_key + warp_key,
+                                      step.q_tile * Config::kBlockQ,
+                                      [&](int col) { return statistics(place.q())[col]; });
+        p_ring.acquire(at);
 #pragma unroll
-        for (int k = 0; k < Config::kBlockQ / 16; ++k) {
-            using Part = RegisterTile<16, 16>;
-            const Part& part = reinterpret_cast<const Part&>(p.v[0][2 * k]);
-            Part x = part;
-            if constexpr (Config::kGeneral)
-                if (params.softcap != 0.f)
-                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                        .softcap_gradient(x, part, tile.first_key + warp_key,
-                                          at.q_tile * Config::kBlockQ + 16 * k, [&](int col) {
-                                              return statistics(place.q())[16 * k + col];
-                                          });
-            uint32_t packed[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* y = &x.v[0][i / 2][i % 2 * 2];
-                packed[i] = PassedP::pack(y[0], y[1]);
-            }
-            ptx::st_shared_v4(p_address(slot, k), packed);
-        }
-        p_ring.publish(slot);
+        for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(at, n), x.v[0][n]);
+        p_ring.publish(at);
+        at.advance();
     }
 
     __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const {
@@ -437,6 +398,7 @@ struct Fa3BackwardKeys {
     __device__ __forceinline__ void consume_values() const {
         Walk walk;
         Place place;  // of the scores
+        PCursor p;
         typename Config::KRing::Cursor k;
         Interval full{};
         Scores rS;
@@ -462,7 +424,7 @@ struct Fa3BackwardKeys {
                 rS, params, tile.sequence, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
                 walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, statistics(place.q()));
-            pass_p(rS, place, tile, walk.at);
+            pass_p(rS, p, place, tile, walk.at);
             rP.template round<Element>(rS);
             release(place.q());
         };
@@ -514,6 +476,7 @@ struct Fa3BackwardKeys {
     __device__ __forceinline__ void consume_keys() const {
         Walk walk;
         Place place;  // of dP
+        PCursor p;
         typename Config::VRing::Cursor v;
         Scores rdP;
         Operand rdS;
@@ -537,10 +500,10 @@ struct Fa3BackwardKeys {
         const auto gradient_of_scores = [&] {
             finished(rdP);
             if (walk.left == 0) release(v_ring, v);
-            const PCursor p{place.pair, place.round};
             p_ring.wait(p);
-            softmax_gradient(rdP, rdS, place);
+            softmax_gradient(rdP, rdS, p, place);
             p_ring.release(p);
+            p.advance();
             release(place.dout());
             if constexpr (Config::kKeepsDS) keep(rdS, ds);
         };

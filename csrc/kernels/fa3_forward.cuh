@@ -47,7 +47,6 @@
 #include "../tile/wgmma.cuh"
 #include "../tile_counter.cuh"
 #include "../tuning.h"
-#include "combine.cuh"
 #include "fa3_tiles.cuh"
 #include "launch.cuh"
 
@@ -567,11 +566,8 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     const int tiles = cta_count(params.schedule);
     const int ctas = min_of(tiles, multiprocessors());
     if (tiles > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
-    cudaError_t status = launch_kernel<fa3_forward_kernel<Config>>(
-        ctas, Config::kThreads, Config::kSharedBytes, params, stream);
-    if (Config::kParts && status == cudaSuccess)
-        status = combine_parts<typename Config::Element, Config::kHeadDimV>(params, stream, true);
-    return status;
+    return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
+                                                     params, stream);
 }
 
 template <int kHeadDim, int kHeadDimV>

@@ -21,6 +21,10 @@ cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
 
+// After a forward with keys in parts. `early` as for launch_kernel(): behind FA3, which no GPU runs
+// that could not wait for it.
+cudaError_t combine_parts(ForwardParams params, cudaStream_t stream, bool early);
+
 // After a variant's backward, whose workspace they read.
 template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);

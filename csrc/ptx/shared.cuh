@@ -26,4 +26,17 @@ __device__ __forceinline__ void ld_shared_v4(uint32_t (&v)[4], uint32_t address)
                  : "memory");
 }
 
+__device__ __forceinline__ void st_shared_v4(uint32_t address, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
+                 "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_v4(float (&v)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 }  // namespace flash_ext::ptx

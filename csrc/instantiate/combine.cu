@@ -1,0 +1,1 @@
+#include "../kernels/combine.cuh"
