@@ -380,8 +380,8 @@ def test_gradients_of_fa3(problem: Problem, variant: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", (192, 256))
 def test_wide_gradients_of_fa3_are_as_precise(head_dim: int) -> None:
-    """P goes from one warpgroup to another there. Were it rounded to fp16 on the way, errors would be
-    a fifth above those of fa2, which rounds P for dV alone."""
+    """P goes from one warpgroup to another there. Were it rounded to fp16 on the way, errors would
+    be a fifth above those of fa2, which rounds P for dV alone."""
     problem = Problem(2, 512, 512, 4, 4, head_dim, torch.float16, loss="out")
     expected = standard_attention(problem, make_inputs(problem, "cuda"), torch.float64)
     fa2, fa3 = (run(problem, variant, "cuda") for variant in ("fa2", "fa3"))
