@@ -117,7 +117,7 @@ gpu-test: build
 SOAK ?= 80
 soak: build
 	$(need) pytest hypothesis
-	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s $(ARGS)
+	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
 
 sanitize: build
 	bash tests/sanitize.sh $(ARGS)

@@ -226,6 +226,8 @@ class Problem:
         queries, keys = (sum(pair[side] for pair in self.sequences()) for side in (0, 1))
         samples = min(queries * self.heads_q, keys * self.heads_k)
         samples *= min(self.head_dim, self.dim_v)
+        if self.bias.startswith("b") and self.bias_type != "bool":
+            samples = min(samples, math.prod(self.bias_shape()))
         copies = min(100, -(-2000 // samples)) if samples else 1
         cancels = self.most_visible_keys() <= 3 or (
             self.bias.endswith("1") and self.bias_type != "bool"

@@ -1,6 +1,7 @@
 // The passes before and behind the FA3 backward: row statistics and, where dQ is summed in memory,
 // zeros before it; the sum to dQ behind it. Each is a CTA per Q tile. The pass behind begins on SMs
-// that the kernel leaves idle or has left, and converts heads as they are done.
+// that the kernel leaves idle or has left, and converts heads as they are done; of packed sequences
+// all when the kernel has ended.
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -107,8 +108,10 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
                                     sequence.seqlen_q - first_query, params.head_dim);
     // What follows in the stream waits for this pass alone, so one CTA waits for the kernel's end.
-    if (blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
-    if (threadIdx.x == 0) {
+    // Where sequences are packed all do: with wrong offsets a count might never be reached.
+    const bool packed = params.cu_seqlens_q != nullptr;
+    if (packed || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+    if (!packed && threadIdx.x == 0) {
         const int* done =
             tiles_done<Config::kBlockQ>(params, sequence, head / (params.heads_q / params.heads_k));
         ptx::wait_for_count(done, ceil_div(sequence.rows_k, Config::kBlockKV), 256);
