@@ -4,7 +4,7 @@
     python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
     python benchmarks/compare.py --dtype bf16 fp16
-    python benchmarks/compare.py --set gqa decode prefill   # grouped heads; one query; one sequence
+    python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
     python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
     python benchmarks/compare.py --host                          # the CPU's time per call alone
@@ -65,8 +65,9 @@ HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GQA = ((8, 2048), (1, 16384))  # batch, S: 16 query heads of 128 on 2 key heads, causal
-DECODE = (  # batch, query heads, key heads, keys: one query each, d 128
-    (1, 32, 8, 131072), (16, 32, 8, 8192), (64, 32, 8, 4096), (128, 32, 32, 2048),
+DECODE = (  # batch, query heads, key heads, keys, queries; d 128
+    (1, 32, 8, 131072, 1), (16, 32, 8, 8192, 1), (64, 32, 8, 4096, 1), (128, 32, 32, 2048, 1),
+    (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
 )  # fmt: skip
 PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
 SETS = ("standard", "gqa", "decode", "prefill")
@@ -205,7 +206,8 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
         inference = []
         if "decode" in sets:
             inference += [
-                Cell(dtype, 128, False, s, b, h, seqlen_q=1, kv_heads=hk) for b, h, hk, s in DECODE
+                Cell(dtype, 128, False, s, b, h, seqlen_q=sq, kv_heads=hk)
+                for b, h, hk, s, sq in DECODE
             ]
         if "prefill" in sets:
             inference += [

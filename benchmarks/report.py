@@ -224,7 +224,7 @@ def other_table(cells: list[Json], labels: dict[str, str]) -> str:
             f" {size}, {'TB/s of K and V' if few else 'TFLOP/s'}",
             *(NO if s is None else f"{s:.2f}" if few else f"{s:.0f}" for s in speeds),
         ])  # fmt: skip
-    return table(["few heads, one query", *(labels.get(n, n) for n in names)], rows)
+    return table(["few heads or queries", *(labels.get(n, n) for n in names)], rows)
 
 
 def best_note(cells: list[Json], compare: Json, folder: Path) -> str:

@@ -397,7 +397,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     dispatch_head_dims(sizes, [&](auto dim, auto dim_v) {
         if (variant == Variant::kFa1) {
             constexpr int kBlockQ = tuning::fa1_forward({dim, dim_v}).block_q;
-            const int64_t rows = query_tiles(params, kBlockQ) * kBlockQ;
+            const int64_t rows = tile_count(params, {params.heads_q, kBlockQ}) * kBlockQ;
             params.out_accum = workspace.allocate<float>(rows * dim_v);
             params.row_statistics = workspace.allocate<float>(rows * 2);
             check_launch(fa1_forward<dim, dim_v>(params, stream));
@@ -405,12 +405,17 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
         }
         const bool fa3 = variant == Variant::kFa3;
         const Features features = features_of(params);
-        const int64_t tiles = query_tiles(params, tuning::kForwardBlockQ);
+        // ALiBi tells heads apart, and TMA wants them apart in memory.
+        const bool may_fold = fa3 && params.alibi_slopes == nullptr && params.q.head_stride > 0;
+        const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_fold);
+        const int64_t tiles = tile_count(params, q_tiles);
         const int at_once =
             tiles_at_once<dim, dim_v>(variant, features, device_limits(q.get_device_index()));
         params.few_tiles = tiles <= at_once;
-        params.key_parts = key_parts(params, tiles, at_once);
-        if (params.key_parts > 1) {
+        params.fold = q_tiles.fold;
+        params.key_parts = key_parts(params, tiles, params.heads_q / q_tiles.heads, at_once);
+        const bool combine = params.key_parts > 1 || params.fold > 0;
+        if (combine) {
             const int64_t rows = params.key_parts * lse.numel();
             params.part_out = workspace.allocate<float>(rows * dim_v);
             params.part_lse = workspace.allocate<float>(rows);
@@ -422,7 +427,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
         } else {
             check_launch(fa2_forward<dim, dim_v>(params, stream));
         }
-        if (params.key_parts > 1) check_launch(combine_parts(params, stream, fa3));
+        if (combine) check_launch(combine_parts(params, stream, fa3));
     });
     return {out, lse};
 }

@@ -106,8 +106,10 @@ struct ForwardParams : AttentionParams {
     unsigned long long* tile_counter = nullptr;  // see tile_counter.cuh
     bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
 
-    // FA2 and FA3: where the keys of a Q tile are cut into parts, each part's result; see
-    // combine.cuh.
+    int fold = 0;  // a query has 2^fold rows in a Q tile, see QueryTiles
+
+    // FA2 and FA3: where the keys of a Q tile are cut into parts, or heads are folded, each part's
+    // result; see combine.cuh.
     int key_parts = 1;
     float* part_out = nullptr;  // (parts, B, Hq, Sq, padded Dv)
     float* part_lse = nullptr;  // (parts, B, Hq, Sq)

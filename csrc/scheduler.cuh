@@ -137,34 +137,57 @@ FLASH_HOST_DEVICE constexpr int tensor_batches(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr ? params.batch : 1;
 }
 
-// The order of Q tiles in a forward pass, whose heads share K and V, `head_dims` numbers a key.
-inline Schedule forward_schedule(const AttentionParams& params, int block_q, int head_dims,
-                                 int ctas_per_sm) {
-    const bool masked = params.window_right < params.seqlen_k;
-    const int64_t bytes_per_head =
-        int64_t{2} * head_dims * params.seqlen_k * params.heads_k / max_of(params.heads_q, 1);
-    return make_schedule(tile_numbers(params, params.seqlen_q, block_q), params.heads_q,
-                         tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
-                         bytes_per_head, ctas_per_sm, section_fillings(params, masked));
+// The Q tiles of a forward pass: `queries` of one of `heads` heads each. The rows of a tile are
+// queries of a query head; or, where heads share keys and queries are few, tiles are folded: a
+// query has 2^fold rows, the first of which are the heads of a group, and K and V are loaded once
+// for all of them.
+struct QueryTiles {
+    int heads;
+    int queries;
+    int fold = 0;
+};
+
+// How many there are, of all heads and batches.
+inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles) {
+    return int64_t{tiles.heads} * tensor_batches(params) *
+           tile_numbers(params, params.seqlen_q, tiles.queries);
 }
 
-// Q tiles of all heads and batches.
-inline int64_t query_tiles(const AttentionParams& params, int block_q) {
-    return int64_t{params.heads_q} * tensor_batches(params) *
-           tile_numbers(params, params.seqlen_q, block_q);
+// Tiles of block_q rows, folded if that makes half of them or fewer: results of folded ones take a
+// longer way (combine.cuh).
+inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_fold) {
+    const QueryTiles unfolded{params.heads_q, block_q};
+    const int group = params.heads_q / max_of(params.heads_k, 1);
+    if (!may_fold || group < 2 || group > block_q) return unfolded;
+    int fold = 3;  // a load takes eight rows
+    while (1 << fold < group) ++fold;
+    const QueryTiles folded{params.heads_k, block_q >> fold, fold};
+    return 2 * tile_count(params, folded) <= tile_count(params, unfolded) ? folded : unfolded;
+}
+
+// Their order. Heads share K and V, `head_dims` numbers a key.
+inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
+                                 int head_dims, int ctas_per_sm) {
+    const bool masked = params.window_right < params.seqlen_k;
+    const int64_t bytes_per_head =
+        int64_t{2} * head_dims * params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
+    return make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
+                         tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+                         bytes_per_head, ctas_per_sm, section_fillings(params, masked));
 }
 
 // Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
 // Flash-Decoding), which works on `at_once` of them at a time: the fewest that come near the least
 // time. Parts of few keys do not pay, the less so the more queries have partial results and the
 // more parts are worked on one after another.
-inline int key_parts(const AttentionParams& params, int64_t tiles, int at_once) {
+inline int key_parts(const AttentionParams& params, int64_t tiles, int heads_per_tile,
+                     int at_once) {
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const int queries = mean_queries(params);
     const int keys = min_of(params.seqlen_k / sequences,  // that a query sees, at most
                             params.window_left + params.window_right + 1);
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
-    const bool whole_tiles = queries >= 64;
+    const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
     // What a tile sees of them in the mean: under a causal mask the first queries see few.
     const double share = whole_tiles && params.window_right < params.seqlen_k
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)

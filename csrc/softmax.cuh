@@ -78,10 +78,12 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                row_max[m][i] = score;
-                row_sum[m][i] = lane_col() == 0 ? 1.f : 0.f;
-            }
+            for (int i = 0; i < 2; ++i) begin_with(score, m, i);
+    }
+    // The same for row 16 m + lane_row() + 8 i.
+    __device__ __forceinline__ void begin_with(float score, int m, int i) {
+        row_max[m][i] = score;
+        row_sum[m][i] = lane_col() == 0 ? 1.f : 0.f;
     }
 
     // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.

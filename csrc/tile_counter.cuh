@@ -1,7 +1,6 @@
 // Hands out tiles to the CTAs of a persistent grid, whoever is free first.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 namespace flash_ext {
@@ -41,9 +40,10 @@ struct TileCounter {
 
 // Of a launch in this process.
 inline TileCounter new_count(unsigned long long* word) {
-    static std::atomic<uint64_t> launches{0};
+    static uint64_t launches = 0;
+    const uint64_t number = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
     // The factor is odd: different launches have different names.
-    return {word, ++launches * 0x9e3779b97f4a7c15 << TileCounter::kCountBits};
+    return {word, number * 0x9e3779b97f4a7c15 << TileCounter::kCountBits};
 }
 
 }  // namespace flash_ext

@@ -7,6 +7,7 @@ the kernels, a read outside the valid rows (inputs lie in NaN) and an output ele
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -166,6 +167,38 @@ def one_query(device: str) -> Iterator[Problem]:
         yield Problem(3, 1, 300, 2 * group, 2, head_dim=d, **option)
 
 
+def few_queries(device: str) -> Iterator[Problem]:
+    """So few queries of grouped heads that fa3 folds them: the rows of a tile are the heads of a
+    group. Groups that fill eight rows and that do not, queries that fill tiles and that do not."""
+    dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72))
+    options = (
+        {},
+        {"causal": True},
+        {"window": (50, 0)},
+        {"window": (100, 7), "sink": True},
+        {"sink": True, "causal": True},
+        {"softcap": 1.5, "causal": True},
+        {"softcap": 20.0, "logit_gain": 40.0, "sink": True},
+        {"seqused_k": (700, 0, 129)},
+        {"layout": "bhsd", "causal": True},
+        {"layout": "packed", "sink": True},
+        {"layout": "expanded_heads"},
+        {"lengths_q": (1, 5, 0, 3, 19), "lengths_k": (700, 300, 5, 0, 40), "causal": True},
+        {"lengths_q": (2, 1, 1), "lengths_k": (1, 900, 2000), "sink": True},
+    )
+    # The last groups take a tile for every query, and are too large for one.
+    sizes = ((2, 2), (2, 9), (3, 1), (4, 4), (5, 17), (7, 3), (8, 16), (12, 20), (16, 5), (71, 2))
+    sizes = (*sizes, (130, 1)) if device == "cuda" else sizes[:3]
+    for (group, queries), option in itertools.product(sizes, options):
+        d, dv = dims[(group + queries + len(option)) % len(dims)] if device == "cuda" else dims[0]
+        heads_k = 1 if group > 16 else 2
+        problem = Problem(3, queries, 700, group * heads_k, heads_k, d, head_dim_v=dv)
+        yield dataclasses.replace(problem, dtype=HALF_TYPES[queries % 2], **option)
+    if device == "cuda":
+        for (d, dv), option in itertools.product(dims, options[:7]):  # and the keys in parts
+            yield Problem(1, 4, 5000, 16, 2, d, head_dim_v=dv, **option)
+
+
 def few_tiles(device: str) -> Iterator[Problem]:
     """So few tiles of queries before so many keys that fa2 and fa3 cut the keys into parts: of
     unlike lengths, some without a key that a row sees."""
@@ -321,6 +354,7 @@ GRIDS = (
     losses,
     long_sequences,
     one_query,
+    few_queries,
     few_tiles,
     many_tiles,
     empty,

@@ -121,10 +121,10 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {c.dtype for c in both} == {"bf16", "fp16"} and len(both) == 2 * len(standard) / 6
     others = grid_of("--set", "gqa", "decode", "prefill", monkeypatch=monkeypatch)
     assert not any(compare.on_grid(dataclasses.asdict(c)) for c in others)
-    decode = [c for c in others if c.seqlen_q == 1]
+    decode = [c for c in others if c.seqlen_q]
     assert len(decode) == len(compare.DECODE)
     assert all(c.direction == "forward" and not c.causal for c in decode)
-    alike = [c for c in others if c.kv_heads == c.heads and c.seqlen_q != 1]
+    alike = [c for c in others if c.kv_heads == c.heads and not c.seqlen_q]
     assert len(alike) == 2 * len(compare.PREFILL)
     assert all(c.direction == "forward" and c.causal and c.batch == 1 for c in alike)
     rest = [c for c in others if not c.seqlen_q and c not in alike]

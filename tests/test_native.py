@@ -34,7 +34,7 @@ from attention_testing import (
 )
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
-from test_attention import few_tiles, long_sequences, many_tiles
+from test_attention import few_queries, few_tiles, long_sequences, many_tiles
 from test_dropout import IN_PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -483,6 +483,50 @@ def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
     if variant == "fa2":
         options |= {"bias", "dropout_p"}
     assert reached >= set(itertools.product(options, KERNEL_DIMS))
+
+
+@pytest.mark.parametrize(
+    "heads_q, heads_k, queries, fold, tiles",
+    [
+        (8, 1, 1, 3, 1),
+        (8, 1, 16, 3, 1),  # a tile's 128 rows
+        (8, 1, 17, 3, 2),
+        (8, 1, 64, 3, 4),
+        (8, 1, 65, 0, 8),  # more than half of those of 128 queries
+        (8, 1, 4096, 0, 8 * 32),
+        (32, 8, 4, 3, 8),  # four of eight rows of a query are in use
+        (32, 8, 32, 3, 16),
+        (32, 8, 33, 0, 32),
+        (9, 1, 8, 4, 1),
+        (71, 1, 2, 7, 2),
+        (128, 1, 1, 7, 1),
+        (129, 1, 1, 0, 129),
+        (4, 4, 1, 0, 4),
+    ],
+)
+def test_groups_are_folded_where_that_halves_the_tiles(
+    native: ModuleType, heads_q: int, heads_k: int, queries: int, fold: int, tiles: int
+) -> None:
+    for batch in (1, 3):
+        found = native.query_tiles(batch, heads_q, heads_k, queries, False)
+        assert found == (fold, batch * tiles)
+
+
+def test_packed_decoding_is_folded(native: ModuleType) -> None:
+    assert native.query_tiles(64, 32, 8, 64, True)[0] == 3
+    assert native.query_tiles(1, 32, 8, 4096, True)[0] == 0
+
+
+def test_gpu_problems_are_folded(native: ModuleType) -> None:
+    """In every head dim, and with every option that leaves heads alike."""
+    reached = set()
+    for p in few_queries("cuda"):
+        if p.lengths_q is None and p.heads_q // p.heads_k <= 128:
+            assert native.query_tiles(p.batch, p.heads_q, p.heads_k, p.seqlen_q, False)[0] > 0, p
+            default = Problem()
+            reached |= {name for name in vars(p) if getattr(p, name) != getattr(default, name)}
+            reached.add(padded_dims(native, p))
+    assert reached >= {"causal", "window", "sink", "softcap", "seqused_k", "layout", *KERNEL_DIMS}
 
 
 def test_extraction_of_dropouts_mask_reaches_the_parts(native: ModuleType) -> None:

@@ -238,9 +238,10 @@ struct Fa2Forward {
                     lse[row] = softmax.lse(m, i, exponent_scale);
             }
         if (has_parts(params)) {
-            constexpr int kCols = Config::kHeadDimV;
-            float* out = params.part_out + (part_statistics + first_row) * kCols;
-            store_rows(GlobalTile<float>{out, kCols, sequence.seqlen_q - first_row, kCols}, rO);
+            store_rows(params.part_out, rO, [&](int row) {
+                const int query = first_row + row;
+                return query < sequence.seqlen_q ? part_statistics + query : -1;
+            });
             return;
         }
         __syncwarp();  // the warp has read its rows of Q
@@ -349,7 +350,7 @@ int fa2_forward_shared_bytes() {
 
 template <class Config>
 cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
-    params.schedule = forward_schedule(params, Config::kBlockQ,
+    params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
                                        Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
     params.schedule.tiles *= params.key_parts;
     return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,

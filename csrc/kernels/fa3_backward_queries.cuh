@@ -491,8 +491,8 @@ template <class Config>
 cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t stream) {
     Fa3BackwardWideParams params{call};
     params.counter = new_count(call.tile_counter + 1);
-    params.schedule =
-        forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
+    params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
+                                       Config::kHeadDim + Config::kHeadDimV, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;

@@ -25,7 +25,9 @@
 // the other's matmuls; else they drift apart by themselves.
 //
 // Where tiles are few, a tile is a Q tile and a part of its keys, with a result in float32 of its
-// own; combine.cuh makes one of them.
+// own; combine.cuh makes one of them. Where queries are few and heads share keys, the rows of a Q
+// tile are the heads of a group (QueryTiles), eight of which, or eight queries, lie side by side in
+// memory.
 //
 // Shared memory: rings of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
 //
@@ -53,10 +55,10 @@
 namespace flash_ext {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kParts_ = false>
+          tuning::Fa3Forward kTuning, bool kMayHaveParts_>
 struct Fa3ForwardConfig {
     using Element = Element_;
-    static constexpr bool kParts = kParts_;  // are the keys of a Q tile cut into parts?
+    static constexpr bool kMayHaveParts = kMayHaveParts_;  // of the keys, and folded tiles
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -64,6 +66,7 @@ struct Fa3ForwardConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
+    static_assert(!kMayHaveParts || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
     // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
@@ -75,6 +78,7 @@ struct Fa3ForwardConfig {
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using QLoad = SharedTile<kMayHaveParts ? 8 : kBlockQ, kHeadDim>;  // what is loaded at once
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
     using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
@@ -141,17 +145,28 @@ struct Fa3Forward {
         ptx::mbarrier_fence_init();
     }
 
+    // --- The rows of a Q tile: queries, or the heads of a group ---
+
+    __device__ __forceinline__ int fold() const { return Config::kMayHaveParts ? params.fold : 0; }
+    __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
+        return tile.first_query + (row >> fold());
+    }
+    // Among the group's.
+    __device__ __forceinline__ int head_of(int row) const { return row & ((1 << fold()) - 1); }
+    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
+
     // --- Producer ---
 
     __device__ __forceinline__ QueryTile query_tile(int linear) const {
         QueryTile tile;
         WorkTile work = work_tile(linear, params.schedule);
-        if constexpr (Config::kParts) {
+        if constexpr (Config::kMayHaveParts) {
             tile.part = work.rank % params.key_parts;
             work.rank /= params.key_parts;
+            if (fold() > 0) work.head *= group();  // the first of them
         }
-        describe<Config>(tile, params, work);
-        if constexpr (Config::kParts)
+        describe<Config>(tile, params, work, Config::kBlockQ >> fold());
+        if constexpr (Config::kMayHaveParts)
             tile.kv_tiles = part_of(tile.kv_tiles, tile.part, params.key_parts);
         // A tile without keys takes one step all the same: all its scores are hidden, and K and V
         // of no rows are zeros.
@@ -214,12 +229,37 @@ struct Fa3Forward {
         typename Config::Tiles::Cursor t;
         typename Config::QRing::Cursor q;
         for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
             if constexpr (Config::QRing::kSlots == 1)  // which the tile before still has
-                rows.prefetch<QTile>(params.q_map, tile.first_query);
-            load_tile<QTile>(q_ring, q, params.q_map, rows, tile.first_query);
+                for_each_q_load(tile, [&](const TensorRows& rows, int, int first) {
+                    rows.prefetch<QTile>(params.q_map, first);
+                });
+            q_ring.acquire(q);
+            ptx::mbarrier_arrive_expect(q_ring.full(q), QTile::kBytes);
+            for_each_q_load(tile, [&](const TensorRows& rows, int row, int first) {
+                rows.load<QTile>(params.q_map, q_ring.tile(q) + row * QTile::kPitch, q_ring.full(q),
+                                 first);
+            });
             q.advance();
+        }
+    }
+
+    // visit(tensor rows, row of the tile, first of them that goes there)
+    template <class Visit>
+    __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
+        const Sequence& s = tile.sequence;
+        if (fold() == 0) {
+            const TensorRows queries(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+#pragma unroll 1
+            for (int row = 0; row < Config::kBlockQ; row += Config::QLoad::kRows)
+                visit(queries, row, tile.first_query + row);
+            return;
+        }
+        // In the tensor as the launcher passes it, heads are rows and rows are heads.
+#pragma unroll 1
+        for (int row = 0; row < Config::kBlockQ; row += Config::QLoad::kRows) {
+            const int query = query_of(tile, row);
+            const TensorRows heads(params.q, s.batch, s.q_begin + query, tile.head, group());
+            visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // zeros from there on
         }
     }
 
@@ -235,7 +275,7 @@ struct Fa3Forward {
     }
 
     __device__ __forceinline__ int head_k(const QueryTile& tile) const {
-        return tile.head / (params.heads_q / params.heads_k);
+        return tile.head / group();
     }
 
     __device__ __forceinline__ void produce() const {
@@ -314,63 +354,62 @@ struct Fa3Forward {
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
-        const bool first_part = !Config::kParts || tile.part == 0;
-        if (params.sink != nullptr && first_part && tile.sequence.index() < params.batch)
-            softmax.begin_with(params.sink[tile.head] * kLog2e * ptx::rcp(exponent_scale()));
+        const bool first_part = !Config::kMayHaveParts || tile.part == 0;
+        if (params.sink == nullptr || !first_part || tile.sequence.index() >= params.batch)
+            return softmax;
+        const float factor = kLog2e * ptx::rcp(exponent_scale());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int head = tile.head;
+            if constexpr (Config::kMayHaveParts)
+                head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
+            softmax.begin_with(params.sink[head] * factor, 0, i);
+        }
         return softmax;
     }
 
     // The KV tiles that this consumer's rows see all of.
     __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
         const BandMask mask = mask_of(params, tile.sequence);
-        const int first_query = tile.first_query + consumer * 64;
-        const int last_query = min_of(first_query + 64, mask.seqlen_q) - 1;
+        const int first_query = query_of(tile, consumer * 64);
+        const int last_query = min_of(query_of(tile, consumer * 64 + 63), mask.seqlen_q - 1);
         return {ceil_div(mask.key_range(last_query).begin, Config::kBlockKV),
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
     // The last KV tile that this consumer's rows see anything of.
     __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
-        const int first_query = tile.first_query + consumer * 64;
-        return (mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}).end - 1) /
-               Config::kBlockKV;
+        const Interval queries{query_of(tile, consumer * 64),
+                               query_of(tile, consumer * 64 + 63) + 1};
+        return (mask_of(params, tile.sequence).keys_of(queries).end - 1) / Config::kBlockKV;
     }
 
     // Options and, where kFull does not say that there is none, the mask.
     template <bool kFull>
     __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
                                                   const Interval& full) const {
-        const int first_query = tile.first_query + warp_row();
+        const int first_row = warp_row();
         const int first_key = kv_tile * Config::kBlockKV;
-        if constexpr (Config::kGeneral)
+        if constexpr (Config::kGeneral)  // ALiBi, which wants the first query, is never folded
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
-                rS, first_query, first_key);
+                rS, tile.first_query + first_row, first_key);
         if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
-            mask_scores(rS, first_key, [&](int row) { return mask.key_range(first_query + row); });
+            mask_scores(rS, first_key,
+                        [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
         }
     }
 
-    // O / l and the logsumexp to HBM: the results, or those of a part of the keys.
+    // Are results those of a part of the keys, or of folded tiles? The general form has both.
+    __device__ __forceinline__ bool has_parts() const {
+        return Config::kMayHaveParts && (!Config::kGeneral || params.part_out != nullptr);
+    }
+
+    // O / l and the logsumexp to HBM, as results or as a part's.
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         softmax.finish();
         const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + warp_row();
-        const int64_t statistics = statistics_offset(params, s, tile.head);
-        float* lse = params.lse + statistics;
-        const int rows = s.seqlen_q - first_row;
-        const auto gO = [&] {
-            if constexpr (Config::kParts) {
-                const int64_t row = tile.part * statistics_rows(params) + statistics;
-                lse = params.part_lse + row;
-                return GlobalTile<float>{params.part_out + (row + first_row) * Config::kHeadDimV,
-                                         Config::kHeadDimV, rows, Config::kHeadDimV};
-            } else {
-                return global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
-                                            rows, params.head_dim_v);
-            }
-        }();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float factor = softmax.inverse_sum(0, i);
@@ -383,9 +422,29 @@ struct Fa3Forward {
         // A logarithm takes a hundred cycles: of the four lanes, two take a row each.
         const int i = lane_id() % 2;
         const int row = lane_row() + 8 * i;
-        if (lane_id() % 4 < 2 && row < gO.rows)
-            lse[first_row + row] = softmax.lse(0, i, exponent_scale());
-        store_rows(gO, rO);
+        const bool has_row = lane_id() % 4 < 2;
+        const int64_t statistics = statistics_offset(params, s, tile.head);
+        if (has_parts()) {
+            const int64_t part = tile.part * statistics_rows(params) + statistics;
+            const int first_row = warp_row();
+            const auto index_of = [&](int row) -> int64_t {
+                const int query = query_of(tile, first_row + row);
+                const int head = head_of(first_row + row);
+                if (query >= s.seqlen_q || head >= group()) return -1;
+                return part + int64_t{head} * params.seqlen_q + query;
+            };
+            const int64_t index = index_of(row);
+            if (has_row && index >= 0) params.part_lse[index] = softmax.lse(0, i, exponent_scale());
+            store_rows(params.part_out, rO, index_of);
+        } else {
+            const int first_row = tile.first_query + warp_row();
+            const auto gO =
+                global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
+                                     s.seqlen_q - first_row, params.head_dim_v);
+            if (has_row && row < gO.rows)
+                params.lse[statistics + first_row + row] = softmax.lse(0, i, exponent_scale());
+            store_rows(gO, rO);
+        }
     }
 
     __device__ __forceinline__ void consume() const {
@@ -553,19 +612,21 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.v.data = params.q.data;
     }
     params.counter = new_count(call.tile_counter);
-    params.schedule =
-        forward_schedule(params, Config::kBlockQ, Config::kHeadDim + Config::kHeadDimV, 1);
-    if (Config::kParts) params.schedule.tiles *= params.key_parts;
-    for (cudaError_t status : {encode_tensor_map<typename Config::QTile>(
+    const QueryTiles tiles{params.fold > 0 ? params.heads_k : params.heads_q,
+                           Config::kBlockQ >> params.fold};
+    params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
+    params.schedule.tiles *= params.key_parts;
+    if (params.fold > 0) std::swap(params.q.row_stride, params.q.head_stride);
+    for (cudaError_t status : {encode_tensor_map<typename Config::QLoad>(
                                    params.q_map, params.q, params.element_type, params.head_dim),
                                encode_tensor_map<typename Config::KTile>(
                                    params.k_map, params.k, params.element_type, params.head_dim),
                                encode_tensor_map<typename Config::VTile>(
                                    params.v_map, params.v, params.element_type, params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    const int tiles = cta_count(params.schedule);
-    const int ctas = min_of(tiles, multiprocessors());
-    if (tiles > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
+    const int total = cta_count(params.schedule);
+    const int ctas = min_of(total, multiprocessors());
+    if (total > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
     return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
                                                      params, stream);
 }
@@ -575,17 +636,18 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const tuning::Fa3Lengths lengths =
-        params.key_parts > 1 ? tuning::Fa3Lengths::kParts
-                             : tuning::fa3_lengths(params.seqlen_q / sequences,
-                                                   params.seqlen_k / sequences, params.few_tiles);
+        params.part_out != nullptr
+            ? tuning::Fa3Lengths::kParts
+            : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
+                                  params.few_tiles);
     dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
         dispatch<kParts, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
-            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
-                                                                features.value, lengths),
-                                            lengths == kParts>;
+            constexpr bool kMayHaveParts = lengths == kParts || features == Features::kGeneral;
+            using Config = Fa3ForwardConfig<
+                decltype(element), kHeadDim, kHeadDimV, features.value,
+                tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value, lengths), kMayHaveParts>;
             status = launch_fa3_forward<Config>(params, stream);
         });
     });

@@ -38,20 +38,19 @@ __device__ __forceinline__ BandMask mask_of(const AttentionParams& params,
 }
 
 // A tile, the last of a sequence first: it is the longest under a causal mask. first_query comes
-// out below 0 for a spare number. Written piece by piece: producers have few registers.
+// out below 0 for a spare number; `queries` is how many a tile has. Written piece by piece:
+// producers have few registers.
 template <class Config>
 __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionParams& params,
-                                         const WorkTile& work) {
+                                         const WorkTile& work, int queries = Config::kBlockQ) {
     query_tile.head = work.head;
-    const SequenceTile tile =
-        tile_of<true, Rows::kQueries>(params, work.batch, work.rank, Config::kBlockQ);
+    const SequenceTile tile = tile_of<true, Rows::kQueries>(params, work.batch, work.rank, queries);
     const Sequence& s = tile.sequence;
     query_tile.sequence = s;
-    const int first_query =
-        (ceil_div(s.seqlen_q, Config::kBlockQ) - 1 - tile.tile) * Config::kBlockQ;
+    const int first_query = (ceil_div(s.seqlen_q, queries) - 1 - tile.tile) * queries;
     query_tile.first_query = first_query;
-    query_tile.kv_tiles = tiles_of(
-        mask_of(params, s).keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
+    query_tile.kv_tiles = tiles_of(mask_of(params, s).keys_of({first_query, first_query + queries}),
+                                   Config::kBlockKV);
 }
 
 // The same for keys; first_key stays as it is for a spare number.

@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
 #include "../dispatch.h"
@@ -71,14 +70,15 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
                           cudaStream_t stream, bool early = false) {
     if (ctas == 0) return cudaSuccess;
     if (shared_bytes > 48 * 1024) {
-        static std::atomic<uint64_t> devices_done{0};
+        static uint64_t devices_done = 0;  // <atomic> takes a second of every file's compilation
         int device = 0;
         cudaError_t status = cudaGetDevice(&device);
         const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-        if (status == cudaSuccess && (devices_done.load() & bit) == 0) {
+        if (status == cudaSuccess &&
+            (__atomic_load_n(&devices_done, __ATOMIC_RELAXED) & bit) == 0) {
             status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           shared_bytes);
-            devices_done.fetch_or(bit);
+            __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELAXED);
         }
         if (status != cudaSuccess) {
             cudaGetLastError();  // clears it, lest the next launch report it

@@ -215,21 +215,23 @@ __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
     }
 }
 
-// All of a warp's rows in float32.
-template <class Accumulator>
-__device__ __forceinline__ void store_rows(const GlobalTile<float>& tile, const Accumulator& acc) {
+// All of a warp's rows in float32 and whole: to row index_of(row) of `target`, if that is not below
+// 0.
+template <class Accumulator, class IndexOf>
+__device__ __forceinline__ void store_rows(float* target, const Accumulator& acc,
+                                           IndexOf index_of) {
+    constexpr int kCols = 8 * Accumulator::kN;
 #pragma unroll
     for (int m = 0; m < Accumulator::kM; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = 16 * m + lane_row() + 8 * i;
-            float* target = tile.data + row * tile.row_stride + lane_col();
-            const int cols = row < tile.rows ? tile.cols - lane_col() : 0;
+            const int64_t index = index_of(16 * m + lane_row() + 8 * i);
+            if (index < 0) continue;
+            float* row = target + index * kCols + lane_col();
 #pragma unroll
             for (int n = 0; n < Accumulator::kN; ++n)
-                if (8 * n < cols)
-                    *reinterpret_cast<float2*>(target + 8 * n) = {acc.v[m][n][2 * i],
-                                                                  acc.v[m][n][2 * i + 1]};
+                *reinterpret_cast<float2*>(row + 8 * n) = {acc.v[m][n][2 * i],
+                                                           acc.v[m][n][2 * i + 1]};
         }
 }
 

@@ -244,7 +244,19 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.seqlen_k = keys;
         params.window_left = left < 0 ? BandMask::kUnlimited : left;
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
-        return key_parts(params, tiles, at_once);
+        return key_parts(params, tiles, 1, at_once);
+    });
+    // (fold, tiles) of a dense batch, or of `batch` packed sequences of `queries` in all.
+    m.def("query_tiles", [](int batch, int heads_q, int heads_k, int queries, bool packed) {
+        static const int somewhere = 0;
+        AttentionParams params{};
+        params.batch = batch;
+        params.heads_q = heads_q;
+        params.heads_k = heads_k;
+        params.seqlen_q = queries;
+        if (packed) params.cu_seqlens_q = &somewhere;
+        const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
+        return std::make_pair(tiles.fold, tile_count(params, tiles));
     });
     m.def("part_of", [](Pair all, int part, int parts) {
         return pair_of(part_of(interval_of(all), part, parts));
