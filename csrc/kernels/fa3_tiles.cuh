@@ -144,13 +144,13 @@ struct TileQueue {
 };
 
 // Rows from first_row on to a ring's slot, when that is empty.
-template <class Tile, class Ring>
+template <class Tile, int kBoxRows = Tile::kRows, class Ring>
 __device__ __forceinline__ void load_tile(const Ring& ring, const typename Ring::Cursor& cursor,
                                           const CUtensorMap& map, const TensorRows& rows,
                                           int first_row) {
     ring.acquire(cursor);
     ptx::mbarrier_arrive_expect(ring.full(cursor), Tile::kBytes);
-    rows.load<Tile>(map, ring.tile(cursor), ring.full(cursor), first_row);
+    rows.load<Tile, kBoxRows>(map, ring.tile(cursor), ring.full(cursor), first_row);
 }
 
 // And what goes with them: a number for each of the tile's rows, from global to shared memory.
