@@ -413,7 +413,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
             tiles_at_once<dim, dim_v>(variant, features, device_limits(q.get_device_index()));
         params.few_tiles = tiles <= at_once;
         params.fold = q_tiles.fold;
-        params.key_parts = key_parts(params, tiles, params.heads_q / q_tiles.heads, at_once);
+        params.key_parts =
+            key_parts(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
         const bool combine = params.key_parts > 1 || params.fold > 0;
         if (combine) {
             const int64_t rows = params.key_parts * lse.numel();

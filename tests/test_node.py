@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -310,13 +311,23 @@ def test_graph_replay() -> None:
         assert_same_gradients(found[1:], expected)
 
 
+def lasting_memory() -> int:
+    """Bytes that stay allocated. A thread of autograd's lets go of the last gradients a little after
+    the call that returned them."""
+    readings = []
+    for _ in range(20):
+        time.sleep(0.01)
+        readings.append(torch.cuda.memory_allocated())
+    return min(readings)
+
+
 @pytest.mark.gpu
 def test_memory_is_given_back() -> None:
     tensors = leaves("cuda")
     dout = torch.randn_like(tensors[0])
     step(tensors, dout)
     gc.collect()  # what other tests have left
-    before = torch.cuda.memory_allocated()
+    before = lasting_memory()
     for _ in range(100):
         step(tensors, dout)
-    assert torch.cuda.memory_allocated() == before
+    assert lasting_memory() == before
