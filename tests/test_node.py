@@ -312,8 +312,8 @@ def test_graph_replay() -> None:
 
 
 def lasting_memory() -> int:
-    """Bytes that stay allocated. A thread of autograd's lets go of the last gradients a little after
-    the call that returned them."""
+    """Bytes that stay allocated: a thread of autograd's lets go of the last gradients a little
+    after the call that returned them."""
     readings = []
     for _ in range(20):
         time.sleep(0.01)
