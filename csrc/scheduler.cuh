@@ -153,8 +153,14 @@ inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles
            tile_numbers(params, params.seqlen_q, tiles.queries);
 }
 
-// Tiles of block_q rows, folded if that makes half of them or fewer: results of folded ones take a
-// longer way (combine.cuh).
+// Keys that a query sees, at most; of packed sequences on average.
+inline int keys_seen(const AttentionParams& params) {
+    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    return min_of(params.seqlen_k / sequences, params.window_left + params.window_right + 1);
+}
+
+// Tiles of block_q rows, folded if that makes half of them or fewer, and saves more bytes of K and
+// V than results cost, which leave folded tiles in float32 and are read again (combine.cuh).
 inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_fold) {
     const QueryTiles unfolded{params.heads_q, block_q};
     const int group = params.heads_q / max_of(params.heads_k, 1);
@@ -162,7 +168,12 @@ inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool m
     int fold = 3;  // a load takes eight rows
     while (1 << fold < group) ++fold;
     const QueryTiles folded{params.heads_k, block_q >> fold, fold};
-    return 2 * tile_count(params, folded) <= tile_count(params, unfolded) ? folded : unfolded;
+    const int64_t many = tile_count(params, unfolded);
+    const int64_t few = tile_count(params, folded);
+    const int64_t results = int64_t{params.heads_q} * tensor_batches(params) * params.seqlen_q;
+    const int64_t saved_bytes =
+        (many - few) * keys_seen(params) * (params.head_dim + params.head_dim_v) * 2;
+    return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? folded : unfolded;
 }
 
 // Their order. Heads share K and V, `head_dims` numbers a key.
@@ -182,10 +193,8 @@ inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles
 // more parts are worked on one after another.
 inline int key_parts(const AttentionParams& params, int64_t tiles, int heads_per_tile,
                      int at_once) {
-    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const int queries = mean_queries(params);
-    const int keys = min_of(params.seqlen_k / sequences,  // that a query sees, at most
-                            params.window_left + params.window_right + 1);
+    const int keys = keys_seen(params);
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
     const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
     // What a tile sees of them in the mean: under a causal mask the first queries see few.

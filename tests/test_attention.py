@@ -174,8 +174,8 @@ def few_queries(device: str) -> Iterator[Problem]:
     options = (
         {},
         {"causal": True},
-        {"window": (50, 0)},
-        {"window": (100, 7), "sink": True},
+        {"window": (150, 0)},
+        {"window": (300, 7), "sink": True},
         {"sink": True, "causal": True},
         {"softcap": 1.5, "causal": True},
         {"softcap": 20.0, "logit_gain": 40.0, "sink": True},
@@ -183,7 +183,7 @@ def few_queries(device: str) -> Iterator[Problem]:
         {"layout": "bhsd", "causal": True},
         {"layout": "packed", "sink": True},
         {"layout": "expanded_heads"},
-        {"lengths_q": (1, 5, 0, 3, 19), "lengths_k": (700, 300, 5, 0, 40), "causal": True},
+        {"lengths_q": (1, 5, 0, 3, 19), "lengths_k": (2700, 300, 5, 0, 40), "causal": True},
         {"lengths_q": (2, 1, 1), "lengths_k": (1, 900, 2000), "sink": True},
     )
     # The last groups take a tile for every query, and are too large for one.

@@ -508,13 +508,34 @@ def test_groups_are_folded_where_that_halves_the_tiles(
     native: ModuleType, heads_q: int, heads_k: int, queries: int, fold: int, tiles: int
 ) -> None:
     for batch in (1, 3):
-        found = native.query_tiles(batch, heads_q, heads_k, queries, False)
+        found = native.query_tiles(batch, heads_q, heads_k, queries, 4096, False, -1)
         assert found == (fold, batch * tiles)
 
 
-def test_packed_decoding_is_folded(native: ModuleType) -> None:
-    assert native.query_tiles(64, 32, 8, 64, True)[0] == 3
-    assert native.query_tiles(1, 32, 8, 4096, True)[0] == 0
+@pytest.mark.parametrize(
+    "batch, heads_k, queries, keys, packed, window, fold",
+    [
+        (1, 8, 32, 128, False, -1, 3),  # two tiles of four less: 128 KB of K and V a key head
+        (1, 8, 32, 127, False, -1, 0),  # less than 128 rows of results, written and read
+        (1, 8, 32, 4096, False, 127, 3),
+        (1, 8, 32, 4096, False, 126, 0),
+        (1, 4, 1, 4, False, -1, 3),
+        (64, 8, 64, 64 * 4096, True, -1, 3),  # decoding
+        (64, 4, 64 * 50, 64 * 50, True, -1, 0),  # short sequences
+        (1, 8, 4096, 4096, True, -1, 0),
+    ],
+)
+def test_folding_saves_more_than_it_costs(
+    native: ModuleType,
+    batch: int,
+    heads_k: int,
+    queries: int,
+    keys: int,
+    packed: bool,
+    window: int,
+    fold: int,
+) -> None:
+    assert native.query_tiles(batch, 32, heads_k, queries, keys, packed, window)[0] == fold
 
 
 def test_gpu_problems_are_folded(native: ModuleType) -> None:
@@ -522,7 +543,8 @@ def test_gpu_problems_are_folded(native: ModuleType) -> None:
     reached = set()
     for p in few_queries("cuda"):
         if p.lengths_q is None and p.heads_q // p.heads_k <= 128:
-            assert native.query_tiles(p.batch, p.heads_q, p.heads_k, p.seqlen_q, False)[0] > 0, p
+            sizes = (p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k)
+            assert native.query_tiles(*sizes, False, sum(p.window) if p.window[0] > 0 else -1)[0], p
             default = Problem()
             reached |= {name for name in vars(p) if getattr(p, name) != getattr(default, name)}
             reached.add(padded_dims(native, p))

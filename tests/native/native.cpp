@@ -246,18 +246,25 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
         return key_parts(params, tiles, 1, at_once);
     });
-    // (fold, tiles) of a dense batch, or of `batch` packed sequences of `queries` in all.
-    m.def("query_tiles", [](int batch, int heads_q, int heads_k, int queries, bool packed) {
-        static const int somewhere = 0;
-        AttentionParams params{};
-        params.batch = batch;
-        params.heads_q = heads_q;
-        params.heads_k = heads_k;
-        params.seqlen_q = queries;
-        if (packed) params.cu_seqlens_q = &somewhere;
-        const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
-        return std::make_pair(tiles.fold, tile_count(params, tiles));
-    });
+    // (fold, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of `queries`
+    // and `keys` in all.
+    m.def("query_tiles",
+          [](int batch, int heads_q, int heads_k, int queries, int keys, bool packed, int window) {
+              static const int somewhere = 0;
+              AttentionParams params{};
+              params.batch = batch;
+              params.heads_q = heads_q;
+              params.heads_k = heads_k;
+              params.seqlen_q = queries;
+              params.seqlen_k = keys;
+              params.head_dim = params.head_dim_v = 128;
+              params.window_left = window < 0 ? BandMask::kUnlimited : window;
+              params.window_right = BandMask::kUnlimited;
+              if (window >= 0) params.window_right = 0;
+              if (packed) params.cu_seqlens_q = params.cu_seqlens_k = &somewhere;
+              const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
+              return std::make_pair(tiles.fold, tile_count(params, tiles));
+          });
     m.def("part_of", [](Pair all, int part, int parts) {
         return pair_of(part_of(interval_of(all), part, parts));
     });
