@@ -26,8 +26,8 @@
 //
 // Where tiles are few, a tile is a Q tile and a part of its keys, with a result in float32 of its
 // own; combine.cuh makes one of them. Where queries are few and heads share keys, the rows of a Q
-// tile are the heads of a group (QueryTiles), eight of which, or eight queries, lie side by side in
-// memory.
+// tile are the heads of a group (QueryTiles); kernels for that load Q by eights, of heads or of
+// queries, since no more need lie side by side in memory.
 //
 // Shared memory: rings of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
 //
@@ -40,6 +40,8 @@
 //   turn (named)        consumer i, when its matmuls  consumer i + 1
 //                       are started
 #pragma once
+
+#include <utility>
 
 #include "../optimistic_softmax.cuh"
 #include "../ptx/barrier.cuh"
@@ -58,7 +60,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
           tuning::Fa3Forward kTuning, bool kMayHaveParts_>
 struct Fa3ForwardConfig {
     using Element = Element_;
-    static constexpr bool kMayHaveParts = kMayHaveParts_;  // of the keys, and folded tiles
+    static constexpr bool kMayHaveParts = kMayHaveParts_;  // of the keys; and tiles may be folded
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;

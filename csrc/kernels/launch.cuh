@@ -75,10 +75,10 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
         cudaError_t status = cudaGetDevice(&device);
         const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
         if (status == cudaSuccess &&
-            (__atomic_load_n(&devices_done, __ATOMIC_RELAXED) & bit) == 0) {
+            (__atomic_load_n(&devices_done, __ATOMIC_ACQUIRE) & bit) == 0) {
             status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           shared_bytes);
-            __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELAXED);
+            __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
         }
         if (status != cudaSuccess) {
             cudaGetLastError();  // clears it, lest the next launch report it
