@@ -82,8 +82,8 @@ struct Fa3ForwardConfig {
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    // Rows that a load takes. Of K and V the parts of a row, where it has several, should come
-    // close together: with whole tiles a decoding step reads memory at nine tenths of the speed.
+    // Rows that a load takes. Of K and V the panels' parts of a row should come close together, or
+    // a decoding step, which waits for memory alone, is slower (docs/notes/009-fa3-forward.md).
     static constexpr int kQBoxRows = kMayHaveParts ? 8 : kBlockQ;  // what lies side by side
     static constexpr int kKVBoxRows = KTile::kPanels == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
     using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
