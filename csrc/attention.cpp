@@ -17,6 +17,7 @@
 #include "dispatch.h"
 #include "host_device.h"
 #include "kernels/kernels.h"
+#include "launch_name.h"
 #include "mask.cuh"
 #include "params.h"
 #include "scheduler.cuh"
@@ -65,9 +66,9 @@ class Workspace {
 
     template <class T>
     T* allocate(int64_t count) {
-        static_assert(sizeof(T) == 4);
+        static_assert(sizeof(T) % 4 == 0);
         const ScalarType dtype = std::is_same_v<T, int> ? ScalarType::Int : ScalarType::Float;
-        tensors_.push_back(empty(q_, {count}, dtype));
+        tensors_.push_back(empty(q_, {count * static_cast<int64_t>(sizeof(T) / 4)}, dtype));
         return static_cast<T*>(tensors_.back().data_ptr());
     }
 
@@ -201,6 +202,9 @@ struct NamedTensor {
     const Tensor& tensor;
 };
 
+// With which lse is never large, see kernels/large_lse.cuh.
+constexpr double kMaxFa3Softcap = 2048;
+
 // Why a variant's kernels cannot run a pass of the call; empty where they can. `inputs` are those
 // of the pass that there are already.
 std::string obstacle(Variant variant, Pass pass, std::span<const NamedTensor> inputs,
@@ -216,6 +220,7 @@ std::string obstacle(Variant variant, Pass pass, std::span<const NamedTensor> in
                    std::to_string(limits.major) + "." + std::to_string(limits.minor);
         if (options.dropout_p > 0) return "has no dropout";
         if (options.bias) return "has no bias";
+        if (options.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
         for (const auto& [name, x] : inputs) {
             // A tensor map wants memory.
             if (backward && x.numel() == 0)
@@ -419,7 +424,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
         if (combine) {
             const int64_t rows = params.key_parts * lse.numel();
             params.part_out = workspace.allocate<float>(rows * dim_v);
-            params.part_lse = workspace.allocate<float>(rows);
+            params.part_statistics = workspace.allocate<PartStatistics>(rows);
         }
         if (fa3) {
             if (tiles * params.key_parts > at_once)
@@ -448,6 +453,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     BackwardParams params;
     fill_params(params, q, k, v, sizes, options);
     params.aligned = params.aligned && is_aligned(dout) && is_aligned(out);
+    params.gradient_scale = params.scale * params.keep_scale;
     params.deterministic = options.deterministic;
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
@@ -498,10 +504,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         const int64_t rows = workspace_rows(params, block);
         const int sum_columns = variant != Variant::kFa3 ? dim : dim > 128 ? 0 : kFa3Dim;
         const int64_t turns = 1 + rows / tuning::kMinBackwardBlockQ;
-        params.lse_log2 = workspace.allocate<float>(rows * (2 + sum_columns) + turns);
+        const int64_t queries = statistics_rows(params);
+        params.lse_log2 =
+            workspace.allocate<float>(rows * (3 + sum_columns) + turns + 3 + 2 * queries);
         params.delta = params.lse_log2 + rows;
-        params.dq_accum = params.delta + rows;
+        params.reference = params.delta + rows;
+        params.dq_accum = params.reference + rows;
         params.turn = reinterpret_cast<int*>(params.dq_accum + rows * sum_columns);
+        params.large_lse = {reinterpret_cast<unsigned long long*>(params.turn + turns + turns % 2),
+                            launch_name()};
+        if (variant != Variant::kFa3 || params.softcap == 0.f) {
+            params.relative_lse = reinterpret_cast<RelativeLse*>(params.large_lse.word + 1);
+            check_launch(split_large_lse(params, stream));
+        }
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa2) {

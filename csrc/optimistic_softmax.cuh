@@ -4,7 +4,7 @@
 // So a step first takes the m that it has: P = 2^(S scale - m scale), and l's share of the step is
 // the proof. As long as that stays below kLimit no element was far above m, and the maximum of the
 // tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with
-// the maximum; S is kept for that.
+// the maximum; S is kept for that. So it is where m is too large for one FMA (kLargeExponent).
 #pragma once
 
 #include "softmax.cuh"
@@ -33,18 +33,20 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         }
     };
 
-    // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet.
-    __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
-                                              RegisterOperand<kCols>& p, float scale, bool fresh) {
+    // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet. The
+    // scores are lost.
+    __device__ __forceinline__ Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
+                                              float scale, bool fresh) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]]
                 rescaling = advance(s, scale);
-            exponentiate(s, p, sum, scale);
+            exponentiate(s, p, sum, scale, fresh || proven);
             if (fresh || proven) break;
             const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
-                                  row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
+                                  is_large(row_max[0][0] * scale) ||  // or -inf
+                                  is_large(row_max[0][1] * scale);
             if (!__any_sync(0xffffffff, doubtful)) [[likely]]
                 break;
         }
@@ -68,15 +70,28 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
-    __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
+    // `last`: the scores will not be needed again.
+    __device__ __forceinline__ void exponentiate(RegisterTile<16, kCols>& s,
                                                  RegisterOperand<kCols>& p, float (&sum)[2],
-                                                 float scale) const {
+                                                 float scale, bool last) const {
         float max_scaled[2];
         float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             max_scaled[i] = finite_max(row_max[0][i]) * scale;
             sums[i][0] = sums[i][1] = 0.f;
+        }
+        if (last) [[unlikely]] {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (!is_large(max_scaled[i])) continue;
+#pragma unroll
+                for (int n = 0; n < kCols / 8; ++n) {
+                    s.v[0][n][2 * i] -= row_max[0][i];
+                    s.v[0][n][2 * i + 1] -= row_max[0][i];
+                }
+                max_scaled[i] = 0.f;
+            }
         }
 #pragma unroll
         for (int k = 0; k < kCols / 16; ++k)

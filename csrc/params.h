@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "host_device.h"
 #include "variants.h"
 
 namespace flash_ext {
@@ -81,7 +82,7 @@ struct AttentionParams {
 };
 
 // The form of the kernel that this call needs.
-inline Features features_of(const AttentionParams& params) {
+FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale <= 0.f ||
         params.softcap != 0.f || params.alibi_slopes != nullptr || params.bias.data != nullptr)
         return Features::kGeneral;
@@ -89,11 +90,23 @@ inline Features features_of(const AttentionParams& params) {
     return Features::kPlain;
 }
 
+// The factor that takes scores, as the kernel's softmax has them, to exponents of 2. The general
+// form scales them before it masks them, the others in the exponent.
+FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
+    return features_of(params) == Features::kGeneral ? 1.f : params.scale_log2;
+}
+
 // Of a sequence, where they are packed on average.
 inline int mean_queries(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr || params.batch == 0 ? params.seqlen_q
                                                                : params.seqlen_q / params.batch;
 }
+
+// Of a row's softmax over a part of the keys.
+struct alignas(8) PartStatistics {
+    float max;
+    float sum;
+};
 
 struct ForwardParams : AttentionParams {
     TensorView q;    // (B, Sq, Hq, D)
@@ -111,12 +124,27 @@ struct ForwardParams : AttentionParams {
     // FA2 and FA3: where the keys of a Q tile are cut into parts, or heads are folded, each part's
     // result; see combine.cuh.
     int key_parts = 1;
-    float* part_out = nullptr;  // (parts, B, Hq, Sq, padded Dv)
-    float* part_lse = nullptr;  // (parts, B, Hq, Sq)
+    float* part_out = nullptr;                  // (parts, B, Hq, Sq, padded Dv)
+    PartStatistics* part_statistics = nullptr;  // (parts, B, Hq, Sq)
 
     // FA1 only: its running output and statistics live in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
+};
+
+// A row's lse, in base 2, relative to a reference in units of scores. Reference 0: it has none.
+struct alignas(8) RelativeLse {
+    float reference;
+    float lse_log2;
+};
+
+// Raised where *word is `name`, see launch_name.h. A word that still holds it from a graph's replay
+// before costs time alone.
+struct Flag {
+    unsigned long long* word = nullptr;
+    unsigned long long name = 0;
+
+    FLASH_HOST_DEVICE bool is_raised() const { return *word == name; }
 };
 
 struct BackwardParams : AttentionParams {
@@ -131,17 +159,23 @@ struct BackwardParams : AttentionParams {
     TensorView dk;      // (B, Sk, Hk, D)
     TensorView dv;      // (B, Sk, Hk, Dv)
 
+    float gradient_scale;  // scale * keep_scale: what dS K and dS^T Q lack of dQ and dK
     bool deterministic;
 
     // Gradients of options; null where they are not asked for.
     void* dbias = nullptr;   // contiguous, of bias's sizes and type
     float* dsink = nullptr;  // (Hq)
 
+    // See large_lse.cuh.
+    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), or null: no lse is large
+    Flag large_lse;                       // does any row have a reference?
+
     // Workspace; its rows R are those of scheduler.cuh's workspace_row().
     int q_blocks;         // of kWorkspaceRows, per head
     float* dq_accum;      // (R, padded D), each Q tile in fragment order
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
-    float* delta;         // (R), rowsum(dO * O) - dlse
+    float* delta;         // (R), (rowsum(dO * O) - dlse) / keep_scale
+    float* reference;     // (R), of relative_lse; not for FA3
     int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ. FA3: always, it
                           // makes the zeros, and behind them come those of tiles_done()

@@ -52,11 +52,11 @@ inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ
 
 // One sequence of the batch: where its rows lie in the tensors, and how many it has. A dense batch
 // is indexed by `batch`; packed sequences share batch 0 and begin at a row of their own. The rows
-// of packed tensors that no sequence owns are one more sequence, whose keys are all out of use: so
-// its results come out as zeros.
+// of packed tensors before the first sequence and after the last are two more sequences, numbers 0
+// and B + 1, which own no key: so their results come out as zeros.
 struct Sequence {
     int batch;
-    int order;  // among packed sequences
+    int order;  // 0 in a dense batch; sequence b of packed ones is number b + 1
     int q_begin;
     int k_begin;
     int seqlen_q;
@@ -64,45 +64,51 @@ struct Sequence {
     int rows_k;    // rows of K and V, in use or not
 
     // Its number in the batch, by which options such as dropout know it.
-    FLASH_HOST_DEVICE constexpr int index() const { return batch + order; }
+    FLASH_HOST_DEVICE constexpr int index() const { return order > 0 ? order - 1 : batch; }
+    // Is it one of the batch? Otherwise it stands for rows that belong to none.
+    FLASH_HOST_DEVICE constexpr bool is_owned(const AttentionParams& params) const {
+        return params.cu_seqlens_q == nullptr || (order > 0 && order <= params.batch);
+    }
 };
 
 FLASH_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
     return min_of(max_of(x, low), high);
 }
 
-// Row offset of packed sequence `order`; that of number B is where the rows begin that no sequence
-// owns. Nothing outside the tensors is touched, whatever cu_seqlens holds.
+// Row offset of packed sequence number `order`. Nothing outside the tensors is touched, whatever
+// cu_seqlens holds.
 FLASH_HOST_DEVICE int packed_begin(const int* cu_seqlens, int order, int total) {
-    return clamp(cu_seqlens[order], 0, total);
+    return order == 0 ? 0 : clamp(cu_seqlens[order - 1], 0, total);
 }
 
 // kMayBePacked = false is for kernels that never see packed sequences: there the lengths stay in
 // the constant bank and take no registers.
+//
+// `number` is from 0 to sequence_count() - 1: the batch, or the order of packed sequences.
 template <bool kMayBePacked>
-FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int index) {
-    Sequence sequence{index, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
+FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number) {
+    Sequence sequence{number, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
     if constexpr (!kMayBePacked) return sequence;
-    const bool owned = index < params.batch;
     if (params.cu_seqlens_q != nullptr) {
         const auto place = [&](const int* cu_seqlens, int total, int& begin, int& rows) {
-            begin = packed_begin(cu_seqlens, index, total);
-            rows = (owned ? clamp(cu_seqlens[index + 1], begin, total) : total) - begin;
+            begin = packed_begin(cu_seqlens, number, total);
+            rows =
+                (number <= params.batch ? clamp(cu_seqlens[number], begin, total) : total) - begin;
         };
         sequence.batch = 0;
-        sequence.order = index;
+        sequence.order = number;
         place(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
         place(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
-        sequence.seqlen_k = owned ? sequence.rows_k : 0;
+        sequence.seqlen_k = sequence.is_owned(params) ? sequence.rows_k : 0;
     }
-    if (params.seqused_k != nullptr && owned)
-        sequence.seqlen_k = clamp(params.seqused_k[index], 0, sequence.rows_k);
+    if (params.seqused_k != nullptr && sequence.is_owned(params))
+        sequence.seqlen_k = clamp(params.seqused_k[sequence.index()], 0, sequence.rows_k);
     return sequence;
 }
 
-// How many sequences there are, the one of unowned rows included.
+// How many sequences there are, those of rows that belong to none included.
 FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
-    return params.batch + (params.cu_seqlens_q != nullptr ? 1 : 0);
+    return params.batch + (params.cu_seqlens_q != nullptr ? 2 : 0);
 }
 
 // Do KV tiles see unlike numbers of queries?
@@ -129,7 +135,7 @@ FLASH_HOST_DEVICE constexpr int first_tile(int begin, int order, int block) {
 // Numbers per head (and, in a dense batch, per batch).
 FLASH_HOST_DEVICE constexpr int tile_numbers(const AttentionParams& params, int rows, int block) {
     return params.cu_seqlens_q == nullptr ? ceil_div(rows, block)
-                                          : first_tile(rows, params.batch, block) + 1;
+                                          : first_tile(rows, params.batch + 1, block) + 1;
 }
 
 // What (head, tile) is counted for: the batches of a dense batch, all packed sequences at once.
@@ -222,7 +228,7 @@ inline int key_parts(const AttentionParams& params, int64_t tiles, int heads_per
 FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
                                     int number) {
     int low = 0;
-    int high = batch + 1;
+    int high = batch + 2;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (first_tile(packed_begin(cu_seqlens, middle, total), middle, block) <= number) {

@@ -3,6 +3,7 @@
 // (backward). All kernels of all variants get these options here.
 #pragma once
 
+#include <cfloat>
 #include <type_traits>
 
 #include "dropout.cuh"
@@ -143,7 +144,9 @@ struct ScoreFunction {
             if constexpr (std::is_same_v<BiasElement, bool>) {
                 if (!b) x = -INFINITY;
             } else {
-                x += factor * ptx::to_float(b);
+                // Finite numbers stay finite in base 2, as the most negative one that masks have.
+                const float y = x + factor * ptx::to_float(b);
+                x = ptx::to_float(b) == -INFINITY ? y : fmaxf(y, -FLT_MAX);
             }
         };
         // Inside the bias, and with keys side by side, addresses differ by constants, so that many

@@ -8,10 +8,11 @@
 
 namespace flash_ext {
 
-// From the maximum in base 2 and the sum of the exponentials relative to it. Only a row without
-// keys has the sum 0, for its maximum contributes 1 to any other.
-__device__ __forceinline__ float log_sum_exp(float max, float sum) {
-    return sum == 0.f ? -INFINITY : (max + log2f(sum)) * kLn2;
+// Natural logarithm of the sum of e^s over scores s with the maximum `max`, from the sum of
+// 2^((s - max) scale); scale includes log2(e). Only a row without keys has the sum 0, because its
+// maximum contributes 1 to any other. A NaN stays.
+__device__ __forceinline__ float log_sum_exp(float max, float sum, float scale) {
+    return sum == 0.f ? -INFINITY : max * (scale * kLn2) + log2f(sum) * kLn2;
 }
 
 // Reductions over the four lanes that hold a row.
@@ -41,6 +42,16 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+
+// Exponents are one FMA each, s scale - max_scaled. The product max_scaled = max scale is rounded,
+// by up to 2^-24 of itself: an error below 2^-12 in the exponent up to this bound, far beyond the
+// scores of a model that works, but infinities and zeros for scores in the millions. There the
+// scores are made relative to the maximum first: (s - max) scale has no such error.
+inline constexpr float kLargeExponent = 4096.f;
+
+__device__ __forceinline__ bool is_large(float exponent) {
+    return fabsf(exponent) > kLargeExponent;
+}
 
 // The maximum of row 16 m + lane_row() + 8 i of a tile of scores.
 template <class Scores>
@@ -87,7 +98,8 @@ struct OnlineSoftmax {
     }
 
     // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.
-    template <class Scores, class Output>
+    // kRelative: as (s - row_max) * scale, and with a maximum that does not lag.
+    template <bool kRelative = false, class Scores, class Output>
     __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
         float tile_max[kM][2];
         bool rescale = false;
@@ -96,7 +108,7 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 tile_max[m][i] = row_maximum(s, m, i);
-                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > kLag;
+                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > (kRelative ? 0.f : kLag);
             }
         if (__any_sync(0xffffffff, rescale)) {
 #pragma unroll
@@ -124,7 +136,8 @@ struct OnlineSoftmax {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& x = s.v[m][n][2 * i + e];
-                        x = ptx::ex2(x * scale - max_scaled);
+                        x = ptx::ex2(kRelative ? (x - finite_max(row_max[m][i])) * scale
+                                               : x * scale - max_scaled);
                         row_sum[m][i] += x;
                     }
             }
@@ -138,12 +151,26 @@ struct OnlineSoftmax {
             for (int i = 0; i < 2; ++i) row_sum[m][i] = quad_sum(row_sum[m][i]);
     }
 
-    // Natural logarithm of the row's sum of exponentials; -inf for a row without keys. A NaN stays.
-    // i need not be a compile-time constant.
+    // Of row 16 m + lane_row() + 8 i, where i need not be a compile-time constant.
+    __device__ __forceinline__ float max(int m, int i) const {
+        return i == 0 ? row_max[m][0] : row_max[m][1];
+    }
+    __device__ __forceinline__ float sum(int m, int i) const {
+        return i == 0 ? row_sum[m][0] : row_sum[m][1];
+    }
     __device__ __forceinline__ float lse(int m, int i, float scale) const {
-        const float max = i == 0 ? row_max[m][0] : row_max[m][1];
-        const float sum = i == 0 ? row_sum[m][0] : row_sum[m][1];
-        return log_sum_exp(max * scale, sum);
+        return log_sum_exp(max(m, i), sum(m, i), scale);
+    }
+
+    // Does any row of the warp have a maximum with which update() is not exact enough? It is near
+    // the maximum all the same.
+    __device__ __forceinline__ bool any_large(float scale) const {
+        bool large = false;
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) large |= is_large(finite_max(row_max[m][i]) * scale);
+        return __any_sync(0xffffffff, large);
     }
 
     __device__ __forceinline__ float inverse_sum(int m, int i) const {

@@ -3,12 +3,13 @@
 
 #include <cstdint>
 
+#include "launch_name.h"
+
 namespace flash_ext {
 
-// A counter in global memory that needs no initialisation, and so no launch of its own before the
-// kernel: its upper bits name the launch that it counts for. A CTA that finds another name there
-// starts the count; other memory holds the same name by chance once in 2^40 launches. After the
-// last draw the count is 0 again, for the replays of a CUDA graph, which have the same name.
+// A counter in global memory that needs no initialisation: its upper bits name the launch that it
+// counts for. A CTA that finds another name there starts the count. After the last draw the count
+// is 0 again, for the replays of a CUDA graph.
 struct TileCounter {
     static constexpr int kCountBits = 24;
     static constexpr int kMaxTiles = 1 << kCountBits;
@@ -40,10 +41,8 @@ struct TileCounter {
 
 // Of a launch in this process.
 inline TileCounter new_count(unsigned long long* word) {
-    static uint64_t launches = 0;
-    const uint64_t number = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
-    // The factor is odd: different launches have different names.
-    return {word, number * 0x9e3779b97f4a7c15 << TileCounter::kCountBits};
+    static_assert(TileCounter::kCountBits == 24);  // which a name leaves free
+    return {word, launch_name()};
 }
 
 }  // namespace flash_ext

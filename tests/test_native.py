@@ -182,7 +182,7 @@ def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
         assert native.make_schedule(8, heads, batch, False, size, ctas).section_heads == 1
 
 
-PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows that none owns
+PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows after the last
     (((5, 10), (7, 20)), 0, 0),
     (((0, 3), (64, 0), (0, 0), (1, 65)), 3, 70),
     (((63, 64), (64, 63), (65, 129), (128, 1)), 1, 0),
@@ -192,9 +192,13 @@ PACKINGS = (  # lengths of the queries and of the keys of each sequence, and row
 )
 
 
-def packed_batch(native: ModuleType, packing: tuple, heads: int = 3) -> object:
+def packed_batch(native: ModuleType, packing: tuple, heads: int = 3, first: int = 0) -> object:
+    """`first`: rows of q before the first sequence; k has one more."""
     lengths, tail_q, tail_k = packing
-    cu_q, cu_k = ([0, *itertools.accumulate(pair[i] for pair in lengths)] for i in (0, 1))
+    cu_q, cu_k = (
+        list(itertools.accumulate((pair[i] for pair in lengths), initial=first and first + i))
+        for i in (0, 1)
+    )
     return native.Batch(len(lengths), heads, cu_q[-1] + tail_q, cu_k[-1] + tail_k, cu_q, cu_k, None)
 
 
@@ -208,14 +212,17 @@ def test_sequences_of_a_dense_batch(native: ModuleType) -> None:
 
 
 def test_sequences_of_a_packed_batch(native: ModuleType) -> None:
-    """The last one is that of the rows that none owns: it has queries and rows, but no keys."""
-    packed = native.Batch(2, 4, 15, 32, [0, 5, 12], [0, 10, 30], [4, 99])
+    """The first and the last are rows of no sequence: they have queries and rows, but no keys."""
+    packed = native.Batch(2, 4, 15, 32, [1, 6, 12], [2, 10, 30], [4, 99])
     assert packed.sequences(True) == [
-        (0, 0, 0, 0, 5, 4, 10),
-        (1, 0, 5, 10, 7, 20, 20),
-        (2, 0, 12, 30, 3, 0, 2),
+        (0, 0, 0, 0, 1, 0, 2),
+        (1, 0, 1, 2, 5, 4, 8),
+        (2, 0, 6, 10, 6, 20, 20),
+        (3, 0, 12, 30, 3, 0, 2),
     ]
-    assert packed.statistics(1) == [15, 15 + 5, 15 + 12]
+    assert packed.owners()[1:3] == [(0, True), (1, True)]
+    assert [owned for _, owned in packed.owners()] == [False, True, True, False]
+    assert packed.statistics(1) == [15, 15 + 1, 15 + 6, 15 + 12]
 
 
 def test_offsets_without_meaning_stay_inside(native: ModuleType) -> None:
@@ -224,14 +231,17 @@ def test_offsets_without_meaning_stay_inside(native: ModuleType) -> None:
         for _, _, q_begin, k_begin, seqlen_q, seqlen_k, rows_k in batch.sequences(True):
             assert 0 <= q_begin <= q_begin + seqlen_q <= 15
             assert 0 <= k_begin <= k_begin + rows_k <= 15 and 0 <= seqlen_k <= rows_k
-        assert all(0 <= index <= 3 for index, _ in batch.tiles(False, 4))
+        assert all(0 <= number <= 4 for number, _ in batch.tiles(False, 4))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("first", (0, 1, 127, 200))
 @pytest.mark.parametrize("block", (16, 64, 80, 128))
-def test_every_tile_has_one_number(packing: tuple, block: int, native: ModuleType) -> None:
+def test_every_tile_has_one_number(
+    packing: tuple, first: int, block: int, native: ModuleType
+) -> None:
     """Each tile of each sequence once; the spare numbers lie past their sequence's end."""
-    batch = packed_batch(native, packing)
+    batch = packed_batch(native, packing, first=first)
     for keys in (False, True):
         rows = [facts[6 if keys else 4] for facts in batch.sequences(True)]
         tiles = batch.tiles(keys, block)
@@ -241,9 +251,12 @@ def test_every_tile_has_one_number(packing: tuple, block: int, native: ModuleTyp
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_workspaces_of_sequences_do_not_overlap(packing: tuple, native: ModuleType) -> None:
+@pytest.mark.parametrize("first", (0, 130))
+def test_workspaces_of_sequences_do_not_overlap(
+    packing: tuple, first: int, native: ModuleType
+) -> None:
     block, heads = native.workspace_block, 3
-    batch = packed_batch(native, packing, heads)
+    batch = packed_batch(native, packing, heads, first)
     lengths = [facts[4] for facts in batch.sequences(True)]
     begins = []
     for head in range(heads):

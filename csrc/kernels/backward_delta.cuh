@@ -29,9 +29,25 @@ __device__ __forceinline__ float row_dot(const Element* x, const Element* y, int
 }
 
 struct RowStatistics {
-    float lse_log2;  // +inf for a row that sees no key, which makes its P zero
-    float delta;
+    float lse_log2;         // +inf for a row that sees no key, which makes its P zero
+    float delta;            // without dropout's factor
+    float reference = 0.f;  // see large_lse.cuh
 };
+
+// From rowsum(dO * O) of row `index` of lse.
+__device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& params, int64_t index,
+                                                       float dot) {
+    const float lse = params.lse[index];
+    if (lse == -INFINITY) return {INFINITY, 0.f};
+    const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
+    RowStatistics statistics{lse * kLog2e, (dot - dlse) / params.keep_scale};
+    if (params.relative_lse != nullptr) {
+        const RelativeLse relative = params.relative_lse[index];
+        statistics.reference = relative.reference;
+        if (relative.reference != 0.f) statistics.lse_log2 = relative.lse_log2;
+    }
+    return statistics;
+}
 
 // Of one query, by a whole warp. A row past the sequence has P = 0 as well.
 template <class Element, bool kMayBeUnaligned>
@@ -43,27 +59,26 @@ __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& pa
     const float dot = row_dot(row_pointer<const Element>(params.dout, sequence.batch, row, head),
                               row_pointer<const Element>(params.out, sequence.batch, row, head),
                               params.head_dim_v, !kMayBeUnaligned || params.aligned);
-    const int64_t index = statistics_offset(params, sequence, head) + query;
-    const float lse = params.lse[index];
-    const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
-    const bool sees_keys = lse != -INFINITY;
-    return {sees_keys ? lse * kLog2e : INFINITY, sees_keys ? dot - dlse : 0.f};
+    return statistics_of(params, statistics_offset(params, sequence, head) + query, dot);
 }
 
-// Fetches lse and delta of a Q tile from where backward_delta_kernel, or FA1's first visit, left
-// them.
+// Fetches lse, delta and reference of a Q tile from where backward_delta_kernel, or FA1's first
+// visit, left them.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                                                 const QTileWalk& walk) {
     constexpr int kChunks = Config::kBlockQ / 4;
     // A matter of registers: with two stages there is none to spare over the loop.
     const int thread = Config::kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
-    if (thread >= 2 * kChunks) return;
+    if (thread >= 3 * kChunks) return;
     const BackwardParams& params = cta.params;
     const int64_t first =
         workspace_row(params, cta.sequence, walk.head, walk.q_tile * Config::kBlockQ);
-    const float* source = (thread < kChunks ? params.lse_log2 : params.delta) + first;
-    // delta follows lse in shared memory.
+    const float* source = (thread < kChunks       ? params.lse_log2
+                           : thread < 2 * kChunks ? params.delta
+                                                  : params.reference) +
+                          first;
+    // In shared memory one follows the other.
     ptx::cp_async_16(ptx::shared_address(cta.lse_log2(walk.step)) + thread * 16,
                      source + thread % kChunks * 4, true);
 }
@@ -88,6 +103,7 @@ __global__ void __launch_bounds__(Config::kThreads)
         if (lane_id() == 0) {
             params.lse_log2[first + row] = statistics.lse_log2;
             params.delta[first + row] = statistics.delta;
+            params.reference[first + row] = statistics.reference;
         }
     }
 }

@@ -15,7 +15,8 @@
 // warps of a row group compute half of the queries each and exchange P^T and dS^T through shared
 // memory. For dQ the warps are regrouped kWarpsM x kWarpsN over (queries, columns).
 //
-// Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta [kBlockQ]);
+// Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta,
+// reference [kBlockQ]);
 // dS^T and, for kWarpsD = 2, P^T [kBlockKV][kBlockQ]. dV and dK leave through the K and V tiles.
 #pragma once
 
@@ -67,8 +68,8 @@ struct BackwardConfig {
     static constexpr int kP = kDS + PTile::kBytes;
     static constexpr int kQ = kP + (kWarpsD > 1 ? PTile::kBytes : 0);
     static constexpr int kDO = kQ + kStages * QTile::kBytes;
-    static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, then delta
-    static constexpr int kStatisticsBytes = 2 * kBlockQ * 4;
+    static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, delta, reference
+    static constexpr int kStatisticsBytes = 3 * kBlockQ * 4;
     static constexpr int kTicket = kStatistics + kStages * kStatisticsBytes;
     static constexpr int kPlace = kTicket + 16;
     static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
@@ -202,6 +203,9 @@ struct BackwardTile {
     __device__ __forceinline__ float* delta(int step) const {
         return lse_log2(step) + Config::kBlockQ;
     }
+    __device__ __forceinline__ float* reference(int step) const {
+        return lse_log2(step) + 2 * Config::kBlockQ;
+    }
 
     // P^T of the warp's keys and queries. Padded queries are not masked: their lse is +inf, which
     // makes their P zero.
@@ -218,6 +222,12 @@ struct BackwardTile {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
+        bool has_reference = false;
+#pragma unroll
+        for (int row = 0; row < Config::kBlockQ; row += 32)
+            has_reference |= reference(walk.step)[row + ptx::not_hoisted(threadIdx.x) % 32] != 0.f;
+        if (__any_sync(0xffffffff, has_reference)) [[unlikely]]
+            subtract_references(rP, reference(walk.step) + warp_query());
         exponentiate(rP, lse_log2(walk.step) + warp_query());
     }
 
@@ -234,24 +244,26 @@ struct BackwardTile {
             softmax_gradient(rdS, rP, delta_of_query);
             return;
         }
-        // With dropout Z, dS = P * (Z dP - delta), and dV = (P Z)^T dO, whose factor waits until
-        // the end of dV.
+        // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
+        // p). The factor waits until the end of dQ, dK and dV, and delta comes without it: fp16
+        // holds dS then, however few entries are kept.
         const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
-            const float keep_scale = params.keep_scale;
             for_each_keep_transposed<Scores>(
                 dropout_mask(params, sequence, walk.head), first_key + warp_key, first_query,
                 [&](int m, int n, int i, bool keep) {
-                    rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * keep_scale : 0.f;
+                    if (!keep) rdS.v[m][n][i] = 0.f;
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
                 });
         }
         softmax_gradient(rdS, rP, delta_of_query);
         if (kThroughSoftcap && params.softcap != 0.f)
             score_function(walk.head).softcap_gradient(
-                rdS, rP, first_key + warp_key, first_query,
-                [&](int col) { return lse_log2(walk.step)[warp_query() + col]; });
+                rdS, rP, first_key + warp_key, first_query, [&](int col) {
+                    const int query = warp_query() + col;
+                    return lse_log2(walk.step)[query] + reference(walk.step)[query];
+                });
         if (params.rng_state != nullptr) {
 #pragma unroll
             for (int m = 0; m < Scores::kM; ++m)
@@ -309,7 +321,7 @@ struct BackwardTile {
     // have left the loop.
     __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
                                                 int first_key) const {
-        rdK.scale(params.scale);
+        rdK.scale(params.gradient_scale);
         if constexpr (kGeneral) rdV.scale(params.keep_scale);
         store_to_shared<Element, KTile, Config::kWarpsD>(smem + Config::kK, rdK, warp_key, warp_d);
         store_to_shared<Element, VTile, Config::kWarpsD>(smem + Config::kV, rdV, warp_key, warp_d);
@@ -364,6 +376,27 @@ struct BackwardTile {
             }
     }
 
+    // Where rows of the call have references (large_lse.cuh): scores relative to them, which do not
+    // pass 0 but by rounding.
+    static __device__ __forceinline__ void subtract_references(Scores& s,
+                                                               const float* reference_of_query) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            __syncwarp();  // keeps loads apart: the kernels have no registers for many
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float reference = reference_of_query[8 * n + lane_col() + e];
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& x = s.v[m][n][2 * i + e];
+                        if (reference != 0.f) x = fminf(x - reference, 0.f);
+                    }
+            }
+        }
+    }
+
     // dP becomes dS = P * (dP - delta of its column's query).
     static __device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p,
                                                             const float* delta_of_query) {
@@ -411,7 +444,7 @@ __global__ void __launch_bounds__(Config::kThreads)
                 rdQ.v[m][n][2] = x.z;
                 rdQ.v[m][n][3] = x.w;
             }
-        rdQ.scale(params.scale);
+        rdQ.scale(params.gradient_scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(
             sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
             warp_id() % Config::kWarpsN + part * (DQ::kN / 2) * Config::kWarpsN);

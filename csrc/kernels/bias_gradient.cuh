@@ -48,6 +48,7 @@ struct BiasGradient {
             const bool exists = first_query + row < cta.sequence.seqlen_q;
             cta.lse_log2(0)[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
             cta.delta(0)[row] = exists ? cta.params.delta[first + row] : 0.f;
+            cta.reference(0)[row] = exists ? cta.params.reference[first + row] : 0.f;
         }
     }
 
@@ -114,6 +115,7 @@ struct BiasGradient {
             for (int i = query; i < Config::kBlockQ; i += queries)
                 for (int j = key; j < Config::kBlockKV; j += keys)
                     total += sSum[i * Config::kBlockKV + j];
+            total *= params.keep_scale;
             const int64_t matrix = int64_t{batch} * bias.sizes[1] + head;
             const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
             if (bias.type == BiasType::kFloat32) {
@@ -143,8 +145,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     sum.clear();
     const Interval batches = contributing(sizes[0], batch_own, params.batch);
     const Interval heads = contributing(sizes[1], head_own, params.heads_q);
+    const int first = params.cu_seqlens_q == nullptr ? 0 : 1;  // number of the batch's sequence 0
     for (int batch = batches.begin; batch < batches.end; ++batch) {
-        const Sequence sequence = warp_uniform<true>(sequence_of<true>(params, batch));
+        const Sequence sequence = warp_uniform<true>(sequence_of<true>(params, first + batch));
         for (int head = heads.begin; head < heads.end; ++head)
             gradient.add_head(sum, sequence, head, q_tile, kv_tile);
     }

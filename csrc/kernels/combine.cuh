@@ -1,9 +1,11 @@
 // One result from those of parts of the keys, as in Flash-Decoding (Dao et al. 2023):
 //
-//     lse = log sum_p exp(lse_p),    O = sum_p exp(lse_p - lse) O_p
+//     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    lse = m scale + log(l)
+//     O = sum_p 2^((m_p - m) scale) l_p / l O_p
 //
-// The parts are attention over some of the keys each, in float32. A part in which a row sees no key
-// has lse_p = -inf and does not count. Each row is a warp's.
+// The parts are attention over some of the keys each, in float32, with the row maxima m_p and sums
+// l_p of their softmax. A part in which a row sees no key has l_p = 0 and does not count. Each row
+// is a warp's.
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -25,13 +27,18 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     const int lane = lane_id();
     ptx::wait_for_grid_before();
 
+    const float scale = exponent_scale(params);
     float max = -INFINITY;
     for (int part = lane; part < params.key_parts; part += 32)
-        max = fmaxf(max, params.part_lse[part * rows + row]);
+        max = fmaxf(max, params.part_statistics[part * rows + row].max);
     max = finite_max(warp_max(max));
+    // Of a part: 2^((m_p - m) scale) l_p.
+    const auto share = [&](int64_t index) {
+        const PartStatistics part = params.part_statistics[index];
+        return ptx::ex2((part.max - max) * scale) * part.sum;
+    };
     float sum = 0.f;
-    for (int part = lane; part < params.key_parts; part += 32)
-        sum += ptx::ex2((params.part_lse[part * rows + row] - max) * kLog2e);
+    for (int part = lane; part < params.key_parts; part += 32) sum += share(part * rows + row);
     sum = warp_sum(sum);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
 
@@ -41,7 +48,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
 #pragma unroll 8
     for (int part = 0; part < params.key_parts; ++part) {
         const int64_t at = part * rows + row;
-        const float weight = ptx::ex2((params.part_lse[at] - max) * kLog2e) * inverse;
+        const float weight = share(at) * inverse;
         const float2* source = reinterpret_cast<const float2*>(params.part_out + at * kHeadDimV);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
@@ -52,7 +59,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
         }
     }
 
-    if (lane == 0) params.lse[row] = log_sum_exp(max * kLog2e, sum);
+    if (lane == 0) params.lse[row] = log_sum_exp(max, sum, scale);
     const int64_t flat_head = row / params.seqlen_q;
     Element* target =
         row_pointer<Element>(params.out, static_cast<int>(flat_head / params.heads_q),

@@ -42,8 +42,10 @@ __device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& c
         if (lane_id() == 0) {
             cta.lse_log2(walk.step)[row] = statistics.lse_log2;
             cta.delta(walk.step)[row] = statistics.delta;
+            cta.reference(walk.step)[row] = statistics.reference;
             cta.params.lse_log2[first_row + row] = statistics.lse_log2;
             cta.params.delta[first_row + row] = statistics.delta;
+            cta.params.reference[first_row + row] = statistics.reference;
         }
     }
 }

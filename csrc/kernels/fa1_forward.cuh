@@ -7,13 +7,14 @@
 //         for each Q tile i that sees it:
 //             S = Q_i K_j^T                          each warp: its keys
 //             m~ = rowmax(S)                         exchanged
-//             P = 2^(S scale - m~),  l~ = rowsum(P)  exchanged
+//             P = 2^((S - m~) scale),  l~ = rowsum(P)  exchanged
 //             m_new = max(m_i, m~)
-//             l_new = 2^(m_i - m_new) l_i + 2^(m~ - m_new) l~
-//             O_i = (l_i 2^(m_i - m_new) O_i + 2^(m~ - m_new) P V_j) / l_new   P V_j exchanged
+//             l_new = 2^((m_i - m_new) scale) l_i + 2^((m~ - m_new) scale) l~
+//             O_i = (l_i 2^((m_i - m_new) scale) O_i + 2^((m~ - m_new) scale) P V_j) / l_new
+//                                                    P V_j exchanged
 //             l_i = l_new,  m_i = m_new
 //
-// m is kept in base 2: scale log2(e) times the maximal score.
+// with scale in base 2.
 //
 // Warps: two teams of four, which share the KV tile and take turns over the Q tiles, so that one
 // team's matmuls overlap with the other's traffic. Within a team K and V are split across the warps
@@ -130,8 +131,8 @@ struct Fa1Forward {
           sequence(warp_uniform<Config::kMayBePacked>(
               sequence_of<Config::kMayBePacked>(p, flat_head / p.heads_q))),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          first_max(params.sink != nullptr && sequence.index() < params.batch
-                        ? params.sink[head] * kLog2e
+          first_max(params.sink != nullptr && sequence.is_owned(params)
+                        ? params.sink[head] * kLog2e / score_scale()
                         : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
@@ -224,7 +225,7 @@ struct Fa1Forward {
             for (int n = 0; n < Scores::kN; ++n)
                 x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
             x = quad_max(x);
-            if (lane_col() == 0) maxima()[warp * Config::kBlockQ + row] = x * score_scale();
+            if (lane_col() == 0) maxima()[warp * Config::kBlockQ + row] = x;
         });
     }
 
@@ -240,13 +241,22 @@ struct Fa1Forward {
         });
         for_each_row([&](int m, int i, int row) {
             const float max = finite_max(tile_max.v[m][i]);
+            float max_scaled = max * score_scale();
+            if (is_large(max_scaled)) [[unlikely]] {
+                max_scaled = 0.f;
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n) {
+                    rS.v[m][n][2 * i] -= max;
+                    rS.v[m][n][2 * i + 1] -= max;
+                }
+            }
             float sum = 0.f;
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = rS.v[m][n][2 * i + e];
-                    x = ptx::ex2(x * score_scale() - max);
+                    x = ptx::ex2(x * score_scale() - max_scaled);
                     sum += x;
                 }
             sum = quad_sum(sum);
@@ -355,9 +365,11 @@ struct Fa1Forward {
             for (int w = 0; w < Config::kTeamWarps; ++w)
                 tile_sum += sums()[w * Config::kBlockQ + row];
             const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
-            const float old_share =
-                ptx::ex2(row_max.v[m][i] - finite_max(new_max)) * row_sum.v[m][i];
-            const float new_share = ptx::ex2(tile_max.v[m][i] - finite_max(new_max));
+            const auto factor = [&](float max) {
+                return ptx::ex2((max - finite_max(new_max)) * score_scale());
+            };
+            const float old_share = factor(row_max.v[m][i]) * row_sum.v[m][i];
+            const float new_share = factor(tile_max.v[m][i]);
             const float sum = old_share + new_share * tile_sum;
             const float inverse = sum == 0.f ? 0.f : ptx::rcp(sum);
             old_factor.v[m][i] = old_share * inverse;
@@ -377,7 +389,7 @@ struct Fa1Forward {
             for_each_row([&](int m, int i, int row) {
                 const int query = q_tile * Config::kBlockQ + row;
                 if (query < sequence.seqlen_q)
-                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i]);
+                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i], score_scale());
             });
         } else {
             float* statistics = statistics_global(q_tile);
@@ -397,7 +409,7 @@ struct Fa1Forward {
         const int query = q_tile * Config::kBlockQ + lane_id();
         if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
             params.lse[statistics_offset(params, sequence, head) + query] =
-                log_sum_exp(first_max, first_sum());
+                log_sum_exp(first_max, first_sum(), score_scale());
     }
 
  private:

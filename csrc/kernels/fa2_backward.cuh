@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
     // What the stores at the end need of the place lies in shared memory, where registers are
     // short.
-    constexpr bool kKeepsPlace = Config::kHeadDim > 64;
+    constexpr bool kKeepsPlace = Config::kHeadDim > 64 || Config::kMayBePacked;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);

@@ -14,7 +14,8 @@
 //     O = O / l,  lse = m scale + log(l)        one rescale, at the end
 //
 // m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
-// which saves most rescalings of O and changes no result, since l and O share the same m.
+// which saves most rescalings of O and changes no result, since l and O share the same m. A warp
+// that ends with an m too large for P's one FMA (kLargeExponent) does its rows again.
 //
 // Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
 // Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
@@ -34,6 +35,7 @@
 #include "../softmax.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/gemm.cuh"
+#include "../tile/global_operand.cuh"
 #include "../tile/ring.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
@@ -138,6 +140,17 @@ struct Fa2Forward {
         return work_tile(linear, params.schedule).rank % params.key_parts;
     }
 
+    __device__ __forceinline__ int head_k() const {
+        return head / (params.heads_q / params.heads_k);
+    }
+
+    // The KV tiles that the CTA takes.
+    __device__ __forceinline__ Interval kv_tiles() const {
+        const Interval seen =
+            tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
+        return has_parts(params) ? part_of(seen, part(), params.key_parts) : seen;
+    }
+
     __device__ __forceinline__ void load_q() const {
         const auto gQ =
             global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
@@ -148,9 +161,8 @@ struct Fa2Forward {
     // From here on, each load_k or load_v loads the tile before the last one.
     __device__ __forceinline__ void start_kv(int kv_tile) {
         const int64_t row = int64_t{sequence.k_begin} + kv_tile * Config::kBlockKV;
-        const int head_k = head / (params.heads_q / params.heads_k);
         const auto tile = [&](const TensorView& view) {
-            return global_tile<const Element>(view, sequence.batch, row, head_k, 0, 0);
+            return global_tile<const Element>(view, sequence.batch, row, head_k(), 0, 0);
         };
         k_cursor.start(tile(params.k));
         v_cursor.start(tile(params.v));
@@ -213,44 +225,64 @@ struct Fa2Forward {
                                         BFromColumns<VTile>(sV(stage)));
     }
 
+    // The sink comes first, in the first part of the keys.
+    template <class RowsSoftmax>
+    __device__ __forceinline__ void begin(RowsSoftmax& softmax, float exponent_scale) const {
+        if (params.sink != nullptr && part() == 0 && sequence.is_owned(params))
+            softmax.begin_with(params.sink[head] * kLog2e / exponent_scale);
+    }
+
     // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp; or those of a
     // part of the keys, straight from registers.
-    __device__ __forceinline__ void store(Output& rO, const Softmax& softmax,
-                                          float exponent_scale) const {
-        const int first_row = first_query + warp_row;
+    // `row`: the first within the Q tile.
+    template <class Rows, class RowsSoftmax>
+    __device__ __forceinline__ void store(Rows& rO, const RowsSoftmax& softmax,
+                                          float exponent_scale, int tile_row) const {
+        const int first_row = first_query + tile_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
-        const int64_t part_statistics = part() * statistics_rows(params) + statistics;
-        float* lse =
-            has_parts(params) ? params.part_lse + part_statistics : params.lse + statistics;
 #pragma unroll
-        for (int m = 0; m < Output::kM; ++m)
+        for (int m = 0; m < Rows::kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float factor = softmax.inverse_sum(m, i);
                 if constexpr (kGeneral) factor *= params.keep_scale;
 #pragma unroll
-                for (int n = 0; n < Output::kN; ++n) {
+                for (int n = 0; n < Rows::kN; ++n) {
                     rO.v[m][n][2 * i] *= factor;
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
-                const int row = first_row + 16 * m + lane_row() + 8 * i;
-                if (lane_col() == 0 && row < sequence.seqlen_q)
-                    lse[row] = softmax.lse(m, i, exponent_scale);
             }
-        if (has_parts(params)) {
+        const bool parts = has_parts(params);
+        const int64_t first = statistics + (parts ? part() * statistics_rows(params) : 0);
+        // One pointer for both, which saves registers.
+        float* target = parts ? &params.part_statistics[first].max : params.lse + first;
+#pragma unroll
+        for (int m = 0; m < Rows::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = first_row + 16 * m + lane_row() + 8 * i;
+                if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
+                if (parts) {
+                    target[2 * row] = softmax.row_max[m][i];
+                    target[2 * row + 1] = softmax.row_sum[m][i];
+                } else {
+                    target[row] = softmax.lse(m, i, exponent_scale);
+                }
+            }
+        if (parts) {
             store_rows(params.part_out, rO, [&](int row) {
                 const int query = first_row + row;
-                return query < sequence.seqlen_q ? part_statistics + query : -1;
+                return query < sequence.seqlen_q ? first + query : -1;
             });
             return;
         }
         __syncwarp();  // the warp has read its rows of Q
-        store_to_shared<Element, OTile>(sQ, rO, warp_row);
+        store_to_shared<Element, OTile>(sQ, rO, tile_row);
         __syncwarp();  // O's rows are complete
         const auto gO =
             global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
                                  sequence.seqlen_q - first_row, params.head_dim_v);
-        store_tile<OTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
+        store_tile<OTile, 32, Rows::kRows, kGeneral>(gO, sQ, tile_row, params.aligned);
     }
 
  private:
@@ -268,6 +300,45 @@ struct Fa2Forward {
     }
 };
 
+// The rows of a warp whose scores are too large for P's one FMA (kLargeExponent), again: from
+// global memory, with P = 2^((S - m) scale). Not inlined, so that the kernel has its registers.
+template <class Config>
+__device__ __noinline__ void recompute_large(const ForwardParams& params) {
+    using Kernel = Fa2Forward<Config>;
+    using Element = typename Config::Element;
+    constexpr int kRows = 16;
+    const Kernel cta = Kernel::kept(params);
+    const Sequence& s = cta.sequence;
+    const Interval tiles = cta.kv_tiles();
+    const float scale = params.scale_log2;
+    for (int row = cta.warp_row; row < cta.warp_row + Config::kRowsPerWarp; row += kRows) {
+        RegisterTile<kRows, Config::kHeadDimV> rO;
+        OnlineSoftmax<kRows> softmax;
+        rO.clear();
+        cta.begin(softmax, scale);
+        const AFromRows<typename Config::QTile> q(cta.sQ, row);
+#pragma unroll 1
+        for (int key = tiles.begin * Config::kBlockKV; key < tiles.end * Config::kBlockKV;
+             key += 16) {
+            const auto rows = [&](const TensorView& view, int cols) {
+                return global_tile<const Element>(view, s.batch, s.k_begin + key, cta.head_k(),
+                                                  s.seqlen_k - key, cols);
+            };
+            RegisterTile<kRows, 16> rS;
+            rS.clear();
+            gemm<Element, Config::kHeadDim>(
+                rS, q, BFromGlobalRows<Element>{rows(params.k, params.head_dim)});
+            mask_scores(rS, key,
+                        [&](int i) { return cta.mask.key_range(cta.first_query + row + i); });
+            softmax.template update<true>(rS, rO, scale);
+            gemm<Element, 16>(rO, AFromRegisters<Element, decltype(rS)>{rS},
+                              BFromGlobalColumns<Element>{rows(params.v, params.head_dim_v)});
+        }
+        softmax.finish();
+        cta.store(rO, softmax, scale, row);
+    }
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
@@ -276,10 +347,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     Kernel cta(params, place);
     if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
 
-    Interval kv_tiles = tiles_of(
-        cta.mask.keys_of({cta.first_query, cta.first_query + Config::kBlockQ}), Config::kBlockKV);
-    const int part = cta.part();
-    if (Kernel::has_parts(params)) kv_tiles = part_of(kv_tiles, part, params.key_parts);
+    const Interval kv_tiles = cta.kv_tiles();
     const int last = kv_tiles.end - 1;
     const auto& ring = cta.ring;
     if (threadIdx.x == 0) {
@@ -308,8 +376,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Softmax softmax;
     // The general kernel scales the scores before it masks them; the others inside the exponent.
     const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
-    if (params.sink != nullptr && part == 0 && cta.sequence.index() < params.batch)
-        softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
+    cta.begin(softmax, exponent_scale);
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
 
@@ -328,8 +395,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
     }
 
+    if (!Config::kGeneral && softmax.any_large(exponent_scale)) [[unlikely]]
+        return recompute_large<Config>(params);
     softmax.finish();
-    Kernel::kept(params).store(rO, softmax, exponent_scale);
+    const Kernel kept = Kernel::kept(params);
+    kept.store(rO, softmax, exponent_scale, kept.warp_row);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>

@@ -174,8 +174,9 @@ __device__ __forceinline__ float2 column_pair(const float* of_columns, int n) {
 // S^T to P^T, of a warp's 16 keys and a Q tile.
 template <class Element, bool kGeneral, class Scores>
 __device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& params,
-                                             const Sequence& sequence, int head, int first_key,
+                                             const KeyTile& tile, int head, int first_key,
                                              int first_query, bool masked, const float* lse) {
+    const Sequence& sequence = tile.sequence;
     if constexpr (kGeneral) {
         // A part at a time, since softcap takes registers.
         using Part = RegisterTile<16, 32>;
@@ -189,6 +190,8 @@ __device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& pa
         mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
     }
     const float scale = kGeneral ? 1.f : params.scale_log2;
+    if (tile.large_lse) [[unlikely]]
+        subtract_references<Rows::kKeys>(s, params, sequence, head, first_query);
 #pragma unroll
     for (int n = 0; n < Scores::kN; ++n) {
         const float2 x = column_pair(lse, n);
@@ -272,6 +275,7 @@ struct Fa3Backward {
             work = {rank, head % params.schedule.heads, head / params.schedule.heads};
         }
         describe<Config>(tile, params, work);
+        tile.large_lse = params.large_lse.is_raised();
     }
 
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
@@ -579,7 +583,7 @@ struct Fa3Backward {
                 };
                 const auto probabilities = [&] {
                     exponentiate<Element, Config::kGeneral>(
-                        rS, params, tile.sequence, at.head, tile.first_key + warp_key,
+                        rS, params, tile, at.head, tile.first_key + warp_key,
                         at.q_tile * Config::kBlockQ,
                         at.q_tile < full.begin || at.q_tile >= full.end,
                         statistics(Config::kLse, q.slot));

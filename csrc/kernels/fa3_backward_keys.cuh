@@ -205,6 +205,7 @@ struct Fa3BackwardKeys {
                     work.batch = flat_head / params.heads_k;
                 }
                 describe<Config>(tile, params, work);
+                tile.large_lse = params.large_lse.is_raised();
             },
             [](const KeyTile&, const TileCursor_&) {});
     }
@@ -421,7 +422,7 @@ struct Fa3BackwardKeys {
             if (walk.left == 0) release(k_ring, k);
             const KeyTile& tile = tiles[walk.tile];
             exponentiate<Element, Config::kGeneral>(
-                rS, params, tile.sequence, walk.at.head, tile.first_key + warp_key,
+                rS, params, tile, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
                 walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, statistics(place.q()));
             pass_p(rS, p, place, tile, walk.at);

@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
                 accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
     }
+    ptx::wait_for_grid_before();  // relative_lse is there
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const auto* x = reinterpret_cast<const Element*>(&o[i]);
@@ -81,12 +82,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
             sum += __shfl_xor_sync(0xffffffff, sum, offset);
         const int r = row + i * kRowsPerPass;
         if (chunk != 0) continue;
-        RowStatistics statistics{INFINITY, 0.f};
-        if (r < rows) {
-            const float lse = params.lse[index + r];
-            const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index + r];
-            if (lse != -INFINITY) statistics = {lse * kLog2e, sum - dlse};
-        }
+        const RowStatistics statistics =
+            r < rows ? statistics_of(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
         params.lse_log2[first + r] = statistics.lse_log2;
         params.delta[first + r] = statistics.delta;
     }
@@ -164,7 +161,7 @@ template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
 cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream) {
     return launch_kernel<fa3_prepare_kernel<Element, kBlockQ, kHeadDimV, kSumCols>>(
         workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kFa3PassThreads, 0, params,
-        stream);
+        stream, true);
 }
 
 template <class Config>

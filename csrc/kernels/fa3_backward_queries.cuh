@@ -144,6 +144,7 @@ struct Fa3BackwardQueries {
             blockIdx.x, total, [&] { return params.counter.draw(total); },
             [&](QueryTile& tile, int linear) {
                 describe<Config>(tile, params, work_tile(linear, params.schedule));
+                tile.large_lse = params.large_lse.is_raised();
             },
             [](const QueryTile&, const TileCursor_&) {});
     }
@@ -334,6 +335,8 @@ struct Fa3BackwardQueries {
         }
         const float scale = Config::kGeneral ? 1.f : params.scale_log2;
         const Statistics lse = statistics(Config::kLse);
+        if (tile.large_lse) [[unlikely]]
+            subtract_references<Rows::kQueries>(s, params, tile.sequence, tile.head, first_query);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll

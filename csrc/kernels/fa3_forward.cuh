@@ -362,7 +362,7 @@ struct Fa3Forward {
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
         const bool first_part = !Config::kMayHaveParts || tile.part == 0;
-        if (params.sink == nullptr || !first_part || tile.sequence.index() >= params.batch)
+        if (params.sink == nullptr || !first_part || !tile.sequence.is_owned(params))
             return softmax;
         const float factor = kLog2e * ptx::rcp(exponent_scale());
 #pragma unroll
@@ -441,7 +441,8 @@ struct Fa3Forward {
                 return part + int64_t{head} * params.seqlen_q + query;
             };
             const int64_t index = index_of(row);
-            if (has_row && index >= 0) params.part_lse[index] = softmax.lse(0, i, exponent_scale());
+            if (has_row && index >= 0)
+                params.part_statistics[index] = {softmax.max(0, i), softmax.sum(0, i)};
             store_rows(params.part_out, rO, index_of);
         } else {
             const int first_row = tile.first_query + warp_row();

@@ -30,6 +30,9 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
 
+// Before every backward: relative_lse and its flag.
+cudaError_t split_large_lse(BackwardParams params, cudaStream_t stream);
+
 // Before a deterministic backward of packed sequences: offsets (B + 1) that nobody can wait on
 // forever.
 cudaError_t monotone_offsets(const BackwardParams& params, int* offsets_q, int* offsets_k,

@@ -21,8 +21,8 @@ __global__ void monotone_offsets_kernel(const __grid_constant__ BackwardParams p
     const int lane = threadIdx.x;
     int largest = 0;
     for (int first = 0; first <= params.batch; first += 32) {
-        const int order = first + lane;
-        int x = order <= params.batch ? packed_begin(cu_seqlens, order, total) : 0;
+        const int order = first + lane;  // of an offset
+        int x = order <= params.batch ? packed_begin(cu_seqlens, order + 1, total) : 0;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int before = __shfl_up_sync(0xffffffff, x, distance);

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
     const int head = blockIdx.x / kSinkParts;
     const int part = blockIdx.x % kSinkParts;
     const float sink_log2 = params.sink[head] * kLog2e;
+    const float scale = exponent_scale(params);
     // Packed sequences lie one after the other, and rows of none have lse = -inf: one long
     // sequence.
     const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_q;
@@ -29,9 +30,12 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
     for (int64_t row = part * rows_per_part + warp_id(); row < end; row += kSinkWarps) {
         const int batch = static_cast<int>(row / params.seqlen_q);
         const Sequence all{batch, 0, 0, 0, params.seqlen_q, 0, 0};
-        const RowStatistics statistics = row_statistics<Element, true>(
-            params, all, head, static_cast<int>(row % params.seqlen_q));
-        sum -= ptx::ex2(sink_log2 - statistics.lse_log2) * statistics.delta;
+        const int query = static_cast<int>(row % params.seqlen_q);
+        const RowStatistics statistics = row_statistics<Element, true>(params, all, head, query);
+        const float reference = statistics.reference;
+        const float exponent =
+            reference == 0.f ? sink_log2 : (sink_log2 / scale - reference) * scale;
+        sum -= ptx::ex2(exponent - statistics.lse_log2) * statistics.delta;
     }
 
     __shared__ float sums[kSinkWarps];
@@ -39,7 +43,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
     __syncthreads();  // the sums of all warps are there
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < kSinkWarps; ++warp) sum += sums[warp];
-    params.dsink_parts[blockIdx.x] = sum;
+    params.dsink_parts[blockIdx.x] = sum * params.keep_scale;
 }
 
 __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams params) {

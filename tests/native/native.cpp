@@ -92,10 +92,13 @@ struct Batch {
     }
     Batch(const Batch&) = delete;
 
-    // (index, batch, q_begin, k_begin, seqlen_q, seqlen_k, rows_k)
+    // Of a sequence as sequence_of() takes it.
+    static int number(const Sequence& s) { return s.batch + s.order; }
+
+    // (number, batch, q_begin, k_begin, seqlen_q, seqlen_k, rows_k)
     using Facts = std::tuple<int, int, int, int, int, int, int>;
     static Facts facts(const Sequence& s) {
-        return {s.index(), s.batch, s.q_begin, s.k_begin, s.seqlen_q, s.seqlen_k, s.rows_k};
+        return {number(s), s.batch, s.q_begin, s.k_begin, s.seqlen_q, s.seqlen_k, s.rows_k};
     }
 
     std::vector<Facts> sequences(bool may_be_packed) const {
@@ -106,17 +109,27 @@ struct Batch {
         return all;
     }
 
-    // (index, tile) of every tile number of a head.
+    // (number of the sequence, tile) of every tile number of a head.
     std::vector<Pair> tiles(bool keys, int block) const {
         const int rows = keys ? params.seqlen_k : params.seqlen_q;
         std::vector<Pair> all;
         for (int batch = 0; batch < tensor_batches(params); ++batch)
-            for (int number = 0; number < tile_numbers(params, rows, block); ++number) {
+            for (int i = 0; i < tile_numbers(params, rows, block); ++i) {
                 const SequenceTile tile =
-                    keys ? tile_of<true, Rows::kKeys>(params, batch, number, block)
-                         : tile_of<true, Rows::kQueries>(params, batch, number, block);
-                all.emplace_back(tile.sequence.index(), tile.tile);
+                    keys ? tile_of<true, Rows::kKeys>(params, batch, i, block)
+                         : tile_of<true, Rows::kQueries>(params, batch, i, block);
+                all.emplace_back(number(tile.sequence), tile.tile);
             }
+        return all;
+    }
+
+    // (number in the batch, is it one of the batch?) of each sequence
+    std::vector<std::pair<int, bool>> owners() const {
+        std::vector<std::pair<int, bool>> all;
+        for (int i = 0; i < sequence_count(params); ++i) {
+            const Sequence s = sequence_of<true>(params, i);
+            all.emplace_back(s.index(), s.is_owned(params));
+        }
         return all;
     }
 
@@ -128,13 +141,13 @@ struct Batch {
         return {rows, workspace_rows(params)};
     }
 
-    // (index, tile, head) of the CTAs of the passes before and after the backward.
+    // (number of the sequence, tile, head) of the CTAs of the passes before and after the backward.
     template <int kBlockQ>
     std::vector<std::tuple<int, int, int>> q_tile_indices() const {
         std::vector<std::tuple<int, int, int>> all;
         for (int i = 0; i < workspace_rows(params) / kBlockQ; ++i) {
             const QTileIndex index = q_tile_index<true, kBlockQ>(params, i);
-            all.emplace_back(index.tile.sequence.index(), index.tile.tile, index.head);
+            all.emplace_back(number(index.tile.sequence), index.tile.tile, index.head);
         }
         return all;
     }
@@ -183,6 +196,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         .def(py::init<int, int, int, int, Offsets, Offsets, Offsets>())
         .def("sequences", &Batch::sequences)
         .def("tiles", &Batch::tiles)
+        .def("owners", &Batch::owners)
         .def("workspace", &Batch::workspace)
         .def("q_tile_indices", &Batch::q_tile_indices<32>)
         .def("statistics", &Batch::statistics);

@@ -1,0 +1,1 @@
+#include "../kernels/large_lse.cuh"
