@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 
 def _values(lengths: Tensor) -> list[int] | None:
-    """None where tensors hold no values, as while a graph is traced."""
-    if lengths.is_meta or isinstance(lengths, (FakeTensor, FunctionalTensor)):
+    """None where tensors hold no values: on the meta device, and in the subclasses of tracing."""
+    if lengths.is_meta or type(lengths) is not Tensor:
         return None
     return lengths.tolist()
 

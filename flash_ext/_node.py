@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _any_requires_grad, _len_torch_dispatch_stack
-from torch._subclasses.fake_impls import op_implementations_dict
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import flop_registry
 
 from ._flops import node_flops
+from ._torch_private import (
+    any_requires_grad,
+    entry,
+    in_dispatch_mode,
+    in_dual_level,
+    register_fake_aten,
+    schema,
+)
 
 NAME = "_scaled_dot_product_fused_attention_overrideable"
 _SCHEMA = (
@@ -46,18 +51,18 @@ def find() -> Callable[..., Any] | None:
         ops = [getattr(torch.ops.aten, name).default for name in (NAME, f"{NAME}_backward")]
     except AttributeError:
         return None
-    return ops[0]._op if [str(op._schema) for op in ops] == [_SCHEMA, _BACKWARD_SCHEMA] else None
+    return entry(ops[0]) if [schema(op) for op in ops] == [_SCHEMA, _BACKWARD_SCHEMA] else None
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     """Whether a call of plain tensors is for the node. Modes are to see flash_ext's own ops."""
     return (
         torch.is_grad_enabled()
-        and _any_requires_grad(q, k, v)
+        and any_requires_grad(q, k, v)
         and options.keys() <= OPTIONS.keys()
         and q.is_cuda
-        and _len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
+        and not in_dispatch_mode()
+        and not in_dual_level()
     )
 
 
@@ -69,5 +74,5 @@ def _backward_fake(mode: Any, op: Any, dout: Tensor, *tensors: Any, **options: A
 def register() -> None:
     """What a compiler or a FLOP counter asks that comes upon a node recorded before it."""
     backward = getattr(torch.ops.aten, f"{NAME}_backward")
-    op_implementations_dict[backward.default] = _backward_fake
+    register_fake_aten(backward.default, _backward_fake)
     flop_registry[backward] = node_flops

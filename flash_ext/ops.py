@@ -26,26 +26,29 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _any_requires_grad,
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_torch_function_mode_enabled,
-)
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.library import Library, register_fake
 
 from . import _flops, _node, _vmap, tiled
 from ._checks import check_backward, check_forward, statistics_dtype
 from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
+from ._torch_private import (
+    any_requires_grad,
+    below_autocast,
+    below_autograd,
+    entry,
+    in_autocast,
+    in_dual_level,
+    in_function_mode,
+    in_transforms,
+    recorder,
+    register_autograd_kernel,
+)
 
 _BINARY = Path(__file__).with_name("_C.abi3.so")
 _HOW_TO_BUILD = (
@@ -105,8 +108,7 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 # autograd.Functions itself.
 
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_fwd, _bwd = fwd._op, bwd._op  # the same, by a shorter way
+_fwd, _bwd = entry(fwd), entry(bwd)
 
 
 def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
@@ -128,7 +130,7 @@ class _Forward(torch.autograd.Function):
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """bias and sink are among the options, and here for autograd to see them."""
-        with _below_autograd():
+        with below_autograd():
             out, lse = _fwd(q, k, v, **options)
         ctx.options = options
         # In the order of the node of _node.py: checkpointing may recompute the one for the other.
@@ -160,7 +162,7 @@ class _Forward(torch.autograd.Function):
         if torch.is_grad_enabled() or is_compiling():
             dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
         else:
-            with _below_autograd():
+            with below_autograd():
                 dq, dk, dv, dbias, dsink = _bwd(dout, dlse, q, k, v, out, lse, **options)
         return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
@@ -168,7 +170,7 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
-        with _below_autograd():
+        with below_autograd():
             return _bwd(*tensors, **options)
 
     jvp = staticmethod(_refuse_tangents)
@@ -181,33 +183,7 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """function.apply without what it does for torch.func, which takes longer than a launch.
-
-    That would take the transforms off the arguments one by one. An Autograd kernel is called by the
-    dispatcher, which has done it: only the innermost transform is left. Those farther out are to
-    record the op within.
-    """
-
-    class InTransforms(function):  # type: ignore[valid-type, misc]
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                return function.forward(ctx, *arguments)
-
-    plain = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    in_transforms = super(torch.autograd.Function, InTransforms).apply  # type: ignore[misc]
-
-    def record(*arguments: Any) -> Any:
-        if not _are_functorch_transforms_active():
-            return plain(*arguments)
-        with enable_single_level_autograd_function():
-            return in_transforms(*arguments)
-
-    return record
-
-
-_record_forward, _record_backward = _recorder(_Forward), _recorder(_Backward)
+_record_forward, _record_backward = recorder(_Forward), recorder(_Backward)
 
 
 def _meet(*tensors: Tensor) -> None:
@@ -221,22 +197,22 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         _meet(q)
     bias, sink = options.get("bias"), options.get("sink")
     if (
-        torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, sink)
-    ) or forward_ad._current_level >= 0:  # tangents are refused
+        torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
+    ) or in_dual_level():  # tangents are refused
         return _record_forward(options, q, k, v, bias, sink)
-    with _below_autograd():
+    with below_autograd():
         return _fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
-    if (torch.is_grad_enabled() and _any_requires_grad(*tensors)) or forward_ad._current_level >= 0:
+    if (torch.is_grad_enabled() and any_requires_grad(*tensors)) or in_dual_level():
         return _record_backward(options, *tensors)
-    with _below_autograd():
+    with below_autograd():
         return _bwd(*tensors, **options)
 
 
-_library.impl("fwd", _fwd_autograd, "Autograd")
-_library.impl("bwd", _bwd_autograd, "Autograd")
+register_autograd_kernel(_library, fwd, _fwd_autograd)
+register_autograd_kernel(_library, bwd, _bwd_autograd)
 
 
 # --- Autocast ---
@@ -248,21 +224,14 @@ def _autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _below_autocast() -> AbstractContextManager[Any]:
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
-
-
 def _fwd_autocast(device_type: str) -> Callable[..., Any]:
     def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        with _below_autocast():
+        with below_autocast(device_type):
             return fwd(*_autocast(device_type, q, k, v), **options)
 
     return kernel
 
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(
-    torch._C.DispatchKey.AutocastCUDA
-)
 _library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
 _library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
 
@@ -273,12 +242,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
     Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
     dispatcher's way into Python and back takes longer than a launch.
     """
-    if is_compiling() or _are_functorch_transforms_active() or _is_torch_function_mode_enabled():
+    if is_compiling() or in_transforms() or in_function_mode():
         return fwd(q, k, v, **options)
     if not (type(q) is type(k) is type(v) is Tensor):
         _meet(q, k, v)
         return fwd(q, k, v, **options)
-    autocast = _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)
+    autocast = in_autocast() and torch.is_autocast_enabled(q.device.type)
     if autocast:
         q, k, v = _autocast(q.device.type, q, k, v)
     if not need_lse and _aten_fwd is not None and _node.takes(q, k, v, options):
@@ -286,7 +255,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
         return _aten_fwd(q, k, v, **given)[:2]
     if not autocast:
         return _fwd_autograd(q, k, v, **options)
-    with _below_autocast():
+    with below_autocast(q.device.type):
         return _fwd_autograd(q, k, v, **options)
 
 

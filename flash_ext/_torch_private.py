@@ -1,0 +1,220 @@
+"""Every private name of torch that flash_ext uses, and what stands in where torch lacks it.
+
+Any release of torch may rename a private name. So they are looked up here alone, once, when
+flash_ext is imported, and each has a substitute that needs no private name. With a substitute the
+results are the same, but calls take longer; `missing` lists the names. Without the last two below
+something is lost, as their comments say.
+
+The public way is not the usual one since it costs host time in every call
+(docs/notes/011-host-time.md), or since torch has none for ops with keyword-only tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.library import Library
+
+missing: list[str] = []
+"""The names that this torch lacks."""
+
+
+def _find(path: str) -> Any:
+    """What torch has under this name, or None."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        missing.append(path)
+        return None
+
+
+# --- What a call has to know ---
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _perhaps() -> bool:
+    """Unknown. To take it for true leads to the dispatcher, which knows."""
+    return True
+
+
+def _in_dual_level() -> bool:
+    return forward_ad._current_level >= 0
+
+
+any_requires_grad: Callable[..., bool] = _find("torch._C._any_requires_grad") or _any_requires_grad
+"""Whether any of these tensors, some of which may be None, requires a gradient."""
+
+in_transforms: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active") or _perhaps
+"""Whether this is within torch.vmap or a transform of torch.func."""
+
+in_function_mode: Callable[[], bool] = _find("torch._C._is_torch_function_mode_enabled") or _perhaps
+"""Whether a TorchFunctionMode is on."""
+
+in_dispatch_mode: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack") or _perhaps
+"""How many TorchDispatchModes are on."""
+
+in_autocast: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled") or _perhaps
+"""Whether autocast is on for a type of device."""
+
+in_dual_level: Callable[[], bool] = (
+    _perhaps if _find("torch.autograd.forward_ad._current_level") is None else _in_dual_level
+)
+"""Whether tensors may have tangents, for derivatives in forward mode."""
+
+
+# --- Ops ---
+
+
+def entry(op: Any) -> Callable[..., Any]:
+    """An OpOverload by a shorter way, without OpOverload.__call__."""
+    return getattr(op, "_op", op)  # type: ignore[no-any-return]
+
+
+def schema(op: Any) -> str:
+    """The schema of an OpOverload; "" where it cannot be had."""
+    return str(getattr(op, "_schema", ""))
+
+
+# --- Autograd kernels ---
+
+_single_level = _find("torch.autograd.function._SingleLevelFunction")
+_allow_single_level = _find("torch._functorch.utils.enable_single_level_autograd_function")
+_set_tangents_enabled = _find("torch.autograd.forward_ad._set_fwd_grad_enabled")
+_guard = _find("torch._C._AutoDispatchBelowAutograd")
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def _skip_next_autograd_kernel() -> Iterator[None]:
+    before = getattr(_local, "skip", False)
+    _local.skip = True
+    try:
+        yield
+    finally:
+        _local.skip = before
+
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = _guard or _skip_next_autograd_kernel
+"""Within this an op's call passes by its Autograd kernel, given to `register_autograd_kernel`."""
+
+
+def register_autograd_kernel(library: Library, op: Any, kernel: Callable[..., Any]) -> None:
+    """Let autograd call `kernel` for an op of the library."""
+    name = op.overloadpacket.__name__
+    if _guard is not None:
+        library.impl(name, kernel, "Autograd")
+        return
+
+    def kernel_or_next(keys: Any, *tensors: Any, **options: Any) -> Any:
+        if getattr(_local, "skip", False):
+            _local.skip = False  # the op is called again by each transform farther out
+            below = keys.remove(keys.highestPriorityTypeId())
+            return op.redispatch(below, *tensors, **options)
+        return kernel(*tensors, **options)
+
+    library.impl(name, kernel_or_next, "Autograd", with_keyset=True)
+
+
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply, for an op's Autograd kernel.
+
+    `apply` itself would take the transforms of torch.func off the arguments one by one. An Autograd
+    kernel is called by the dispatcher, which has done it: only the innermost transform is left, and
+    those farther out are to record the op within. So under transforms this applies a Function of a
+    single level, as torch does in an Autograd kernel of its own, and elsewhere it leaves out what
+    `apply` does for transforms, which takes longer than a launch.
+
+    Without the private names this is function.apply: torch.func refuses it, all else is the same.
+    """
+    if None in (_single_level, _allow_single_level, _set_tangents_enabled):
+        return function.apply
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        with torch.enable_grad(), _set_tangents_enabled(True):
+            return function.forward(ctx, *arguments)
+
+    methods = {"forward": forward, "backward": function.backward, "jvp": function.jvp}
+    methods = {name: staticmethod(method) for name, method in methods.items()}
+    single_level: Any = type(function.__name__, (_single_level,), methods)
+    plain = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+    def record(*arguments: Any) -> Any:
+        if not in_transforms():
+            return plain(*arguments)
+        with _allow_single_level():
+            return single_level.apply(*arguments)
+
+    return record
+
+
+# --- Autocast kernels ---
+
+_exclude = _find("torch._C._ExcludeDispatchKeyGuard")
+_key_set = _find("torch._C.DispatchKeySet")
+_key = _find("torch._C.DispatchKey")
+_autocast_keys: Any = None
+if None not in (_exclude, _key_set, _key):
+    _autocast_keys = _key_set(_key.AutocastCPU).add(_key.AutocastCUDA)
+
+
+def below_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Within this nothing is cast for a device of this type."""
+    if _autocast_keys is None:
+        return torch.autocast(device_type, enabled=False)
+    return _exclude(_autocast_keys)  # type: ignore[no-any-return]
+
+
+# --- vmap: without these torch runs the elements one by one ---
+
+_interpreter = _find("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
+_call_rule = _find("torch._functorch.autograd_function.custom_function_call_vmap_helper")
+
+
+def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) -> None:
+    """What torch.library.register_vmap does, which refuses ops with keyword-only tensors.
+
+    Args:
+        library: the library of the op.
+        op: the OpOverload.
+        rule: (info, in_dims, *tensors, options) to the results and their dims, as a rule of
+            register_vmap; options is a dict.
+    """
+    if _interpreter is None or _call_rule is None:
+        return
+
+    def call(*arguments: Any) -> Any:
+        *tensors, options = arguments
+        return op(*tensors, **options)
+
+    def kernel(*tensors: Any, **options: Any) -> Any:
+        return _call_rule(_interpreter(), rule, call, *tensors, options)
+
+    library.impl(op.overloadpacket.__name__, kernel, "FuncTorchBatched")
+
+
+# --- Fake tensors: without this compiled autograd has torch's idea of strides for the node's op ---
+
+_fake_kernels = _find("torch._subclasses.fake_impls.op_implementations_dict")
+
+
+def register_fake_aten(op: Any, kernel: Callable[..., Any]) -> None:
+    """Give an op of aten, whose Meta kernel bars `torch.library.register_fake`, a fake kernel.
+
+    Args:
+        op: the OpOverload.
+        kernel: (mode, op, *arguments) to the results, or NotImplemented for torch's own.
+    """
+    if _fake_kernels is not None:
+        _fake_kernels[op] = kernel
