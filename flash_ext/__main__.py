@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import __version__, ops
+from . import __version__, _torch_private, ops
 from .explain import Explanation, explain
 
 _SHAPE = ("B", "S", "H", "D")
@@ -52,6 +52,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "flash_ext", __version__
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield "torch", f"{torch.__version__}, {cuda}"
+    if _torch_private.missing:
+        yield "slower without", ", ".join(_torch_private.missing)
     yield "Python", platform.python_version()
     yield "compiled for", ops.cuda_targets() or "no GPU"
     for index in range(torch.cuda.device_count()):

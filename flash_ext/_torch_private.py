@@ -110,6 +110,16 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = _guard or _skip_next
 """Within this an op's call passes by its Autograd kernel, given to `register_autograd_kernel`."""
 
 
+def _after_autograd(keys: Any) -> Any:
+    """Of the dispatch keys of a call those that come after its Autograd key."""
+    reached = False
+    while not reached:
+        key = keys.highestPriorityTypeId()
+        reached = key.name.startswith("Autograd")
+        keys = keys.remove(key)
+    return keys
+
+
 def register_autograd_kernel(library: Library, op: Any, kernel: Callable[..., Any]) -> None:
     """Let autograd call `kernel` for an op of the library."""
     name = op.overloadpacket.__name__
@@ -120,8 +130,7 @@ def register_autograd_kernel(library: Library, op: Any, kernel: Callable[..., An
     def kernel_or_next(keys: Any, *tensors: Any, **options: Any) -> Any:
         if getattr(_local, "skip", False):
             _local.skip = False  # the op is called again by each transform farther out
-            below = keys.remove(keys.highestPriorityTypeId())
-            return op.redispatch(below, *tensors, **options)
+            return op.redispatch(_after_autograd(keys), *tensors, **options)
         return kernel(*tensors, **options)
 
     library.impl(name, kernel_or_next, "Autograd", with_keyset=True)

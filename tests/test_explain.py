@@ -16,7 +16,7 @@ import torch
 from attention_testing import VARIANTS, Problem, device_obstacle, fastest
 
 import flash_ext
-from flash_ext import ops
+from flash_ext import _torch_private, ops
 from flash_ext.__main__ import main
 
 
@@ -212,6 +212,14 @@ def test_command_line(device: str, capsys: pytest.CaptureFixture) -> None:
         bias=torch.empty(1, 4, 5, 7, device=device, dtype=torch.bfloat16),
     )  # fmt: skip
     assert str(expected) in text
+
+
+def test_command_line_names_what_torch_lacks(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_private, "missing", ["torch._C._gone"])
+    main(["--device", "cpu"])
+    assert "slower without: torch._C._gone" in " ".join(capsys.readouterr().out.split())
 
 
 def test_command_line_of_what_does_not_run(capsys: pytest.CaptureFixture) -> None:
