@@ -59,7 +59,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     return (
         torch.is_grad_enabled()
         and any_requires_grad(q, k, v)
-        and options.keys() <= OPTIONS.keys()
+        and (not options or options.keys() <= OPTIONS.keys())
         and q.is_cuda
         and not in_dispatch_mode()
         and not in_dual_level()

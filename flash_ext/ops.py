@@ -195,7 +195,7 @@ def _meet(*tensors: Tensor) -> None:
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if type(q) is not Tensor:
         _meet(q)
-    bias, sink = options.get("bias"), options.get("sink")
+    bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
     if (
         torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
     ) or in_dual_level():  # tangents are refused
