@@ -65,8 +65,8 @@ def bwd_flops(
 
 
 def node_flops(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Of the backward op of `_node.py`."""
-    return bwd_flops(dout, None, q, k, v, dout, dout)
+    """Of the backward op of `_node.py`; 0, as without a formula, for another package's kernels."""
+    return bwd_flops(dout, None, q, k, v, dout, dout) if q.is_cuda else 0
 
 
 def register(fwd: Any, bwd: Any) -> None:

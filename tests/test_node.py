@@ -18,6 +18,8 @@ import pytest
 import torch
 from attention_testing import assert_bitwise_equal
 from test_pytorch import BWD, FWD, Record
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -159,6 +161,30 @@ def test_modes_see_the_ops(device: str) -> None:
     with Record() as record:
         flash_ext.attention(*leaves(device)).sum().backward()
     assert record.count(FWD) == record.count(BWD) == 1
+
+
+def test_kernels_of_others_are_left_alone() -> None:
+    """They have another layout, and torch's own fake kernel."""
+    _node.register()
+    backward = getattr(torch.ops.aten, f"{_node.NAME}_backward")
+
+    def strides() -> list:
+        with FakeTensorMode():
+            q, k, v, out = torch.empty(4, 2, 5, 3, 8).transpose(2, 3).unbind()
+            lse, none = torch.empty(2, 3, 5), torch.empty(0)
+            given = out, q, k, v, none, [True, True, True, False], out, lse, none, none, 5, 5
+            try:
+                found = backward(*given, 0.0, False, none, none)
+            except NotImplementedError:  # torch 2.11
+                return []
+            return [x.stride() for x in found[:3]]
+
+    with FlopCounterMode(display=False) as counter:
+        found = strides()
+    assert counter.get_total_flops() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(op_implementations_dict, backward.default)
+        assert found == strides()
 
 
 # --- That it is as good ---
