@@ -10,20 +10,21 @@ Its lse is a constant to autograd, so `ops.forward` calls it for callers that wa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import register_flop_formula
 
 from ._flops import node_flops
 from ._torch_private import (
     any_requires_grad,
     entry,
+    fake_kernels,
     in_dispatch_mode,
     in_dual_level,
-    register_fake_aten,
     schema,
 )
 
@@ -46,7 +47,12 @@ OPTIONS = {"causal": "is_causal", "scale": "scale"}
 
 
 def find() -> Callable[..., Any] | None:
-    """ATen's op, to be called; None where torch has it no more, or has changed it."""
+    """ATen's op, to be called; None where torch has it no more, or has changed it.
+
+    None too where it cannot be given a fake kernel: torch's own says other strides of gradients.
+    """
+    if fake_kernels is None:
+        return None
     try:
         ops = [getattr(torch.ops.aten, name).default for name in (NAME, f"{NAME}_backward")]
     except AttributeError:
@@ -76,5 +82,7 @@ def _backward_fake(mode: Any, op: Any, dout: Tensor, *tensors: Any, **options: A
 def register() -> None:
     """What a compiler or a FLOP counter asks that comes upon a node recorded before it."""
     backward = getattr(torch.ops.aten, f"{NAME}_backward")
-    register_fake_aten(backward.default, _backward_fake)
-    flop_registry[backward] = node_flops
+    if fake_kernels is not None:
+        fake_kernels[backward.default] = _backward_fake
+    with contextlib.suppress(RuntimeError):  # it has one, which stays
+        register_flop_formula(backward, get_raw=True)(node_flops)

@@ -1,18 +1,15 @@
-"""Every private name of torch that flash_ext uses, and what stands in where torch lacks it.
+"""Every private name of torch that flash_ext uses, and what it does where torch lacks one.
 
-Any release of torch may rename a private name. So they are looked up here alone, once, when
-flash_ext is imported, and each has a substitute that needs no private name. With a substitute the
-results are the same, but calls take longer; `missing` lists the names. Without the last two below
-something is lost, as their comments say.
-
-The public way is not the usual one since it costs host time in every call
-(docs/notes/011-host-time.md), or since torch has none for ops with keyword-only tensors.
+Any release of torch may rename a private name. So they are looked up here, when flash_ext is
+imported, and nowhere else. None is needed: without one the public way is taken, which gives the
+same results but takes the host longer in every call (docs/notes/011-host-time.md). What has no
+public way is refused by torch then, and said below: gradients by torch.func, compiled autograd.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,14 +21,13 @@ from torch.autograd import forward_ad
 from torch.library import Library
 
 missing: list[str] = []
-"""The names that this torch lacks."""
+"""The names that this torch lacks; `python -m flash_ext` prints them."""
 
 
 def _find(path: str) -> Any:
     """What torch has under this name, or None."""
-    module, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         missing.append(path)
         return None
@@ -45,7 +41,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _perhaps() -> bool:
-    """Unknown. To take it for true leads to the dispatcher, which knows."""
+    """For what is unknown: a call that takes it for true goes to the dispatcher, which knows."""
     return True
 
 
@@ -88,6 +84,7 @@ def schema(op: Any) -> str:
 
 
 # --- Autograd kernels ---
+# torch.library.register_autograd refuses ops with keyword-only tensors.
 
 _single_level = _find("torch.autograd.function._SingleLevelFunction")
 _allow_single_level = _find("torch._functorch.utils.enable_single_level_autograd_function")
@@ -145,7 +142,8 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     single level, as torch does in an Autograd kernel of its own, and elsewhere it leaves out what
     `apply` does for transforms, which takes longer than a launch.
 
-    Without the private names this is function.apply: torch.func refuses it, all else is the same.
+    Where torch lacks what this takes it is function.apply, which torch.func refuses. Where
+    in_transforms is unknown it is a single level always, which compiled autograd refuses.
     """
     if None in (_single_level, _allow_single_level, _set_tangents_enabled):
         return function.apply
@@ -172,10 +170,9 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 _exclude = _find("torch._C._ExcludeDispatchKeyGuard")
 _key_set = _find("torch._C.DispatchKeySet")
-_key = _find("torch._C.DispatchKey")
-_autocast_keys: Any = None
-if None not in (_exclude, _key_set, _key):
-    _autocast_keys = _key_set(_key.AutocastCPU).add(_key.AutocastCUDA)
+_cpu = _find("torch._C.DispatchKey.AutocastCPU")
+_cuda = _find("torch._C.DispatchKey.AutocastCUDA")
+_autocast_keys = None if None in (_exclude, _key_set, _cpu, _cuda) else _key_set(_cpu).add(_cuda)
 
 
 def below_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -185,14 +182,15 @@ def below_autocast(device_type: str) -> AbstractContextManager[Any]:
     return _exclude(_autocast_keys)  # type: ignore[no-any-return]
 
 
-# --- vmap: without these torch runs the elements one by one ---
+# --- vmap ---
+# torch.library.register_vmap refuses ops with keyword-only tensors.
 
 _interpreter = _find("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
 _call_rule = _find("torch._functorch.autograd_function.custom_function_call_vmap_helper")
 
 
 def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) -> None:
-    """What torch.library.register_vmap does, which refuses ops with keyword-only tensors.
+    """Let `torch.vmap` call `rule`. Where torch lacks what this takes, it runs one by one instead.
 
     Args:
         library: the library of the op.
@@ -213,17 +211,10 @@ def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) ->
     library.impl(op.overloadpacket.__name__, kernel, "FuncTorchBatched")
 
 
-# --- Fake tensors: without this compiled autograd has torch's idea of strides for the node's op ---
+# --- Fake kernels of ops of aten ---
+# torch.library.register_fake refuses ops that have a Meta kernel.
 
-_fake_kernels = _find("torch._subclasses.fake_impls.op_implementations_dict")
-
-
-def register_fake_aten(op: Any, kernel: Callable[..., Any]) -> None:
-    """Give an op of aten, whose Meta kernel bars `torch.library.register_fake`, a fake kernel.
-
-    Args:
-        op: the OpOverload.
-        kernel: (mode, op, *arguments) to the results, or NotImplemented for torch's own.
-    """
-    if _fake_kernels is not None:
-        _fake_kernels[op] = kernel
+fake_kernels: dict[Any, Callable[..., Any]] | None = _find(
+    "torch._subclasses.fake_impls.op_implementations_dict"
+)
+"""By OpOverload: (mode, op, *arguments) to the results, or NotImplemented for torch's own."""

@@ -96,6 +96,9 @@ def gradients(tensors, dout, **options) -> tuple[torch.Tensor, ...]:
 def test_torch_has_the_op_as_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else flash_ext does without, at a cost: see whether _node.py and bindings.cpp can follow."""
     assert _node.find() is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(_node, "fake_kernels", None)
+        assert _node.find() is None
     monkeypatch.setattr(_node, "_BACKWARD_SCHEMA", "another")
     assert _node.find() is None
     monkeypatch.setattr(_node, "NAME", "no_such_op")

@@ -19,7 +19,7 @@ import pytest
 
 from flash_ext import _torch_private
 
-NAMES = re.findall(r'_find\("([\w.]+)"\)', Path(_torch_private.__file__).read_text())
+NAMES = re.findall(r'_find\(\s*"([\w.]+)"\s*\)', Path(_torch_private.__file__).read_text())
 NEEDED_BY_TORCH_FUNC = {
     "torch.autograd.function._SingleLevelFunction",
     "torch._functorch.utils.enable_single_level_autograd_function",
@@ -28,31 +28,21 @@ NEEDED_BY_TORCH_FUNC = {
 
 # Torch is imported once, and flash_ext in a fork for each case.
 SCRIPT = """
-import importlib, json, os, sys, traceback, warnings
+import json, os, pkgutil, sys, traceback, warnings
 import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 
-class Without:
-    def __init__(self, module, names):
-        self.module, self.names = module, names
-
-    def __getattr__(self, name):
-        if name in self.names:
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-
 def hide(paths):
-    import_module = importlib.import_module
+    resolve_name = pkgutil.resolve_name
 
-    def import_without(module, package=None):
-        names = [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == module]
-        found = import_module(module, package)
-        return Without(found, names) if names else found
+    def resolve_other(path):
+        if path in paths:
+            raise AttributeError(path)
+        return resolve_name(path)
 
-    importlib.import_module = import_without
+    pkgutil.resolve_name = resolve_other
 
 
 def gradients(attend, *tensors):
