@@ -229,7 +229,7 @@ def test_packed_sequences_and_more(extra):
     more = torch.zeros(1, S, dtype=torch.int64) if extra == "block_sequence_ids" else more
     options = {"past_key_values": None, "position_ids": PACKED, extra: more}
     mask = masking_utils.create_causal_mask(config, torch.empty(1, S, 0), None, **options)
-    assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, S, S)
+    assert mask.dense.shape == (1, 1, S, S) and not mask.causal
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -328,7 +328,7 @@ def test_masks(kind, past, padding, extra):
         given = None if padding is None else MASKS[padding]
         mask = FUNCTIONS[kind](config, torch.empty(2, q.shape[2], 0), given, **options)
         if implementation == fa_ext.NAME and extra is None and kind != "chunked":
-            assert not isinstance(mask, torch.Tensor)
+            assert mask.dense is None
         found.append(attend(implementation, mask, q, k, v, is_causal="bi" not in kind))
     counted = torch.ones(2, S) if padding is None else MASKS[padding]
     actual, expected = (x * counted[:, past:, None, None] for x in found)
@@ -394,7 +394,7 @@ def test_autocast():
 
 
 def test_masks_move_with_their_layers():
-    mask = fa_ext.Mask(True, (3, 0), PACKED > 0, CU_SEQLENS)
+    mask = fa_ext.Mask((1, 1, S, S), True, (3, 0), padding=PACKED > 0, cu_seqlens=CU_SEQLENS)
     moved = mask.to(torch.device("meta"))
     assert (moved.causal, moved.window, moved.seqused_k) == (True, (3, 0), None)
     assert moved.padding.is_meta and moved.cu_seqlens.is_meta
@@ -480,7 +480,7 @@ def test_a_window_without_a_mask():
     torch.testing.assert_close(one, last.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-PADDED = fa_ext.Mask(True, padding=MASKS["left"].bool())
+PADDED = fa_ext.Mask((2, 1, S, S), True, padding=MASKS["left"].bool())
 REFUSED = {
     "2-D mask": (MASKS["left"], {}, "four dimensions"),
     "not a mask": ({"full_attention": None}, {}, "four dimensions, got dict"),
@@ -501,7 +501,7 @@ REFUSED = {
         "no 4-D mask",
     ),
     "packed with a bias": (
-        fa_ext.Mask(True, cu_seqlens=CU_SEQLENS),
+        fa_ext.Mask((2, 1, S, S), True, cu_seqlens=CU_SEQLENS),
         {"position_bias": torch.zeros(1, 4, S, S)},
         "position_bias",
     ),
@@ -520,8 +520,8 @@ def test_refused_shapes():
     q, k, v = torch.randn(3, 2, 4, S, 16).unbind()
     with pytest.raises(ValueError, match="more queries than keys"):
         attend(fa_ext.NAME, None, q, k[:, :, :5], v[:, :, :5])
-    packed = fa_ext.Mask(True, cu_seqlens=CU_SEQLENS)
-    with pytest.raises(ValueError, match="as many keys as queries"):
+    packed = fa_ext.Mask((2, 1, S, S), True, cu_seqlens=CU_SEQLENS)
+    with pytest.raises(ValueError, match="after the mask was made"):
         attend(fa_ext.NAME, packed, q[:, :, :5], k, v)
     model = build("llama")
     use(model, fa_ext.NAME)
