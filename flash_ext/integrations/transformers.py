@@ -245,6 +245,21 @@ def _refused(source: str) -> frozenset[str]:
     return _refused_in[source]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _only_eager(source: str) -> bool:
+    """Whether the models in the module of this name know eager attention alone.
+
+    Then they know no mask as nothing that is hidden, and their layers' is_causal was never read.
+    """
+    models = [
+        x
+        for x in vars(sys.modules.get(source, object)).values()
+        if isinstance(x, type) and issubclass(x, transformers.PreTrainedModel)
+    ]
+    own = [x for x in models if x.__module__ == source]
+    return bool(own) and not any(getattr(x, "_supports_sdpa", True) for x in own)
+
+
 def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -270,7 +285,9 @@ def _without_mask(
 ) -> Mask:
     """No mask is a causal one, where the layer is causal and there is more than one query."""
     rows, keys = shape[2:]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = is_causal
+    if causal is None:
+        causal = getattr(module, "is_causal", True) and not _only_eager(type(module).__module__)
     causal = bool(causal and rows > 1)
     if causal and rows > keys:
         raise ValueError(
@@ -284,10 +301,15 @@ def _without_mask(
 
 
 def _require_shape(mask: Mask, shape: tuple[int, int, int, int]) -> None:
-    """The scores are those that the mask was made for, unless it hides nothing."""
-    hides = mask.causal or mask.window != (-1, -1)
-    hides = hides or mask.padding is not None or mask.dense is not None
-    if hides and mask.shape != shape:
+    """The scores, (B, 1, Sq, Sk), are those that the mask was made for, where it matters."""
+    fits = True
+    if mask.cu_seqlens is not None:
+        fits = mask.shape == shape
+    elif mask.causal or mask.window != (-1, -1):
+        fits = mask.shape[2:] == shape[2:]
+    elif mask.padding is not None or mask.dense is not None:
+        fits = mask.shape[3] == shape[3]
+    if not fits:
         raise ValueError(
             "flash_ext: attention_mask is one for (batch, 1, seqlen_q, seqlen_k) = "
             f"{mask.shape}, got scores for {shape}: this model changes its queries or keys after "
@@ -319,9 +341,9 @@ def attention_forward(
         query: (B, Hq, Sq, D); key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv), of dtypes and sizes as
             `flash_ext.attention` takes them.
         attention_mask: what `mask` makes, or (B or 1, Hq or 1, Sq or 1, Sk or 1), bool (True is
-            visible) or floating (added to the scores). None is causal where the layer is. Without
-            a cache all keys are then visible to the last query; with more keys than queries the
-            later ones are an empty cache's, which nobody sees.
+            visible) or floating (added to the scores). None is causal where the layer is, in models
+            that support SDPA. Without a cache all keys are then visible to the last query; with
+            more keys than queries the later ones are an empty cache's, which nobody sees.
         dropout, scaling, softcap, s_aux: dropout_p, scale, softcap and sink of `attention`.
         sliding_window: this many keys are visible, the query's own included. Only with no mask:
             otherwise the mask has it already.
