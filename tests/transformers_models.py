@@ -45,9 +45,15 @@ _SMALL: list[tuple[str, int | None]] = [
 ]
 
 
+class TooLarge(ValueError):
+    """A model has many parameters although its configuration was made small."""
+
+
 def classes() -> dict[str, str]:
-    """The classes of each architecture, {"BloomForCausalLM": "bloom", ...}: its heads that attend
-    to tokens in two ways, or else its body."""
+    """The classes of each architecture, {"BloomForCausalLM": "bloom", ...}.
+
+    They are its language models, decoders and encoder-decoders, or else its body.
+    """
     heads = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
     found: dict[str, str] = {}
     for kind in configuration_auto.CONFIG_MAPPING_NAMES:
@@ -118,7 +124,7 @@ def build(name: str, implementation: str) -> nn.Module:
     with torch.device("meta"):
         size = sum(x.numel() for x in cls(config).parameters())
     if size > MOST_PARAMETERS:
-        raise ValueError("its small configuration is large")
+        raise TooLarge(f"{size:,} parameters")
     config = small_config(cls.config_class, layers)
     config._attn_implementation = implementation
     torch.manual_seed(0)

@@ -21,6 +21,11 @@ to or refused, never left out:
         mask (B, 1, Sq, Sk), as a bias.
 
 A bias is not for fa3: "auto" takes fa2 then. Attention probabilities are never returned.
+
+A model that computes attention by itself, as bloom and longformer do, gets the mask of eager
+attention where it asks for a mask's numbers: its results are right, no faster, and a warning says
+so. What a model tells its eager attention, and what keys it adds after its mask was made, is kept
+to or refused.
 """
 
 from __future__ import annotations
