@@ -76,9 +76,12 @@ class Mask:
         target = args[0] if args else kwargs.get("device")
         if not isinstance(target, (torch.device, str, int)):
             return self.as_tensor().to(*args, **kwargs)
+        device = torch.device(target)
+        if device == torch.device(self.device):
+            return self
         moved = {x.name: getattr(self, x.name) for x in fields(self) if x.type == "Tensor | None"}
-        moved = {name: x if x is None else x.to(target) for name, x in moved.items()}
-        return replace(self, device=torch.device(target), **moved)
+        moved = {name: x if x is None else x.to(device) for name, x in moved.items()}
+        return replace(self, device=device, **moved)
 
     def visible(self) -> Tensor:
         """bool (B, 1, Sq, Sk): True where the query sees the key."""
