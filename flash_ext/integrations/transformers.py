@@ -368,11 +368,13 @@ def attention_forward(
             raise ValueError(f"flash_ext: {name} is not supported: use another attn_implementation")
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("flash_ext: cu_seq_lens_q and cu_seq_lens_k must be given together")
-    shape = query.shape[0], 1, query.shape[2], key.shape[2]
+    batch, _, rows, _ = query.shape
+    shape = batch, 1, rows, key.shape[2]
     if attention_mask is None:
         rule = _without_mask(module, shape, is_causal, sliding_window)
     elif isinstance(attention_mask, Mask):
-        rule = attention_mask.to(query.device)
+        device = query.device
+        rule = attention_mask if attention_mask.device == device else attention_mask.to(device)
         _require_shape(rule, shape)
     elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
         rule = Mask(shape, False)
@@ -391,7 +393,7 @@ def attention_forward(
     q, k, v = (_rows_contiguous(x.transpose(1, 2)) for x in (query, key, value))
     options: dict[str, Any] = {
         "scale": scaling,
-        "causal": rule.causal and q.shape[1] > 1,
+        "causal": rule.causal and rows > 1,
         "window": rule.window,
         "softcap": softcap or 0.0,
         "sink": s_aux,
