@@ -132,7 +132,8 @@ def attention(
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
         variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 where it can, fa2
-            elsewhere. A named one runs or raises with the reason. See `flash_ext.explain`.
+            elsewhere (on a CPU with larger tiles than the paper's). A named one runs or raises with
+            the reason. See `flash_ext.explain`.
         return_lse: return lse too.
 
     alibi_slopes and sink may be of any floating dtype: they are converted to float32 (with float64

@@ -51,6 +51,8 @@ from ._torch_private import (
 )
 
 _BINARY = Path(__file__).with_name("_C.abi3.so")
+_WHY_NOT_BUILT = Path(__file__).with_name("_C.missing.txt")
+"""Written by setup.py in place of the binary."""
 _HOW_TO_BUILD = (
     "Where nvcc is on PATH or in $CUDA_HOME, type this in the source folder: "
     "pip install --no-build-isolation ."
@@ -295,7 +297,8 @@ _library.impl("check", _check_cpu, "CPU")
 def _load_binary() -> str | None:
     """Load the CUDA kernels. Returns why they are missing, None where they are there."""
     if not _BINARY.exists():
-        return f"not built. {_HOW_TO_BUILD}"
+        why = f": {_WHY_NOT_BUILT.read_text()}" if _WHY_NOT_BUILT.exists() else ""
+        return f"not built{why}. {_HOW_TO_BUILD}"
     try:
         torch.ops.load_library(_BINARY)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What the benchmarks and the evidence files claim about themselves: digest, FLOPs, completeness.
+"""What the benchmarks and the evidence files claim about themselves: FLOPs, completeness.
 
-Would catch a digest that no longer names the source it stands beside, a FLOP formula that flatters,
-evidence written by a run that left tests out, a wrong result that is timed or called supported, and
-a table of README that does not follow from the results.
+Would catch a FLOP formula that flatters, evidence written by a run that left tests out, a wrong
+result that is timed or called supported, and a table of README that does not follow from the
+results.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,35 +31,6 @@ import support  # noqa: E402
 import train  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-
-SHELL_DIGEST = r"""
-find csrc flash_ext -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' \
-    -o -name '*.py' \) | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16
-"""
-
-
-def shell_digest(root: Path) -> str:
-    return subprocess.run(
-        ["sh", "-c", SHELL_DIGEST], cwd=root, capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-def test_digest_is_the_shells() -> None:
-    assert common.source_digest(ROOT) == shell_digest(ROOT)
-
-
-def test_digest_follows_content_and_names(tmp_path: Path) -> None:
-    """Names that sort differently by bytes and by letters, nested folders, and files left out."""
-    for name in ("csrc/a.cu", "csrc/B.cuh", "csrc/a-b/x.h", "csrc/ab.cpp", "flash_ext/_c.py"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-    digest = common.source_digest(tmp_path)
-    assert digest == shell_digest(tmp_path) and len(digest) == 16
-    (tmp_path / "csrc/notes.md").write_text("not a source")
-    assert common.source_digest(tmp_path) == digest
-    (tmp_path / "csrc/a.cu").write_text("changed")
-    assert common.source_digest(tmp_path) != digest
 
 
 def test_flops() -> None:

@@ -300,13 +300,13 @@ def test_memory_is_kept_only_while_needed(variant: str, device: str) -> None:
 
 
 def test_auto_is_one_of_the_variants(variant: str, device: str) -> None:
-    """auto runs the variant that check names, to the bit."""
+    """auto runs the variant that check names, to the bit (on a CPU in tiles of its own)."""
     inputs = make_inputs(Problem(1, 40, 50), device)
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
     chosen = VARIANTS[torch.ops.flash_ext.check(*tensors)[0]]
     auto = flash_ext.attention(*tensors)
     named = flash_ext.attention(*tensors, variant=variant)
-    if variant == chosen:
+    if variant == chosen and device != "cpu":
         assert_bitwise_equal(named, auto)
     else:
         torch.testing.assert_close(named, auto, atol=2e-2, rtol=2e-2)

@@ -12,8 +12,10 @@ Key heads are split with the query heads they serve, so their number is a multip
 1: then every rank has the one, and its gradient is a partial sum. All else is computed on every
 rank alike: heads that do not divide, and splits of the sequence, which are gathered.
 
-A plain tensor among the arguments is one that every rank has alike, `rng_state` too. Each part
-drops by a mask of its own, so dropout is another than that of the whole on one device.
+A plain tensor among the arguments is one that every rank has alike. But `rng_state` need not be:
+ranks that compute the same take that of the first of them, so what is replicated is the same on
+each, however their generators were seeded. Each part drops by a mask of its own, so dropout is
+another than that of the whole on one device.
 """
 
 from __future__ import annotations
@@ -96,9 +98,21 @@ class _Layout:
         # Detached, or torch 2.11 would call detach_ on the result, which DTensors do not have.
         part = x.detach().redistribute(self.mesh, placements).to_local()
         if name == "rng_state":
+            part = self._of_first_rank(part)
             return torch.stack([part[0], part[1] + self._part()])
         rows = name in ("q", "k", "v", "out", "dout", "bias")
         return part if rows and part.stride(-1) == 1 else part.contiguous()
+
+    def _of_first_rank(self, x: Tensor) -> Tensor:
+        """x as the first rank has it, along each dimension of the mesh that splits nothing.
+
+        Ranks that compute the same must drop the same, and each drew from a generator of its own.
+        """
+        dims = range(self.mesh.ndim)
+        each = x.expand(*(1 for _ in dims), *x.shape)
+        every = DTensor.from_local(each, self.mesh, [Shard(i) for i in dims], run_check=False)
+        placements = [Replicate() if self.roles[i] is None else Shard(i) for i in dims]
+        return every.redistribute(self.mesh, placements).to_local()[(0,) * len(dims)]
 
     def _part(self) -> int:
         """The number of this rank's part of the whole."""
