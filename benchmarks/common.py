@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib.util
@@ -205,6 +206,14 @@ def write_json(path: Path, content: Json) -> None:
 def same_setup(a: Json, b: Json) -> bool:
     """Whether two results come from the same device, versions and sources."""
     return all(a.get(key) == b.get(key) for key in SAME_SETUP)
+
+
+def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """Add --device, by default the GPU where there is one. `more` is for add_argument."""
+    from flash_ext.__main__ import usable_device
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, default=default, **more)
 
 
 def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
