@@ -39,12 +39,13 @@ from torch._C import (
     _is_torch_function_mode_enabled,
 )
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.library import Library, register_fake
 
 from . import _flops, _node, _vmap, tiled
-from ._checks import check_backward, check_forward, statistics_dtype
+from ._checks import check_backward, check_forward, require_tensors, statistics_dtype
 from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
 
 _BINARY = Path(__file__).with_name("_C.abi3.so")
@@ -210,7 +211,7 @@ def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 _record_forward, _record_backward = _recorder(_Forward), _recorder(_Backward)
 
 
-def _meet(*tensors: Tensor) -> None:
+def meet(*tensors: Tensor) -> None:
     """Register what subclasses of Tensor need, at their first call."""
     if any(type(x).__module__.startswith("torch.distributed.tensor") for x in tensors):
         from .integrations import dtensor  # noqa: F401
@@ -218,7 +219,7 @@ def _meet(*tensors: Tensor) -> None:
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if type(q) is not Tensor:
-        _meet(q)
+        meet(q)
     bias, sink = options.get("bias"), options.get("sink")
     if (
         torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, sink)
@@ -267,6 +268,16 @@ _library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
 _library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether x has elements that a kernel could read: `check` wants it."""
+    return not (x.is_meta or is_fake(x))
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for x's device."""
+    return _is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:
     """`fwd` for callers in Python, quicker. Without need_lse, lse may have no gradient.
 
@@ -276,9 +287,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
     if is_compiling() or _are_functorch_transforms_active() or _is_torch_function_mode_enabled():
         return fwd(q, k, v, **options)
     if not (type(q) is type(k) is type(v) is Tensor):
-        _meet(q, k, v)
+        require_tensors(q=q, k=k, v=v)
+        meet(q, k, v)
         return fwd(q, k, v, **options)
-    autocast = _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)
+    autocast = autocasts(q)
     if autocast:
         q, k, v = _autocast(q.device.type, q, k, v)
     if not need_lse and _aten_fwd is not None and _node.takes(q, k, v, options):
