@@ -189,6 +189,14 @@ def same_setup(a: Json, b: Json) -> bool:
     return all(a.get(key) == b.get(key) for key in SAME_SETUP)
 
 
+def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """Add --device, by default the GPU where there is one. `more` is for add_argument."""
+    from flash_ext.__main__ import usable_device
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, default=default, **more)
+
+
 def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
     """Iterate with a progress bar: tqdm's where it is installed, else a line of dots."""
     try:

@@ -349,7 +349,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    common.add_device(parser, choices=["cuda", "cpu"])
     add("--model", nargs="+", choices=list(MODELS), help="default: small, on a CPU tiny")
     add("--seq", nargs="+", type=int, help="sequence lengths, default: the model's")
     add("--providers", nargs="+", choices=[*VARIANTS, SDPA, *PEERS],

@@ -23,6 +23,16 @@ from .explain import Explanation, explain
 _SHAPE = ("B", "S", "H", "D")
 
 
+def usable_device(text: str) -> str:
+    """What argparse takes as the type of --device: the name of one that this torch can use."""
+    try:
+        torch.empty(0, device=text)
+    except (AssertionError, RuntimeError) as error:  # the former of a torch without CUDA
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {reason}") from None
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flash_ext",
@@ -35,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--k", **shape, help="keys; default: as q")
     add("--v", **shape, help="values; default: as k")
     add("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32", "float64"])
-    add("--device", help="default: cuda where there is a GPU, else cpu")
+    add("--device", type=usable_device, help="default: cuda where there is a GPU, else cpu")
     add("--causal", action="store_true")
     add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1))
     add("--softcap", type=float, default=0.0)

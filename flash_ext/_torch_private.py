@@ -70,6 +70,14 @@ in_dual_level: Callable[[], bool] = (
 """Whether tensors may have tangents, for derivatives in forward mode."""
 
 
+def _is_fake(x: Tensor) -> bool:
+    return type(x).__name__ == "FakeTensor"
+
+
+is_fake: Callable[[Tensor], bool] = _find("torch._subclasses.fake_tensor.is_fake") or _is_fake
+"""Whether a tensor is one of a compiler's, without values."""
+
+
 # --- Ops ---
 
 

@@ -35,7 +35,7 @@ from torch.compiler import is_compiling
 from torch.library import Library, register_fake
 
 from . import _flops, _node, _vmap, tiled
-from ._checks import check_backward, check_forward, statistics_dtype
+from ._checks import check_backward, check_forward, require_tensors, statistics_dtype
 from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
 from ._torch_private import (
     any_requires_grad,
@@ -46,6 +46,7 @@ from ._torch_private import (
     in_dual_level,
     in_function_mode,
     in_transforms,
+    is_fake,
     recorder,
     register_autograd_kernel,
 )
@@ -188,7 +189,7 @@ class _Backward(torch.autograd.Function):
 _record_forward, _record_backward = recorder(_Forward), recorder(_Backward)
 
 
-def _meet(*tensors: Tensor) -> None:
+def meet(*tensors: Tensor) -> None:
     """Register what subclasses of Tensor need, at their first call."""
     if any(type(x).__module__.startswith("torch.distributed.tensor") for x in tensors):
         from .integrations import dtensor  # noqa: F401
@@ -196,7 +197,7 @@ def _meet(*tensors: Tensor) -> None:
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if type(q) is not Tensor:
-        _meet(q)
+        meet(q)
     bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
     if (
         torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
@@ -238,6 +239,16 @@ _library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
 _library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether x has elements that a kernel could read: `check` wants it."""
+    return not (x.is_meta or is_fake(x))
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for x's device."""
+    return in_autocast() and torch.is_autocast_enabled(x.device.type)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:
     """`fwd` for callers in Python, quicker. Without need_lse, lse may have no gradient.
 
@@ -247,9 +258,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
     if is_compiling() or in_transforms() or in_function_mode():
         return fwd(q, k, v, **options)
     if not (type(q) is type(k) is type(v) is Tensor):
-        _meet(q, k, v)
+        require_tensors(q=q, k=k, v=v)
+        meet(q, k, v)
         return fwd(q, k, v, **options)
-    autocast = in_autocast() and torch.is_autocast_enabled(q.device.type)
+    autocast = autocasts(q)
     if autocast:
         q, k, v = _autocast(q.device.type, q, k, v)
     if not need_lse and _aten_fwd is not None and _node.takes(q, k, v, options):

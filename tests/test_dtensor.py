@@ -113,6 +113,17 @@ def check_cases(mesh: DeviceMesh) -> None:
             close(x, e, f"{what}, {name}")
 
 
+def check_explained(mesh: DeviceMesh) -> None:
+    """What runs on a rank's part, or the reason that the call itself gives."""
+    whole, parts = distributed(DENSE, mesh, (SEQUENCE, HEADS, HEADS))
+    plain = flash_ext.explain(whole.q, whole.k, whole.v, causal=True)
+    explanation = flash_ext.explain(parts.q, parts.k, parts.v, causal=True)
+    assert explanation.variant == plain.variant is not None
+    assert str(explanation) == str(plain)
+    explanation = flash_ext.explain(parts.q, parts.k, parts.v, softcap=-1.0)
+    assert explanation.variant is None and "softcap must be" in str(explanation)
+
+
 def check_inference(mesh: DeviceMesh) -> None:
     """The first call of a process, without any autograd; k alone is split."""
     whole, parts = distributed(DENSE, mesh, (NOTHING, HEADS, HEADS))
@@ -222,6 +233,7 @@ def check_model(mesh: DeviceMesh) -> None:
 
 CHECKS = (
     check_inference,
+    check_explained,
     check_cases,
     check_two_dimensions,
     check_dropout,

@@ -140,13 +140,23 @@ def _mesh(tensors: Sequence[Any]) -> DeviceMesh:
     return found.pop()
 
 
+def _on_parts(op: Any, args: Any, options: dict[str, Any]) -> tuple[_Layout, Any]:
+    """fwd or check of this rank's part: the layout of the call, and what the op returns."""
+    q, k, v = args
+    layout = _Layout(_mesh((*args, *options.values())), q, k, v, "cu_seqlens_q" in options)
+    parts = [layout.local(name, x) for name, x in zip("qkv", args, strict=True)]
+    return layout, op(*parts, **{name: layout.local(name, x) for name, x in options.items()})
+
+
+def _check(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    with torch.no_grad():
+        return _on_parts(op, args, kwargs or {})[1]
+
+
 def _fwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
     q, k, v = args
-    options = kwargs or {}
     with torch.no_grad():
-        layout = _Layout(_mesh((*args, *options.values())), q, k, v, "cu_seqlens_q" in options)
-        parts = [layout.local(name, x) for name, x in zip("qkv", args, strict=True)]
-        out, lse = op(*parts, **{name: layout.local(name, x) for name, x in options.items()})
+        layout, (out, lse) = _on_parts(op, args, kwargs or {})
         *batch, rows, heads, _ = q.shape
         lse_shape = (*batch, heads, rows)
         like_q = layout.placements("q", q, Replicate())
@@ -174,5 +184,6 @@ def _bwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None
         )
 
 
+register_torch_dispatch(ops.check, DTensor, _check)
 register_torch_dispatch(ops.fwd, DTensor, _fwd)
 register_torch_dispatch(ops.bwd, DTensor, _bwd)
