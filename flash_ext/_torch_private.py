@@ -217,12 +217,3 @@ def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) ->
         return _call_rule(_interpreter(), rule, call, *tensors, options)
 
     library.impl(op.overloadpacket.__name__, kernel, "FuncTorchBatched")
-
-
-# --- Fake kernels of ops of aten ---
-# torch.library.register_fake refuses ops that have a Meta kernel.
-
-fake_kernels: dict[Any, Callable[..., Any]] | None = _find(
-    "torch._subclasses.fake_impls.op_implementations_dict"
-)
-"""By OpOverload: (mode, op, *arguments) to the results, or NotImplemented for torch's own."""

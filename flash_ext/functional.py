@@ -236,5 +236,5 @@ def attention_varlen(
         deterministic=deterministic,
         variant=variant,
     )
-    out, lse = ops.forward(q, k, v, **options)
+    out, lse = ops.forward(q, k, v, need_lse=return_lse, **options)
     return (out, lse) if return_lse else out

@@ -1,7 +1,7 @@
 """The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`: schemas, fake kernels, autograd, kernels.
 
 What else PyTorch may ask of an op is in `_vmap.py`, `_flops.py` and `integrations/dtensor.py`;
-`_node.py` is a second, quicker way to autograd for plain calls.
+`_node.py` is a second, quicker way to autograd.
 
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
@@ -121,6 +121,12 @@ def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
     )
 
 
+_SAVED = (
+    *("bias", "k", "q", "v", "cu_seqlens_k", "cu_seqlens_q", "lse", "out"),
+    *("seqused_k", "alibi_slopes", "rng_state", "sink"),
+)
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -135,13 +141,13 @@ class _Forward(torch.autograd.Function):
         """bias and sink are among the options, and here for autograd to see them."""
         with below_autograd():
             out, lse = _fwd(q, k, v, **options)
-        ctx.options = options
         # In the order of the node of _node.py: checkpointing may recompute the one for the other.
-        if TENSOR_OPTIONS.isdisjoint(options):
-            ctx.save_for_backward(k, q, v, lse, out)
-        else:
-            ctx.names = [name for name in options if name in TENSOR_OPTIONS]
-            ctx.save_for_backward(k, q, v, lse, out, *(options.pop(name) for name in ctx.names))
+        saved = {"k": k, "q": q, "v": v, "lse": lse, "out": out}
+        if not TENSOR_OPTIONS.isdisjoint(options):
+            given = {name: options.pop(name, None) for name in TENSOR_OPTIONS}
+            saved = {name: x for name in _SAVED if (x := (saved | given)[name]) is not None}
+        ctx.options, ctx.names = options, tuple(saved)
+        ctx.save_for_backward(*saved.values())
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -149,13 +155,13 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        k, q, v, lse, out, *tensors = ctx.saved_tensors
+        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        k, q, v, lse, out = (saved.pop(name) for name in ("k", "q", "v", "lse", "out"))
         options = ctx.options
         need_dbias = need_dsink = False
-        if tensors:
+        if saved:
             *_, need_dbias, need_dsink = ctx.needs_input_grad
-            options = options | dict(zip(ctx.names, tensors, strict=True))
-            options["need_dbias"] = need_dbias
+            options = options | saved | {"need_dbias": need_dbias}
         if dout is None:
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:
@@ -172,9 +178,9 @@ class _Forward(torch.autograd.Function):
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
+    def forward(ctx: Any, op: Callable[..., Any], options: dict[str, Any], *tensors: Any) -> Any:
         with below_autograd():
-            return _bwd(*tensors, **options)
+            return op(*tensors, **options)
 
     jvp = staticmethod(_refuse_tangents)
 
@@ -209,13 +215,14 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
     if (torch.is_grad_enabled() and any_requires_grad(*tensors)) or in_dual_level():
-        return _record_backward(options, *tensors)
+        return _record_backward(_bwd, options, *tensors)
     with below_autograd():
         return _bwd(*tensors, **options)
 
 
 register_autograd_kernel(_library, fwd, _fwd_autograd)
 register_autograd_kernel(_library, bwd, _bwd_autograd)
+_node.define(_library, _record_backward)
 
 
 # --- Autocast ---
@@ -264,9 +271,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
     autocast = autocasts(q)
     if autocast:
         q, k, v = _autocast(q.device.type, q, k, v)
-    if not need_lse and _aten_fwd is not None and _node.takes(q, k, v, options):
-        given = {_node.OPTIONS[name]: value for name, value in options.items()}
-        return _aten_fwd(q, k, v, **given)[:2]
+    if not need_lse and _node_forward is not None and _node.takes(q, k, v, options):
+        return _node_forward(q, k, v, options)
     if not autocast:
         return _fwd_autograd(q, k, v, **options)
     with below_autocast(q.device.type):
@@ -278,6 +284,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
 _vmap.register(_library, fwd, bwd)
 _flops.register(fwd.overloadpacket, bwd.overloadpacket)
 
+
+# --- What integrations/sdpa.py switches on and off, in csrc/sdpa.cpp ---
+
+_library.define("sdpa_override_CUDA(bool on, bool with_out) -> ()")
 
 # --- CPU kernels ---
 
@@ -342,6 +352,4 @@ if cuda_missing is not None:
     for _name in ("fwd", "bwd", "check"):
         _library.impl(_name, _cuda_unavailable, "CUDA")
 
-_aten_fwd = _node.find() if cuda_missing is None else None
-if _aten_fwd is not None:
-    _node.register()
+_node_forward = _node.find() if cuda_missing is None else None

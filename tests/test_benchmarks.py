@@ -7,12 +7,14 @@ results.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import evidence  # puts benchmarks/ on the path
 import pytest
@@ -21,6 +23,7 @@ import torch
 import flash_ext
 
 common = evidence.common
+import activation  # noqa: E402
 import calls  # noqa: E402
 import compare  # noqa: E402
 import memory  # noqa: E402
@@ -280,6 +283,26 @@ def test_recorded_ratios_are_those_of_the_grid() -> None:
     for other in ({"dtype": "fp16"}, {"batch": 3}, {"d": 96, "heads": 21}):
         (cell,) = compare.with_best([SHAPES[0] | other | {"providers": times}], recorded)
         assert providers.BEST not in cell["providers"]
+
+
+def test_activation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two turns of each, a ratio, and a model that computes otherwise is called wrong."""
+    monkeypatch.setattr(activation.sdpa, "activated", contextlib.nullcontext)
+    make = activation.CASES["GPT, 6 layers"]
+    result = activation.measure(make, torch.device("cpu"), rounds=1, steps=1)
+    assert result["sdpa"]["ms"] > 0 and result["ratio"] > 0 and result["difference"] == 0
+    monkeypatch.setattr(activation.sdpa, "activated", lambda: sdpa_with(torch.neg))
+    result = activation.measure(make, torch.device("cpu"), rounds=1, steps=1)
+    assert result["wrong"]
+
+
+@contextlib.contextmanager
+def sdpa_with(function: Callable) -> Iterator[None]:
+    """SDPA's result passed through a function."""
+    attend = activation.F.scaled_dot_product_attention
+    changed = lambda *x, **options: function(attend(*x, **options))  # noqa: E731
+    with mock.patch.object(activation.F, "scaled_dot_product_attention", changed):
+        yield
 
 
 def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "flash_ext"
 TORCH_PRIVATE = "_torch_private.py"
-TORCH_FILES = {"bindings.cpp", "attention.h", "attention.cpp", "check.h"}
+TORCH_FILES = {
+    *("bindings.cpp", "node.cpp", "sdpa.cpp", "boxing.h"),
+    *("attention.h", "attention.cpp", "check.h"),
+}
 STABLE_HEADERS = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 
 
