@@ -2,14 +2,16 @@
 
 The binary uses only libtorch's stable ABI and defines no Python module (it is loaded with
 torch.ops.load_library), so one build serves every Python >= 3.10 and torch >= 2.11, CPU-only
-torch included. Without nvcc the package installs pure, with the CPU kernels.
+torch included. Without nvcc the package installs pure, with the CPU kernels. The reason goes into
+flash_ext/_C.missing.txt: pip hides what a build prints, so `flash_ext.explain` and the first call
+on a GPU say it.
 
 Environment variables:
   FLASH_EXT_SKIP_CUDA=1   install without the CUDA kernels
   FLASH_EXT_CUDA_ARCHS    targets, default "80+PTX;90a" ("+PTX" adds PTX for later GPUs)
   FLASH_EXT_LINEINFO=1    source lines in the binary, for profilers: twice its size, longer build
   FLASH_EXT_STRICT=0      ptxas warnings (spills, local memory, ...) no longer fail the build
-  CUDA_HOME               the CUDA toolkit; if set, no other is tried
+  CUDA_HOME               the CUDA toolkit; if set, no other is tried, and it must be one
   PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
   MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets at once (default: 2)
 """
@@ -23,6 +25,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
@@ -35,8 +38,9 @@ def find_cuda_home() -> Path | None:
     link in a folder without headers, so nvcc itself is asked for its home.
     """
     candidates = []
-    if os.environ.get("CUDA_HOME"):
-        candidates = [Path(os.environ["CUDA_HOME"])]
+    given = os.environ.get("CUDA_HOME")
+    if given:
+        candidates = [Path(given)]
     else:
         if nvcc := shutil.which("nvcc"):
             dryrun = subprocess.run(
@@ -49,6 +53,11 @@ def find_cuda_home() -> Path | None:
     for home in candidates:
         if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
             return home
+    if given:
+        sys.exit(
+            f"flash_ext: CUDA_HOME={given} has no bin/nvcc and include/cuda_runtime.h; correct or"
+            " unset it, or set FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
+        )
     return None
 
 
@@ -169,21 +178,29 @@ def cuda_options(cuda_home: Path) -> dict:
     }
 
 
-def build_options() -> dict:
-    if os.environ.get("FLASH_EXT_SKIP_CUDA", "0") not in ("", "0"):
-        why = "FLASH_EXT_SKIP_CUDA is set"
-    elif cuda_home := find_cuda_home():
-        return cuda_options(cuda_home)
-    elif os.environ.get("CUDA_HOME"):
-        why = f"CUDA_HOME={os.environ['CUDA_HOME']} has no bin/nvcc and include/cuda_runtime.h"
-    else:
-        why = "no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda)"
+def cpu_options(why: str) -> dict:
+    """The arguments of setup() without the extension."""
     if {"build_ext", "bdist_wheel", "editable_wheel", "install"} & set(sys.argv):
         print(
             f"flash_ext: {why}: the CUDA kernels are not built, the CPU kernels work",
             file=sys.stderr,
         )
-    return {}
+
+    class BuildPy(build_py):
+        def run(self) -> None:
+            super().run()
+            if not self.editable_mode:  # which installs the source folder itself
+                Path(self.build_lib, "flash_ext/_C.missing.txt").write_text(why)
+
+    return {"cmdclass": {"build_py": BuildPy}}
+
+
+def build_options() -> dict:
+    if os.environ.get("FLASH_EXT_SKIP_CUDA", "0") not in ("", "0"):
+        return cpu_options("FLASH_EXT_SKIP_CUDA was set")
+    if cuda_home := find_cuda_home():
+        return cuda_options(cuda_home)
+    return cpu_options("no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda)")
 
 
 setup(**build_options())

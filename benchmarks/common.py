@@ -1,9 +1,13 @@
-"""What every benchmark shares: the machine's description, the source digest, results, progress."""
+"""What every benchmark shares: the machine's description, the source digest, results, progress.
+
+``python benchmarks/common.py --digest`` prints the source digest; see digest.py.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
-import hashlib
 import importlib.util
 import json
 import os
@@ -18,11 +22,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
+from digest import ROOT, source_digest
 
-ROOT = Path(__file__).resolve().parents[1]
+with contextlib.suppress(ModuleNotFoundError):  # --digest needs no torch
+    import torch
+
 RESULTS = ROOT / "benchmarks" / "results"
-SOURCE_SUFFIXES = {".cu", ".cuh", ".h", ".cpp", ".py"}
 # What must be equal for two runs to stand in one result file.
 SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
 
@@ -31,29 +36,6 @@ if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the 
 
 Json = dict[str, Any]
 T = TypeVar("T")
-
-
-def source_digest(root: Path = ROOT) -> str:
-    """Sixteen hex digits that name the state of the kernels' and the package's sources.
-
-    The same as this shell command prints in the repository's root::
-
-        find csrc flash_ext -type f \\( -name '*.cu' -o -name '*.cuh' -o -name '*.h' \\
-          -o -name '*.cpp' -o -name '*.py' \\) | LC_ALL=C sort | xargs sha256sum \\
-          | sha256sum | cut -c1-16
-    """
-    paths = [
-        os.path.relpath(os.path.join(folder, name), root)
-        for top in ("csrc", "flash_ext")
-        for folder, _, names in os.walk(root / top)
-        for name in names
-        if Path(name).suffix in SOURCE_SUFFIXES and not os.path.islink(os.path.join(folder, name))
-    ]
-    listing = hashlib.sha256()
-    for path in sorted(paths, key=os.fsencode):
-        content = hashlib.sha256((root / path).read_bytes()).hexdigest()
-        listing.update(f"{content}  {path}\n".encode())
-    return listing.hexdigest()[:16]
 
 
 def cpu_name() -> str:
@@ -207,6 +189,14 @@ def same_setup(a: Json, b: Json) -> bool:
     return all(a.get(key) == b.get(key) for key in SAME_SETUP)
 
 
+def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """Add --device, by default the GPU where there is one. `more` is for add_argument."""
+    from flash_ext.__main__ import usable_device
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, default=default, **more)
+
+
 def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
     """Iterate with a progress bar: tqdm's where it is installed, else a line of dots."""
     try:
@@ -268,3 +258,10 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--digest", action="store_true", required=True)
+    parser.parse_args()
+    print(source_digest())

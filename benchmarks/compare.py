@@ -40,6 +40,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import FunctionType
 
 import common
+import host
 import torch
 from common import Json, say
 from providers import (
@@ -300,11 +301,13 @@ class Bench:
 
     def host(self) -> Json:
         """The CPU's time for one call of every provider, by HOST_ROWS."""
-        eager, eager_step = self.host_calls(self.providers)
+        ways = host.providers(self.device, HOST_SHAPE[1])
+        eager, eager_step = self.host_calls([*ways, *self.providers])
         compiled, compiled_step = self.host_calls([compiled_provider(p) for p in self.providers])
         return {
             "method": HOST_METHOD,
             "shape": HOST_SHAPE,
+            "labels": {p.name: p.label for p in ways},
             "providers": eager,
             "with_backward": eager_step,
             "compiled": compiled,
@@ -543,15 +546,21 @@ def with_best(cells: list[Json], recorded: Json | None) -> list[Json]:
     return [one(cell) for cell in cells]
 
 
-def print_host(host: Json, labels: dict[str, str]) -> None:
-    """One line per provider."""
+def print_host(times: Json, labels: dict[str, str]) -> None:
+    """One line per provider, with its time over those of SDPA's choice and its flash backend."""
+    labels = labels | times["labels"]
+    bases = (host.SDPA, "flash")
     for what, results in HOST_ROWS.items():
-        print(f"host time per call, {what}, (B, S, H, D) = {tuple(host['shape'])}")
-        for name, r in host[results].items():
-            value = f"{r['us']:8.1f} us ({r['q1_us']:.1f} - {r['q3_us']:.1f})" if "us" in r else (
-                f" not measured: {r['skipped']}"
-            )  # fmt: skip
-            print(f"  {labels.get(name, name):<24}{value}")
+        print(f"host time per call, {what}, (B, S, H, D) = {tuple(times['shape'])}")
+        for name, r in times[results].items():
+            value = f" not measured: {r.get('skipped')}"
+            if "us" in r:
+                value = f"{r['us']:8.1f} us ({r['q1_us']:.1f} - {r['q3_us']:.1f})"
+                for base in bases:
+                    if "us" in times[results].get(base, {}):
+                        ratio = r["us"] / times[results][base]["us"]
+                        value += f"  {ratio:.3f} x {labels.get(base, base)}"
+            print(f"  {labels.get(name, name):<26}{value}")
 
 
 def key(cell: Json) -> tuple[object, ...]:
@@ -571,7 +580,7 @@ def main() -> int:
     args.variants = args.variants or running(torch.device(args.device))
     peers = [p for p in args.peers if p in HOST_PEERS] if args.host else args.peers
     providers, missing = collect(args.variants, peers)
-    if args.host:  # a variant that is named takes the CPU longer
+    if args.host:
         providers.insert(0, variant("auto"))
     bench = Bench(args, providers)
     path = common.result_path(bench.device, "compare.json", args.out)
@@ -604,8 +613,8 @@ def main() -> int:
         for cell, results in common.progress(run(), len(cells), "cells"):
             state = {"gpu": clocks} if (clocks := log.since_last()) else {}
             measured.append(asdict(cell) | {"date": common.now()} | state | {"providers": results})
-        host = bench.host() if args.host else old.get("host")
-        result |= {"host": host} if host else {}
+        times = bench.host() if args.host else old.get("host")
+        result |= {"host": times} if times else {}
     finally:  # also what an interrupted run has measured
         log.close()
         kept |= {key(c): c for c in measured}

@@ -46,11 +46,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fp16": ("--brief", "--min-time", "0.03", "--dtype", "fp16", "--d", "128", "--s", "1024",
              "4096", "16384", "--peers", "flash", "cudnn"),
     "options": ("--rounds", "10"),
+    "activation": ("--activation",),
     "train": ("--rounds", "2", "--model", "small", "medium", "bert-large", "long-range"),
 }  # fmt: skip
 # Parts that are not named as their script, which adds to what it has of the same source.
 SCRIPTS = dict.fromkeys(("few heads", "head dims", "fa1", "host", "fp16"), "compare") | {
-    "PTX path": "support"
+    "PTX path": "support",
+    "activation": "train",
 }
 UNTIMED = ("support", "numerics")  # these run side by side
 BESIDE = "PTX path"  # the driver compiles for minutes, on one core; this adds to "support"

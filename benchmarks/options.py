@@ -401,7 +401,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    common.add_device(parser)
     add("--only", choices=("options", "mix", "deterministic"), help="one of the tables")
     add("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     add("--rounds", type=int, default=15, help="calls of each kind")

@@ -129,7 +129,7 @@ def command_line(description: str | None, peers: Iterable[str]) -> argparse.Argu
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    common.add_device(parser)
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
     add("--peers", nargs="*", default=list(peers), choices=list(PEERS))
     return parser

@@ -312,7 +312,7 @@ def features() -> dict[str, Feature]:
         "seqused_k": Feature(
             lambda a: [
                 a.dense(seqused_k=a.integers(33, 0), causal=True),
-                a.packed(seqused_k=a.integers(20, 9, 0)),
+                a.packed(seqused_k=a.integers(20, 3, 0)),
             ]
         ),
         "gradient of lse": Feature(
@@ -408,7 +408,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    common.add_device(parser)
     parser.add_argument("--ptx", action="store_true", help="only the PTX path: minutes")
     parser.add_argument("--ptx-child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", help="default benchmarks/results/<device>/support.json")

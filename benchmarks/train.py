@@ -3,6 +3,7 @@
     python benchmarks/train.py                   # GPT-2 small's size, under a minute on an H200
     python benchmarks/train.py --model medium bert-large long-range
     python benchmarks/train.py --seq 4096 --providers fa1 fa2 fa3 sdpa cudnn
+    python benchmarks/train.py --activation      # other models, with and without sdpa.activate()
     python benchmarks/train.py --device cpu      # a smoke test
 
 The model and its training step are those of examples/train_gpt.py: bytes of Python's standard
@@ -38,6 +39,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import activation
 import common
 import torch
 from common import Json, say
@@ -349,21 +351,29 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    common.add_device(parser, choices=["cuda", "cpu"])
     add("--model", nargs="+", choices=list(MODELS), help="default: small, on a CPU tiny")
     add("--seq", nargs="+", type=int, help="sequence lengths, default: the model's")
     add("--providers", nargs="+", choices=[*VARIANTS, SDPA, *PEERS],
         help="default: the variants that run; sdpa; flash and cudnn; standard")  # fmt: skip
-    add("--rounds", type=int, default=4, help="turns of each provider")
-    add("--steps", type=int, default=4, help="timed steps in a turn")
+    add("--rounds", type=int, help="turns of each provider, default 4; of --activation 20")
+    add("--steps", type=int, help="timed steps in a turn, default 4; of --activation 10")
+    add("--activation", action="store_true", help="only whole steps with and without activation")
     add("--out", help="result file, default benchmarks/results/<device>/train.json")
     args = parser.parse_args()
+    rounds, steps = (activation.ROUNDS, activation.STEPS) if args.activation else (4, 4)
+    args.rounds = rounds if args.rounds is None else args.rounds
+    args.steps = steps if args.steps is None else args.steps
     if min(args.rounds, args.steps) < 1:
         parser.error("--rounds and --steps must be at least 1")
     cpu = args.device == "cpu"
     args.model = args.model or ["tiny" if cpu else "small"]
     args.tokens = CPU_TOKENS if cpu else TOKENS
-    args.sizes = [(m, s) for m in args.model for s in args.seq or MODELS[m].seqlens]
+    args.sizes = (
+        []
+        if args.activation
+        else [(m, s) for m in args.model for s in args.seq or MODELS[m].seqlens]
+    )
     if args.providers is None:
         ours = running(torch.device(args.device))
         peers = [SDPA] if cpu else [SDPA, "flash", "cudnn"]
@@ -404,6 +414,13 @@ def main() -> int:
 
     turns = len(args.sizes) * (args.rounds + 1) * len(providers)
     measured = {key(cell): cell for cell in common.progress(run(), turns, "turns")}
+    activated = old.get("activation", {})
+    if args.activation:
+        cases = common.progress(activation.CASES.items(), len(activation.CASES), "models")
+        results = {n: activation.measure(make, bench.device, args.rounds, args.steps)
+                   for n, make in cases}  # fmt: skip
+        activated = {"method": activation.METHOD, "batch": activation.BATCH, "models": results}
+    result |= {"activation": activated} if activated else {}
     if bench.device.type == "cuda":
         result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
     result["seconds"] = round(time.monotonic() - started, 1)
@@ -412,6 +429,9 @@ def main() -> int:
 
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
     bad = []
+    if args.activation:
+        activation.print_results(results)
+        bad = [name for name, r in results.items() if "skipped" in r]
     for cell in measured.values():
         print_cell(cell, result["labels"])
         bad += [name for name in ours if "skipped" in cell["providers"][name]]

@@ -46,16 +46,7 @@ Tensor empty(const Tensor& q, const std::vector<int64_t>& shape, ScalarType dtyp
         strides[i] = stride;
         stride *= std::max<int64_t>(shape[i], 1);
     }
-    int32_t code = aoti_torch_dtype_float32();
-    if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
-    if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
-    if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
-    AtenTensorHandle handle = nullptr;
-    if (aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                                 code, aoti_torch_device_type_cuda(), q.get_device_index(),
-                                 &handle) != 0)
-        fail("allocating a tensor of shape ", shape_text(shape), " failed: out of memory?");
-    return Tensor(handle);
+    return empty_strided(q, shape, strides, dtype);
 }
 
 // Scratch memory, given back to torch's allocator when the call returns: the allocator reuses it
@@ -376,8 +367,23 @@ int tiles_at_once(Variant variant, Features features, const DeviceLimits& limits
 
 }  // namespace
 
+Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
+                     const std::vector<int64_t>& strides, ScalarType dtype) {
+    int32_t code = aoti_torch_dtype_float32();
+    if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
+    if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
+    if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
+    if (dtype == ScalarType::UInt64) code = aoti_torch_dtype_uint64();
+    AtenTensorHandle handle = nullptr;
+    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                 code, aoti_torch_device_type_cuda(), x.get_device_index(),
+                                 &handle) != 0)
+        fail("allocating a tensor of shape ", shape_text(sizes), " failed: out of memory?");
+    return Tensor(handle);
+}
+
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                             const Options& given) {
+                                             const Options& given, const Tensor& into) {
     const Sizes sizes = check_forward(q, k, v, given);
     const NamedTensor inputs[] = {{"q", q}, {"k", k}, {"v", v}};
     const Variant variant = choose_variant(inputs, sizes, given);
@@ -387,8 +393,10 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     fill_params(params, q, k, v, sizes, options);
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    Tensor out =
-        empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v), q.scalar_type());
+    Tensor out = into;
+    if (!out.defined())
+        out =
+            empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v), q.scalar_type());
     Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
     params.q = view(q);
     params.k = view(k);
@@ -440,7 +448,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& given, bool need_dbias) {
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& given, bool need_dbias,
+    const std::tuple<Tensor, Tensor, Tensor>& into) {
     const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, given);
     const NamedTensor inputs[] = {{"q", q}, {"k", k}, {"v", v}, {"out", out}, {"dout", dout}};
     const std::span<const NamedTensor> all(inputs);
@@ -462,9 +471,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     };
     const bool has_dbias =
         need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool;
-    Tensor dq = empty_as(q);
-    Tensor dk = empty_as(k);
-    Tensor dv = empty_as(v);
+    auto [dq, dk, dv] = into;
+    if (!dq.defined()) {
+        dq = empty_as(q);
+        dk = empty_as(k);
+        dv = empty_as(v);
+    }
     Tensor dbias = has_dbias ? empty_as(*options.bias) : Tensor();
     Tensor dsink = options.sink ? empty_as(*options.sink) : Tensor();
     params.q = view(q);

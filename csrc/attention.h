@@ -2,10 +2,12 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 namespace flash_ext {
 
@@ -31,13 +33,21 @@ struct Options {
     std::string variant = "auto";
 };
 
-std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                             const Options& options);
+// An uninitialised tensor on x's device.
+Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
+                     const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);
 
-// dbias and dsink are undefined where there are none.
+// out and lse. Where `into` is defined it is used as out: as torch allocates memory, and of any
+// strides with contiguous rows.
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Options& options, const Tensor& into = Tensor());
+
+// dq, dk, dv, and dbias and dsink, which are undefined where there are none. `into`: as above, for
+// the first three.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias);
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
+    const std::tuple<Tensor, Tensor, Tensor>& into = {});
 
 // The indices in kVariantNames of the variant that attention_forward would run, or its error, and
 // of that whose kernels would compute its gradients, with the reason where they differ. The latter

@@ -178,14 +178,20 @@ inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) 
 }
 
 inline void check_options(const Tensor& q, const Sizes& sizes, const Options& options) {
-    if (options.scale && !std::isfinite(static_cast<float>(*options.scale)))
-        refuse("scale", "finite", *options.scale);
+    // The kernels have scale * log2(e), softcap * log2(e), its inverse and scale / softcap in
+    // float32: within these bounds they are finite.
+    const double softcap = options.softcap;
+    const double max_factor = std::ldexp(1.0, 127);
+    if (!(softcap == 0 || (std::ldexp(1.0, -126) <= softcap && softcap < max_factor)))
+        refuse("softcap", "0 (none), or at least 2^-126 and below 2^127", softcap);
+    const double max_scale = max_factor * (softcap > 0 ? std::min(softcap, 1.0) : 1.0);
+    if (options.scale && !(std::abs(*options.scale) < max_scale))
+        refuse("scale", "below 2^127 in magnitude, and below 2^127 softcap if that is given",
+               *options.scale);
     if (options.window_left < -1)
         refuse("window_left", "at least -1 (unlimited)", options.window_left);
     if (options.window_right < -1)
         refuse("window_right", "at least -1 (unlimited)", options.window_right);
-    if (!(options.softcap >= 0 && std::isfinite(static_cast<float>(options.softcap))))
-        refuse("softcap", "finite and at least 0 (none)", options.softcap);
     if (options.alibi_slopes) {
         const Tensor& slopes = *options.alibi_slopes;
         const std::vector<int64_t> shape = slopes.dim() == 1
@@ -319,7 +325,8 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                     std::pair{"v's head dimension", sizes.head_dim_v}})
         if (dim < 1 || dim > kMaxHeadDim) refuse(name, "1 to " + std::to_string(kMaxHeadDim), dim);
     require_shape("k", k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim), layout[1]);
-    if (sizes.heads_k == 0 || sizes.heads_q % sizes.heads_k != 0)
+    if (sizes.heads_k == 0) refuse("k's number of heads", "at least 1", sizes.heads_k);
+    if (sizes.heads_q % sizes.heads_k != 0)
         refuse("q's number of heads", "a multiple of k's, " + std::to_string(sizes.heads_k),
                sizes.heads_q);
     require_shape("v", v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v), layout[2]);

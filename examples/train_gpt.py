@@ -386,6 +386,8 @@ def parse() -> tuple[Config, argparse.Namespace]:
     add("--out", type=Path, default=Path("train_gpt.png"), help="the picture")
     add("--json", type=Path, help="write losses and speeds to this file")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
     args.device = args.device or default_device()
     config = asdict(GPU if args.device.startswith("cuda") else CPU)
     config |= {k: v for k, v in vars(args).items() if k in config and v is not None}

@@ -17,10 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import __version__, ops
+from . import __version__, _torch_private, ops
 from .explain import Explanation, explain
 
 _SHAPE = ("B", "S", "H", "D")
+
+
+def usable_device(text: str) -> str:
+    """What argparse takes as the type of --device: the name of one that this torch can use."""
+    try:
+        torch.empty(0, device=text)
+    except (AssertionError, RuntimeError) as error:  # the former of a torch without CUDA
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {reason}") from None
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--k", **shape, help="keys; default: as q")
     add("--v", **shape, help="values; default: as k")
     add("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32", "float64"])
-    add("--device", help="default: cuda where there is a GPU, else cpu")
+    add("--device", type=usable_device, help="default: cuda where there is a GPU, else cpu")
     add("--causal", action="store_true")
     add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1))
     add("--softcap", type=float, default=0.0)
@@ -52,6 +62,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "flash_ext", __version__
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield "torch", f"{torch.__version__}, {cuda}"
+    if _torch_private.missing:
+        yield "slower without", ", ".join(_torch_private.missing)
     yield "Python", platform.python_version()
     yield "compiled for", ops.cuda_targets() or "no GPU"
     for index in range(torch.cuda.device_count()):

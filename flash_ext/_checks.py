@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,14 +12,48 @@ from ._options import CPU_VARIANTS, VARIANTS, BackwardTensors, Options
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_HEAD_DIM = 256
 
+# The kernels have scale · log2(e), softcap · log2(e), its inverse and scale / softcap in float32:
+# within these bounds they are finite.
+_MAX_FACTOR = 2.0**127
+_MIN_SOFTCAP = 2.0**-126
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Accumulators, softmax and lse: float32, or float64 for float64 inputs (CPU only)."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _refuse(argument: str, wanted: str, got: object) -> NoReturn:
+    if isinstance(got, torch.dtype):
+        got = _dtype_name(got)
     raise ValueError(f"flash_ext: {argument} must be {wanted}, got {got}")
+
+
+def require_tensors(**arguments: Any) -> None:
+    """Refuse what is no dense tensor, whose attributes and ops would fail without naming it."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            if x.is_nested:
+                hint = "a jagged one's values() and offsets() are for attention_varlen"
+                _refuse(name, f"a dense tensor ({hint})", "a nested tensor")
+        elif not hasattr(x, "__torch_function__"):  # which the proxies of torch.fx have
+            _refuse(name, "a tensor", None if x is None else f"a value of type {type(x).__name__}")
+
+
+def require_pair(argument: str, window: Any) -> tuple[int, int]:
+    """The two sides of a window.
+
+    Raises:
+        ValueError: it is not a pair.
+    """
+    if not isinstance(window, tuple | list) or len(window) != 2 or None in window:
+        _refuse(argument, "a pair of ints (left, right), -1 for unlimited", repr(window))
+    left, right = window
+    return left, right
 
 
 def _require_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], layout: str) -> None:
@@ -40,7 +73,7 @@ def _require_contiguous_rows(argument: str, tensor: Tensor) -> None:
 
 def _require_like(argument: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.dtype != q.dtype:
-        _refuse(argument, f"of q's dtype {q.dtype}", tensor.dtype)
+        _refuse(argument, f"of q's dtype {_dtype_name(q.dtype)}", tensor.dtype)
     _require_device(argument, tensor, q)
     _require_contiguous_rows(argument, tensor)
 
@@ -55,7 +88,7 @@ def _require_plain(
 ) -> None:
     """A contiguous tensor on q's device."""
     if tensor.dtype != dtype:
-        _refuse(argument, f"{dtype}", tensor.dtype)
+        _refuse(argument, _dtype_name(dtype), tensor.dtype)
     _require_shape(argument, tensor, shape, layout)
     _require_device(argument, tensor, q)
     if not tensor.is_contiguous():
@@ -64,7 +97,7 @@ def _require_plain(
 
 def _check_variant(options: Options) -> None:
     if options.variant not in ("auto", *VARIANTS):
-        _refuse("variant", f"'auto' or one of {VARIANTS}", repr(options.variant))
+        _refuse("variant", " or ".join(map(repr, ("auto", *VARIANTS))), repr(options.variant))
 
 
 def _choose_variant(options: Options) -> str:
@@ -102,7 +135,9 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             _refuse(f"{name}'s head dimension", f"1 to {_MAX_HEAD_DIM}", size)
     shape_k = tuple(k.shape[:1]) if packed else (q.shape[0], k.shape[1])
     _require_shape("k", k, (*shape_k, heads_k, head_dim), layouts[1][2])
-    if heads_k == 0 or heads_q % heads_k != 0:
+    if heads_k == 0:
+        _refuse("k's number of heads", "at least 1", heads_k)
+    if heads_q % heads_k != 0:
         _refuse("q's number of heads", f"a multiple of k's, {heads_k}", heads_q)
     _require_shape("v", v, (*shape_k, heads_k, head_dim_v), layouts[2][2])
 
@@ -130,13 +165,18 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
             _check_offsets(name, cu_seqlens, x.shape[0])
     if options.seqused_k is not None:
         _require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
+        packed = options.cu_seqlens_k
+        lengths = [k.shape[1]] * batch if packed is None else packed.diff().tolist()
+        for b, (used, length) in enumerate(zip(options.seqused_k.tolist(), lengths, strict=True)):
+            if not 0 <= used <= length:
+                _refuse(f"seqused_k[{b}]", f"from 0 to the sequence's {length} keys", used)
     return batch
 
 
 def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
-    dtype = statistics_dtype(q.dtype)
-    if bias.dtype not in (q.dtype, dtype, torch.bool):
-        _refuse("bias", f"{q.dtype}, {dtype} or bool", bias.dtype)
+    floating = dict.fromkeys((q.dtype, statistics_dtype(q.dtype)))  # which may be one
+    if bias.dtype not in (*floating, torch.bool):
+        _refuse("bias", f"{', '.join(map(_dtype_name, floating))} or bool", bias.dtype)
     _require_device("bias", bias, q)
     shape = tuple(bias.shape)
     if bias.dim() != 4:
@@ -151,17 +191,20 @@ def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
 
 def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
     heads, dtype = q.shape[-2], statistics_dtype(q.dtype)
-    if options.scale is not None and not math.isfinite(options.scale):
-        _refuse("scale", "finite", options.scale)
+    softcap, scale = options.softcap, options.scale
+    if not (softcap == 0 or _MIN_SOFTCAP <= softcap < _MAX_FACTOR):
+        _refuse("softcap", "0 (none), or at least 2^-126 and below 2^127", softcap)
+    max_scale = _MAX_FACTOR * (min(softcap, 1.0) if softcap > 0 else 1.0)
+    if scale is not None and not abs(scale) < max_scale:
+        wanted = "below 2^127 in magnitude, and below 2^127 softcap if that is given"
+        _refuse("scale", wanted, scale)
     for name in ("window_left", "window_right"):
         if getattr(options, name) < -1:
             _refuse(name, "at least -1 (unlimited)", getattr(options, name))
-    if not 0 <= options.softcap < math.inf:
-        _refuse("softcap", "finite and at least 0 (none)", options.softcap)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes
         if slopes.dtype != dtype:
-            _refuse("alibi_slopes", f"{dtype}", slopes.dtype)
+            _refuse("alibi_slopes", _dtype_name(dtype), slopes.dtype)
         shape = (heads,) if slopes.dim() == 1 else (batch, heads)
         _require_shape("alibi_slopes", slopes, shape, "(heads_q) or (batch, heads_q)")
         _require_device("alibi_slopes", slopes, q)

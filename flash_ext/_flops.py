@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 
 def _values(lengths: Tensor) -> list[int] | None:
-    """None where tensors hold no values, as while a graph is traced."""
-    if lengths.is_meta or isinstance(lengths, (FakeTensor, FunctionalTensor)):
+    """None where tensors hold no values: on the meta device, and in the subclasses of tracing."""
+    if lengths.is_meta or type(lengths) is not Tensor:
         return None
     return lengths.tolist()
 
@@ -66,9 +64,13 @@ def bwd_flops(
     return 2 * _scores(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def node_flops(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Of the backward op of `_node.py`."""
-    return bwd_flops(dout, None, q, k, v, dout, dout)
+def node_flops(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, **_: Any) -> int:
+    """Of `node_bwd`; `_node.py` says which of its arguments are options."""
+    *_bias_and_mask, out, lse, cu_seqlens_q, cu_seqlens_k = more[:6]
+    seqused_k = more[-1]
+    options = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
+    return bwd_flops(dout, None, q, k, v, out, lse, **given)
 
 
 def register(fwd: Any, bwd: Any) -> None:

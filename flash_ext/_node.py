@@ -1,11 +1,21 @@
-"""An autograd node in C++, for calls whose only options are causal and scale.
+"""An autograd node in C++, for calls that want out alone and no gradient of a sink, nor dropout.
 
 A node in Python (`torch.autograd.Function`) takes the host longer than a small call's kernels, and
 the stable ABI has no other. ATen has an op for kernels of other packages, with a generated node;
 on CUDA nobody else's are there. The node hands tensors on as they are, so these have flash_ext's
-layout, and `csrc/bindings.cpp` gives the op the kernels of `fwd` and `bwd`.
+layout, and `csrc/node.cpp` gives the op the kernels of `fwd` and `bwd`.
 
-Its lse is a constant to autograd, so `ops.forward` calls it for callers that want out alone.
+    node_options_CUDA(*, options) -> float
+
+announces the options of the call of ATen's op that follows, which has no place for them, and names
+them by a number that goes there as dropout_p.
+
+    node_bwd(…) -> (dq, dk, dv, dbias)
+
+has the arguments of ATen's backward op. It is what modes see of the node's backward pass, below
+autograd; `node_bwd_recorded` is the same where a graph of the gradients is wanted.
+
+The node's lse is a constant to autograd, so `ops.forward` calls it for callers that want out alone.
 """
 
 from __future__ import annotations
@@ -15,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _any_requires_grad, _len_torch_dispatch_stack
-from torch._subclasses.fake_impls import op_implementations_dict
-from torch.autograd import forward_ad
-from torch.utils.flop_counter import flop_registry
+from torch.library import Library, fallthrough_kernel, register_fake
+from torch.utils.flop_counter import register_flop_formula
 
 from ._flops import node_flops
+from ._options import TENSOR_OPTIONS, schema_options
+from ._torch_private import any_requires_grad, entry, in_dispatch_mode, in_dual_level, schema
 
 NAME = "_scaled_dot_product_fused_attention_overrideable"
 _SCHEMA = (
@@ -36,38 +46,71 @@ _BACKWARD_SCHEMA = (
     "Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, "
     "Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias)"
 )
-OPTIONS = {"causal": "is_causal", "scale": "scale"}
-"""Those that the op has, and their names there."""
-
-
-def find() -> Callable[..., Any] | None:
-    """ATen's op, to be called; None where torch has it no more, or has changed it."""
-    try:
-        ops = [getattr(torch.ops.aten, name).default for name in (NAME, f"{NAME}_backward")]
-    except AttributeError:
-        return None
-    return ops[0]._op if [str(op._schema) for op in ops] == [_SCHEMA, _BACKWARD_SCHEMA] else None
+_PLAIN = {"causal", "scale"}
+"""The options that ATen's op has itself."""
+_PYTHON_ONLY = {"sink", "dropout_p", "rng_state"}
+"""Those that only the node in Python has."""
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     """Whether a call of plain tensors is for the node. Modes are to see flash_ext's own ops."""
-    return (
+    if not (
         torch.is_grad_enabled()
-        and _any_requires_grad(q, k, v)
-        and options.keys() <= OPTIONS.keys()
         and q.is_cuda
-        and _len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
+        and options.keys().isdisjoint(_PYTHON_ONLY)
+        and not in_dispatch_mode()
+        and not in_dual_level()
+    ):
+        return False
+    if options.keys() <= _PLAIN:
+        return any_requires_grad(q, k, v)
+    for name in TENSOR_OPTIONS & options.keys():
+        x = options[name]
+        if type(x) is not Tensor or not x.is_cuda or (x.requires_grad and name != "bias"):
+            return False
+    return any_requires_grad(q, k, v, options.get("bias"))
+
+
+def find(device: str = "CUDA") -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """(q, k, v, options) -> (out, lse) for calls that `takes` is true of; out has the node.
+
+    None where torch has ATen's op no more, or has changed it.
+    """
+    try:
+        ops = [getattr(torch.ops.aten, name).default for name in (NAME, f"{NAME}_backward")]
+    except AttributeError:
+        return None
+    if [schema(op) for op in ops] != [_SCHEMA, _BACKWARD_SCHEMA]:
+        return None
+    aten_fwd = entry(ops[0])
+    announce = entry(getattr(torch.ops.flash_ext, f"node_options_{device}").default)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        number = 0.0 if options.keys() <= _PLAIN else announce(**options)
+        bias, causal, scale = options.get("bias"), options.get("causal"), options.get("scale")
+        out, lse, *_ = aten_fwd(q, k, v, bias, number, causal or False, scale=scale)
+        return out, lse
+
+    return forward
+
+
+def _bwd_fake(dout: Tensor, *tensors: Any, **options: Any) -> Any:
+    *qkv, bias, (*_, need_dbias) = tensors[:5]
+    return *(x.new_empty(x.shape) for x in qkv), bias.new_empty(bias.shape) if need_dbias else None
+
+
+def define(library: Library, record: Callable[..., Any]) -> None:
+    """Define the ops above. `record` calls an op with arguments, and records the refusing node."""
+    library.define(f"node_options_CUDA({schema_options()}) -> float")
+    arguments = _BACKWARD_SCHEMA.partition("(")[2]
+    for name in ("node_bwd", "node_bwd_recorded"):
+        library.define(f"{name}({arguments}")
+    below = torch.ops.flash_ext.node_bwd.default
+    library.impl("node_bwd", fallthrough_kernel, "Autograd")
+    library.impl(
+        "node_bwd_recorded",
+        lambda *tensors, **options: record(entry(below), options, *tensors),
+        "CompositeImplicitAutograd",
     )
-
-
-def _backward_fake(mode: Any, op: Any, dout: Tensor, *tensors: Any, **options: Any) -> Any:
-    with mode:
-        return *(x.new_empty(x.shape) for x in tensors[:3]), None
-
-
-def register() -> None:
-    """What a compiler or a FLOP counter asks that comes upon a node recorded before it."""
-    backward = getattr(torch.ops.aten, f"{NAME}_backward")
-    op_implementations_dict[backward.default] = _backward_fake
-    flop_registry[backward] = node_flops
+    register_fake("flash_ext::node_bwd", _bwd_fake, lib=library)
+    register_flop_formula(below.overloadpacket, get_raw=True)(node_flops)

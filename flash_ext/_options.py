@@ -66,7 +66,7 @@ _SCHEMA_TYPES = {
     "float": "float",
     "float | None": "float?",
     "bool": "bool",
-    "int": "int",
+    "int": "SymInt",  # a window that changes need not be compiled for each value
     "str": "str",
     "Tensor | None": "Tensor?",
 }

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call_vmap_helper
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.library import Library
+
+from ._torch_private import register_vmap_kernel
 
 Dims = Any
 """Of each tensor the mapped dimension, or None; of the options a dict of these."""
@@ -95,19 +95,6 @@ def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callabl
     return rule
 
 
-def _kernel(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        *tensors, options = arguments
-        return op(*tensors, **options)
-
-    def kernel(*tensors: Any, **options: Any) -> Any:
-        # torch.library.register_vmap refuses ops with keyword-only tensors; this is what it does.
-        interpreter: Any = retrieve_current_functorch_interpreter()
-        return custom_function_call_vmap_helper(interpreter, rule, call, *tensors, options)
-
-    return kernel
-
-
 def _sums_gradients(options: dict[str, Any]) -> bool:
     """Whether bwd returns gradients of a sink or of a bias, which may be one for all of a batch."""
     bias = options.get("bias")
@@ -117,5 +104,5 @@ def _sums_gradients(options: dict[str, Any]) -> bool:
 
 def register(library: Library, fwd: Any, bwd: Any) -> None:
     """Register the rules of the two ops."""
-    for name, op, sums in (("fwd", fwd, lambda options: False), ("bwd", bwd, _sums_gradients)):
-        library.impl(name, _kernel(op, _rule(op, sums)), "FuncTorchBatched")
+    for op, sums in ((fwd, lambda options: False), (bwd, _sums_gradients)):
+        register_vmap_kernel(library, op, _rule(op, sums))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from ._checks import require_tensors
 from ._options import VARIANTS
 from .functional import attention, op_options
 
@@ -22,7 +23,7 @@ class Explanation:
     """The variant that `attention` runs, or None where it raises."""
 
     reasons: dict[str, str | None]
-    """For every variant: None if it runs, else why it does not."""
+    """For every variant, and an unknown one that was asked for: None if it runs, else why not."""
 
     backward: str | None
     """The variant whose kernels compute the gradients, or None where none can."""
@@ -57,6 +58,10 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, variant: str, options: dict[str, Any]
 ) -> tuple[int, int, str] | str:
     """What `ops.check` returns, or why this variant does not run."""
+    for name, x in {"q": q, "k": k, "v": v, **options}.items():
+        if isinstance(x, Tensor) and not (ops.is_real(x) and x.device.type in ("cpu", "cuda")):
+            got = x.device if ops.is_real(x) else f"a {'meta' if x.is_meta else 'fake'} tensor"
+            return f"{name} must be on a CPU or a CUDA device, got {got}"
     try:
         return ops.check(q, k, v, **options, variant=variant)  # type: ignore[no-any-return]
     except (ValueError, RuntimeError) as error:
@@ -94,7 +99,8 @@ def _swapped(q: Tensor, k: Tensor, v: Tensor, runs: bool, options: dict[str, Any
 
 
 def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"{device}{name}"
 
 
 def explain(
@@ -107,7 +113,9 @@ def explain(
 ) -> Explanation:
     """Say what `flash_ext.attention(q, k, v, **options)` would run, without running it.
 
-    With cu_seqlens_q and cu_seqlens_k, what `flash_ext.attention_varlen` would run.
+    With cu_seqlens_q and cu_seqlens_k, what `flash_ext.attention_varlen` would run. Of DTensors,
+    what runs on this rank's part: tensors that the call would redistribute are redistributed, so
+    every rank must call it.
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k, options: as for those. Here floating-point tensors may
@@ -119,16 +127,19 @@ def explain(
 
     Raises:
         TypeError: an option that `flash_ext.attention` does not have.
+        ValueError: an argument is no dense tensor, or window no pair.
     """
     inspect.signature(attention).bind(q, k, v, **options)  # refuses unknown options
+    require_tensors(q=q, k=k, v=v)
+    ops.meet(q, k, v)
     wanted = options.pop("variant", "auto")
     options.pop("return_lse", None)
     if options.get("rng_state") is None:  # lest one be drawn, which would advance the generator
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
     given = op_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
-    found = {name: _check(q, k, v, name, given) for name in VARIANTS}
-    chosen = _check(q, k, v, wanted, given)
+    found = {name: _check(q, k, v, name, given) for name in (*VARIANTS, wanted)}
+    chosen = found.pop("auto") if wanted == "auto" else found[wanted]
     variant, backward, why = (-1, -1, "") if isinstance(chosen, str) else chosen
     names = (*VARIANTS, None)  # the last of them, -1: none
     return Explanation(

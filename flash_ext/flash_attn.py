@@ -7,31 +7,45 @@ flash-attn's names for them:
 
     softmax_scale: the factor of the scores; None is 1 / sqrt(D).
     causal: aligned bottom-right, as everywhere in flash_ext.
-    window_size: (left, right), both included; below 0 is unlimited.
+    window_size: (left, right), both included; below 0 is unlimited, and so is a side of at least Sk
+        (max_seqlen_k of packed sequences, the cache's length of a cache). On the right that is
+        more than what the side reaches where Sq > Sk.
     softcap: 0 or less is none.
     alibi_slopes: (Hq) or (B, Hq).
     dropout_p: the masks are drawn from torch's generator, but are other ones than flash-attn's.
     deterministic: False follows `torch.are_deterministic_algorithms_enabled()`.
-    max_seqlen, max_seqlen_q, max_seqlen_k: not needed, and not looked at.
+    max_seqlen, max_seqlen_q, max_seqlen_k: not needed; only window_size is compared with them.
     return_attn_probs: return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32,
-        (B, Hq, Sq), or (Hq, total_q) of packed sequences; it is +inf where a query sees no key, as
-        flash-attn has it, and differentiable, as it is not there. S_dmask, which flash-attn gives
-        for its own tests, is always empty, of shape (0,).
+        (B, Hq, Sq), or (Hq, total_q) of packed sequences, with flash-attn's values: +inf where a
+        query sees no key; and where causal, without a window, meets alibi_slopes, larger by
+        slope · (i + Sk − Sq) than that of `flash_ext.attention`, since key j is given slope · j
+        there, which is as good to the softmax. Unlike there it is differentiable. S_dmask, which
+        flash-attn gives for its own tests, is always empty, of shape (0,).
 
-Like there, a last dimension that is not contiguous is copied. What is not supported raises
-NotImplementedError before anything runs; wrong arguments raise ValueError or RuntimeError.
+Like there, a last dimension that is not contiguous is copied, and autocast casts neither a cache
+nor inputs that are all float16 or all bfloat16; others, which flash-attn refuses, it does. What is
+not supported raises NotImplementedError before anything runs; wrong arguments raise ValueError or
+RuntimeError.
+
+`__version__` is the flash-attn whose names these are, for code that asks.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from . import ops
+from ._checks import require_pair, require_tensors
 from .bert_padding import index_first_axis, pad_input, unpad_input
-from .functional import attention, attention_varlen
+from .functional import attention, attention_varlen, op_options
+
+__version__ = "2.8.3"
 
 __all__ = [
     "flash_attn_func",
@@ -59,6 +73,7 @@ def _refuse_given(**unsupported: object) -> None:
 
 def _unpack(name: str, x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
     """The q, k and v, or k and v, that lie stacked along a dimension."""
+    require_tensors(**{name: x})
     if x.dim() != dim + 3 or x.shape[dim] != parts:
         before = "batch, seqlen" if dim == 2 else "total"
         wanted = f"of shape ({before}, {parts}, heads, head_dim)"
@@ -72,20 +87,61 @@ def _options(
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
+    seqlen_k: int | None,
 ) -> dict[str, Any]:
-    left, right = window_size
+    """The options of flash_ext. seqlen_k is the length from which a side of the window is none."""
+    if window_size != (-1, -1):
+        left, right = require_pair("window_size", window_size)
+        if left < 0 or (seqlen_k is not None and left >= seqlen_k):
+            left = -1
+        if right < 0 or (seqlen_k is not None and right >= seqlen_k):
+            right = -1
+        window_size = left, right
     return {
         "scale": softmax_scale,
         "causal": causal,
-        "window": (max(left, -1), max(right, -1)),
-        "softcap": max(softcap, 0.0),
+        "window": window_size,
+        "softcap": 0.0 if softcap < 0 else softcap,
         "alibi_slopes": alibi_slopes,
     }
 
 
-def _with_infinite_lse(lse: Tensor) -> Tensor:
-    """flash-attn's logarithm of nothing is +inf."""
-    return lse.masked_fill(lse == -math.inf, math.inf)
+def _flash_attn_lse(
+    lse: Tensor, seqlen_k: int | Tensor, cu_seqlens: tuple[Tensor, Tensor] | None, options: Any
+) -> Tensor:
+    """lse with flash-attn's values, see the head of this module.
+
+    Args:
+        lse: (B, Hq, Sq), or with cu_seqlens (Hq, total_q).
+        seqlen_k: that of all sequences, or (B); with cu_seqlens it is not looked at.
+        options: those of `_options`.
+    """
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    slopes: Tensor | None = options["alibi_slopes"]
+    left, right = options["window"]
+    if slopes is None or left >= 0 or not (options["causal"] or right == 0):
+        return lse
+    slopes = slopes.to(lse.dtype)
+    rows = torch.arange(lse.shape[-1], dtype=torch.int32, device=lse.device)
+    if cu_seqlens is None:
+        last = seqlen_k[:, None, None] if isinstance(seqlen_k, Tensor) else seqlen_k
+        return lse + slopes[..., None] * (rows - lse.shape[-1] + last)
+    cu_q, cu_k = cu_seqlens
+    sequence = torch.searchsorted(cu_q[1:], rows, right=True).clamp(max=cu_q.numel() - 2)
+    slopes = slopes[sequence].T if slopes.dim() == 2 else slopes[:, None]
+    return lse + slopes * (rows - cu_q[1:][sequence] + cu_k.diff()[sequence])
+
+
+_AS_IT_IS = nullcontext()
+
+
+def _no_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(q.device.type, enabled=False) if ops.autocasts(q) else _AS_IT_IS
+
+
+def _one_half_type(*tensors: Tensor) -> bool:
+    """Whether all are float16, or all bfloat16."""
+    return {x.dtype for x in tensors} in ({torch.float16}, {torch.bfloat16})
 
 
 def _run(
@@ -99,16 +155,17 @@ def _run(
     options: dict[str, Any],
 ) -> Any:
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    options |= {"dropout_p": dropout_p, "deterministic": deterministic or None}
-    options["return_lse"] = return_attn_probs
-    if cu_seqlens is None:
-        result = attention(q, k, v, **options)
-    else:
-        result = attention_varlen(q, k, v, *cu_seqlens, **options)
+    given = options | {"dropout_p": dropout_p, "deterministic": deterministic or None}
+    given["return_lse"] = return_attn_probs
+    with _no_autocast(q) if ops.autocasts(q) and _one_half_type(q, k, v) else _AS_IT_IS:
+        if cu_seqlens is None:
+            result = attention(q, k, v, **given)
+        else:
+            result = attention_varlen(q, k, v, *cu_seqlens, **given)
     if not return_attn_probs:
         return result
     out, lse = result
-    return out, _with_infinite_lse(lse), q.new_empty(0)
+    return out, _flash_attn_lse(lse, k.shape[1], cu_seqlens, options), q.new_empty(0)
 
 
 def flash_attn_func(
@@ -128,7 +185,9 @@ def flash_attn_func(
 
     Differentiable in q, k and v. The options are those at the head of this module.
     """
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    if not (type(q) is type(k) is type(v) is Tensor):
+        require_tensors(q=q, k=k, v=v)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
@@ -146,7 +205,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` with k and v in one tensor kv (B, Sk, 2, Hk, D)."""
     k, v = _unpack("kv", kv, 2, dim=2)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
@@ -163,7 +222,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` with q, k and v in one tensor qkv (B, S, 3, H, D)."""
     q, k, v = _unpack("qkv", qkv, 3, dim=2)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
@@ -193,7 +252,7 @@ def flash_attn_varlen_func(
         block_table: a paged cache is not supported: anything but None raises NotImplementedError.
     """
     _refuse_given(block_table=block_table)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     return _run(q, k, v, cu_seqlens, dropout_p, deterministic, return_attn_probs, options)
 
@@ -216,7 +275,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, Hk, D)."""
     k, v = _unpack("kv", kv, 2, dim=1)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     return _run(q, k, v, cu_seqlens, dropout_p, deterministic, return_attn_probs, options)
 
@@ -236,7 +295,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, H, D)."""
     q, k, v = _unpack("qkv", qkv, 3, dim=1)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen)
     both = (cu_seqlens, cu_seqlens)
     return _run(q, k, v, both, dropout_p, deterministic, return_attn_probs, options)
 
@@ -249,12 +308,69 @@ def _append(cache: Tensor, new: Tensor, cache_seqlens: Tensor) -> None:
     cache.index_put_((elements, rows), new)
 
 
-def _check_new(name: str, new: Tensor, cache: Tensor, seqlen: int) -> None:
-    shape = (cache.shape[0], seqlen, *cache.shape[2:])
-    if tuple(new.shape) != shape or new.dtype != cache.dtype or new.device != cache.device:
-        wanted = f"of shape {shape}, {cache.dtype}, on {cache.device}, like its cache"
-        got = f"{tuple(new.shape)}, {new.dtype}, on {new.device}"
+def _check_rows(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
+    """Check the shape of x, in which words are for any size, and that it is like q."""
+    require_tensors(**{name: x})
+    same = x.dim() == len(shape) and all(
+        isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
+    )
+    if not same or x.dtype != q.dtype or x.device != q.device:
+        wanted = f"of shape ({', '.join(map(str, shape))}), {q.dtype}, on {q.device}, like q"
+        got = f"{tuple(x.shape)}, {x.dtype}, on {x.device}"
         raise ValueError(f"flash_ext: {name} must be {wanted}, got {got}")
+
+
+def _check_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+) -> int:
+    """Check the tensors of `flash_attn_with_kvcache`. Returns how many keys are new.
+
+    What the op checks, it says of k and v, by which the caller means others.
+    """
+    _check_rows("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"), q)
+    batch, head_dim = q.shape[0], q.shape[-1]
+    rows: tuple[int | str, ...] = ("batch_cache", "seqlen_k", "heads_k", head_dim)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_rows(name, cache, rows, q)
+        rows = (*cache.shape[:3], "head_dim_v")
+        if cache.shape[0] < batch:
+            wanted = f"of a batch of at least {batch}, like q's"
+            raise ValueError(f"flash_ext: {name} must be {wanted}, got {tuple(cache.shape)}")
+        if cache.shape[-1] > 1 and cache.stride(-1) != 1:
+            wanted, got = "contiguous in its last dimension", f"strides {cache.stride()}"
+            raise ValueError(f"flash_ext: {name} must be {wanted}, got {got}")
+    if (k is None) != (v is None):
+        raise ValueError("flash_ext: k and v must be given together, got one of them")
+    if k is None or v is None:
+        return 0
+    _check_rows("k", k, (batch, "seqlen_new", *k_cache.shape[2:]), q)
+    _check_rows("v", v, (batch, k.shape[1], *v_cache.shape[2:]), q)
+    return k.shape[1]
+
+
+def _cache_lengths(
+    cache_seqlens: int | Tensor | None, q: Tensor, capacity: int, new: int | None
+) -> Tensor | None:
+    """Check and return cache_seqlens as a contiguous int32 (B), with room for the new keys."""
+    batch, room = q.shape[0], capacity - (new or 0)
+    if cache_seqlens is None:
+        if new is not None:
+            raise ValueError("flash_ext: cache_seqlens must be given with k and v, got None")
+        return None
+    wanted = f"0 to {room}, of a cache of {capacity} for {new or 0} new keys"
+    if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens <= room:
+            raise ValueError(f"flash_ext: cache_seqlens must be {wanted}, got {cache_seqlens}")
+        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    require_tensors(cache_seqlens=cache_seqlens)
+    x = cache_seqlens
+    if x.dtype != torch.int32 or tuple(x.shape) != (batch,) or x.device != q.device:
+        wanted = f"int32 of shape ({batch},), on {q.device}"
+        got = f"{x.dtype} of shape {tuple(x.shape)}, on {x.device}"
+        raise ValueError(f"flash_ext: cache_seqlens must be {wanted}, got {got}")
+    if not x.is_cuda and not all(0 <= n <= room for n in x.tolist()):
+        raise ValueError(f"flash_ext: cache_seqlens must be {wanted}, got {x.tolist()}")
+    return x.contiguous()
 
 
 @torch.no_grad()
@@ -284,7 +400,8 @@ def flash_attn_with_kvcache(
     Args:
         k_cache, v_cache: (Bc, Sc, Hk, D) and (Bc, Sc, Hk, Dv), Bc at least B: the first B are used.
         k, v: (B, S_new, Hk, D) and (B, S_new, Hk, Dv), both or neither: written in place behind the
-            cache_seqlens first keys, and seen by q. On CUDA rows past Sc fail in the device.
+            cache_seqlens first keys, and seen by q. On CUDA rows past Sc fail in the device. A call
+            that is refused has written nothing, but for one that was compiled.
         cache_seqlens: how many keys the cache holds: an int, or int32 (B). None is all, without k.
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: not supported.
         rotary_interleaved, num_splits: have no effect: nothing is rotated, the keys are not split.
@@ -303,41 +420,21 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         block_table=block_table,
     )
+    new = _check_cache(q, k_cache, v_cache, k, v)
     batch, capacity = q.shape[0], k_cache.shape[1]
-    if q.dtype != k_cache.dtype:
-        raise ValueError(f"flash_ext: q must be of k_cache's dtype {k_cache.dtype}, got {q.dtype}")
     k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    new = 0
-    if (k is None) != (v is None):
-        raise ValueError("flash_ext: k and v must be given together, got one of them")
-    if k is not None and v is not None:
-        if cache_seqlens is None:
-            raise ValueError("flash_ext: cache_seqlens must be given with k and v, got None")
-        new = k.shape[1]
-        _check_new("k", k, k_cache, new)
-        _check_new("v", v, v_cache, new)
-    if isinstance(cache_seqlens, int):
-        if not 0 <= cache_seqlens <= capacity - new:
-            wanted = f"0 to {capacity - new}, for what is new to fit"
-            raise ValueError(f"flash_ext: cache_seqlens must be {wanted}, got {cache_seqlens}")
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    elif cache_seqlens is not None and (
-        cache_seqlens.dtype != torch.int32 or tuple(cache_seqlens.shape) != (batch,)
-    ):
-        got = f"{cache_seqlens.dtype} of shape {tuple(cache_seqlens.shape)}"
-        raise ValueError(f"flash_ext: cache_seqlens must be int32 of shape ({batch},), got {got}")
-    elif cache_seqlens is not None and not cache_seqlens.is_cuda:
-        lengths = cache_seqlens.tolist()
-        if not all(0 <= n <= capacity - new for n in lengths):
-            raise ValueError(
-                f"flash_ext: cache_seqlens must be 0 to {capacity - new}, got {lengths}"
-            )
-    if k is not None and v is not None and cache_seqlens is not None:
-        _append(k_cache, k, cache_seqlens)
-        _append(v_cache, v, cache_seqlens)
-        cache_seqlens = cache_seqlens + new
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    used = None if cache_seqlens is None else cache_seqlens.contiguous()
-    options |= {"seqused_k": used, "return_lse": True}
-    out, lse = attention(_rows_contiguous(q), k_cache, v_cache, **options)
-    return (out, _with_infinite_lse(lse)) if return_softmax_lse else out
+    lengths = _cache_lengths(cache_seqlens, q, capacity, None if k is None else new)
+    used = lengths if lengths is None or k is None else lengths + new
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, capacity)
+    q = _rows_contiguous(q)
+    with _no_autocast(q):
+        given = op_options(q, **options, seqused_k=used)
+        if k is not None and v is not None and lengths is not None:
+            if not is_compiling() and ops.is_real(q):  # where the device can be asked
+                ops.check(q, k_cache, v_cache, **given)
+            _append(k_cache, k, lengths)
+            _append(v_cache, v, lengths)
+        out, lse = ops.forward(q, k_cache, v_cache, **given)
+    if not return_softmax_lse:
+        return out
+    return out, _flash_attn_lse(lse, capacity if used is None else used, None, options)

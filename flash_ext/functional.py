@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._checks import statistics_dtype
+from ._checks import require_pair, require_tensors, statistics_dtype
 
 
 def op_options(
@@ -33,20 +33,25 @@ def op_options(
 
     To the dispatcher every option that is given costs time, together more than the launch.
     """
+    if type(q) is not Tensor:
+        require_tensors(q=q)
     options: dict[str, Any] = {}
     if scale is not None:
         options["scale"] = scale
     if causal is not False:
         options["causal"] = causal
     if window != (-1, -1):
-        options["window_left"], options["window_right"] = window
+        options["window_left"], options["window_right"] = require_pair("window", window)
     if softcap != 0.0:
         options["softcap"] = softcap
     if alibi_slopes is not None:
+        require_tensors(alibi_slopes=alibi_slopes)
         options["alibi_slopes"] = alibi_slopes.to(statistics_dtype(q.dtype))
     if bias is not None:
+        require_tensors(bias=bias)
         options["bias"] = bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
     if sink is not None:
+        require_tensors(sink=sink)
         options["sink"] = sink.to(statistics_dtype(q.dtype))
     if cu_seqlens_q is not None:
         options["cu_seqlens_q"] = cu_seqlens_q
@@ -112,11 +117,13 @@ def attention(
             otherwise. Hq is a multiple of Hk: query head h reads key head h // (Hq / Hk)
             (grouped-query attention).
         v: values (B, Sk, Hk, Dv). Dv is 1 to 256 and may differ from D.
-        scale: τ, the factor of the scores; None is 1 / sqrt(D).
+        scale: τ, the factor of the scores, below 2^127 in magnitude, and below 2^127 c with a
+            softcap c; None is 1 / sqrt(D).
         causal: hide the keys after each query. Aligned bottom-right: the last query sees all keys.
         window: (left, right): query i sees keys i + Sk − Sq − left to i + Sk − Sq + right, both
             included; −1 is unlimited. causal is right = 0.
-        softcap: c > 0 bounds the scaled scores to (−c, c) (Gemma 2 report, 2024); 0 does not.
+        softcap: c > 0 bounds the scaled scores to (−c, c) (Gemma 2 report, 2024); 0 does not. At
+            least 2^−126 and below 2^127.
         alibi_slopes: (Hq) or (B, Hq): each head's penalty per position of distance (Press et al.,
             "Train short, test long", 2022). Constants: they get no gradient.
         bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,
@@ -125,14 +132,16 @@ def attention(
             first and has value 0 (gpt-oss model card, 2025; cf. Xiao et al., "Efficient streaming
             language models with attention sinks", 2024).
         seqused_k: int32 (B): batch element b has only its first seqused_k[b] keys; Sk is this
-            number then, wherever it appears. The others are never read.
+            number then, wherever it appears. The others are never read. From 0 to the number of
+            keys: on CUDA checked only with FLASH_EXT_DEBUG=1, as cu_seqlens of `attention_varlen`.
         dropout_p: the probability of dropping an entry of P after the softmax, in [0, 1).
         rng_state: int64 of shape (2,): seed and offset of the dropout mask
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
         variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 where it can, fa2
-            elsewhere. A named one runs or raises with the reason. See `flash_ext.explain`.
+            elsewhere (on a CPU with larger tiles than the paper's). A named one runs or raises with
+            the reason. See `flash_ext.explain`.
         return_lse: return lse too.
 
     alibi_slopes and sink may be of any floating dtype: they are converted to float32 (with float64
@@ -227,5 +236,5 @@ def attention_varlen(
         deterministic=deterministic,
         variant=variant,
     )
-    out, lse = ops.forward(q, k, v, **options)
+    out, lse = ops.forward(q, k, v, need_lse=return_lse, **options)
     return (out, lse) if return_lse else out

@@ -1,7 +1,7 @@
 """The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`: schemas, fake kernels, autograd, kernels.
 
 What else PyTorch may ask of an op is in `_vmap.py`, `_flops.py` and `integrations/dtensor.py`;
-`_node.py` is a second, quicker way to autograd for plain calls.
+`_node.py` is a second, quicker way to autograd.
 
     fwd(q, k, v, *, options) -> (out, lse)
     bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
@@ -26,28 +26,34 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _any_requires_grad,
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_torch_function_mode_enabled,
-)
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.library import Library, register_fake
 
 from . import _flops, _node, _vmap, tiled
-from ._checks import check_backward, check_forward, statistics_dtype
+from ._checks import check_backward, check_forward, require_tensors, statistics_dtype
 from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
+from ._torch_private import (
+    any_requires_grad,
+    below_autocast,
+    below_autograd,
+    entry,
+    in_autocast,
+    in_dual_level,
+    in_function_mode,
+    in_transforms,
+    is_fake,
+    recorder,
+    register_autograd_kernel,
+)
 
 _BINARY = Path(__file__).with_name("_C.abi3.so")
+_WHY_NOT_BUILT = Path(__file__).with_name("_C.missing.txt")
+"""Written by setup.py in place of the binary."""
 _HOW_TO_BUILD = (
     "Where nvcc is on PATH or in $CUDA_HOME, type this in the source folder: "
     "pip install --no-build-isolation ."
@@ -105,8 +111,7 @@ register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
 # autograd.Functions itself.
 
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_fwd, _bwd = fwd._op, bwd._op  # the same, by a shorter way
+_fwd, _bwd = entry(fwd), entry(bwd)
 
 
 def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
@@ -114,6 +119,12 @@ def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
         "flash_ext: forward-mode derivatives (jvp, jacfwd, hessian) are not supported; "
         "flash_ext.reference.attention has them"
     )
+
+
+_SAVED = (
+    *("bias", "k", "q", "v", "cu_seqlens_k", "cu_seqlens_q", "lse", "out"),
+    *("seqused_k", "alibi_slopes", "rng_state", "sink"),
+)
 
 
 class _Forward(torch.autograd.Function):
@@ -128,15 +139,15 @@ class _Forward(torch.autograd.Function):
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """bias and sink are among the options, and here for autograd to see them."""
-        with _below_autograd():
+        with below_autograd():
             out, lse = _fwd(q, k, v, **options)
-        ctx.options = options
         # In the order of the node of _node.py: checkpointing may recompute the one for the other.
-        if TENSOR_OPTIONS.isdisjoint(options):
-            ctx.save_for_backward(k, q, v, lse, out)
-        else:
-            ctx.names = [name for name in options if name in TENSOR_OPTIONS]
-            ctx.save_for_backward(k, q, v, lse, out, *(options.pop(name) for name in ctx.names))
+        saved = {"k": k, "q": q, "v": v, "lse": lse, "out": out}
+        if not TENSOR_OPTIONS.isdisjoint(options):
+            given = {name: options.pop(name, None) for name in TENSOR_OPTIONS}
+            saved = {name: x for name in _SAVED if (x := (saved | given)[name]) is not None}
+        ctx.options, ctx.names = options, tuple(saved)
+        ctx.save_for_backward(*saved.values())
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -144,13 +155,13 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        k, q, v, lse, out, *tensors = ctx.saved_tensors
+        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        k, q, v, lse, out = (saved.pop(name) for name in ("k", "q", "v", "lse", "out"))
         options = ctx.options
         need_dbias = need_dsink = False
-        if tensors:
+        if saved:
             *_, need_dbias, need_dsink = ctx.needs_input_grad
-            options = options | dict(zip(ctx.names, tensors, strict=True))
-            options["need_dbias"] = need_dbias
+            options = options | saved | {"need_dbias": need_dbias}
         if dout is None:
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:
@@ -160,16 +171,16 @@ class _Forward(torch.autograd.Function):
         if torch.is_grad_enabled() or is_compiling():
             dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
         else:
-            with _below_autograd():
+            with below_autograd():
                 dq, dk, dv, dbias, dsink = _bwd(dout, dlse, q, k, v, out, lse, **options)
         return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
-        with _below_autograd():
-            return _bwd(*tensors, **options)
+    def forward(ctx: Any, op: Callable[..., Any], options: dict[str, Any], *tensors: Any) -> Any:
+        with below_autograd():
+            return op(*tensors, **options)
 
     jvp = staticmethod(_refuse_tangents)
 
@@ -181,36 +192,10 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """function.apply without what it does for torch.func, which takes longer than a launch.
-
-    That would take the transforms off the arguments one by one. An Autograd kernel is called by the
-    dispatcher, which has done it: only the innermost transform is left. Those farther out are to
-    record the op within.
-    """
-
-    class InTransforms(function):  # type: ignore[valid-type, misc]
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                return function.forward(ctx, *arguments)
-
-    plain = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    in_transforms = super(torch.autograd.Function, InTransforms).apply  # type: ignore[misc]
-
-    def record(*arguments: Any) -> Any:
-        if not _are_functorch_transforms_active():
-            return plain(*arguments)
-        with enable_single_level_autograd_function():
-            return in_transforms(*arguments)
-
-    return record
+_record_forward, _record_backward = recorder(_Forward), recorder(_Backward)
 
 
-_record_forward, _record_backward = _recorder(_Forward), _recorder(_Backward)
-
-
-def _meet(*tensors: Tensor) -> None:
+def meet(*tensors: Tensor) -> None:
     """Register what subclasses of Tensor need, at their first call."""
     if any(type(x).__module__.startswith("torch.distributed.tensor") for x in tensors):
         from .integrations import dtensor  # noqa: F401
@@ -218,25 +203,26 @@ def _meet(*tensors: Tensor) -> None:
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if type(q) is not Tensor:
-        _meet(q)
-    bias, sink = options.get("bias"), options.get("sink")
+        meet(q)
+    bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
     if (
-        torch.is_grad_enabled() and _any_requires_grad(q, k, v, bias, sink)
-    ) or forward_ad._current_level >= 0:  # tangents are refused
+        torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
+    ) or in_dual_level():  # tangents are refused
         return _record_forward(options, q, k, v, bias, sink)
-    with _below_autograd():
+    with below_autograd():
         return _fwd(q, k, v, **options)
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
-    if (torch.is_grad_enabled() and _any_requires_grad(*tensors)) or forward_ad._current_level >= 0:
-        return _record_backward(options, *tensors)
-    with _below_autograd():
+    if (torch.is_grad_enabled() and any_requires_grad(*tensors)) or in_dual_level():
+        return _record_backward(_bwd, options, *tensors)
+    with below_autograd():
         return _bwd(*tensors, **options)
 
 
-_library.impl("fwd", _fwd_autograd, "Autograd")
-_library.impl("bwd", _bwd_autograd, "Autograd")
+register_autograd_kernel(_library, fwd, _fwd_autograd)
+register_autograd_kernel(_library, bwd, _bwd_autograd)
+_node.define(_library, _record_backward)
 
 
 # --- Autocast ---
@@ -248,23 +234,26 @@ def _autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _below_autocast() -> AbstractContextManager[Any]:
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
-
-
 def _fwd_autocast(device_type: str) -> Callable[..., Any]:
     def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        with _below_autocast():
+        with below_autocast(device_type):
             return fwd(*_autocast(device_type, q, k, v), **options)
 
     return kernel
 
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(
-    torch._C.DispatchKey.AutocastCUDA
-)
 _library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
 _library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")
+
+
+def is_real(x: Tensor) -> bool:
+    """Whether x has elements that a kernel could read: `check` wants it."""
+    return not (x.is_meta or is_fake(x))
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for x's device."""
+    return in_autocast() and torch.is_autocast_enabled(x.device.type)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:
@@ -273,20 +262,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
     Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
     dispatcher's way into Python and back takes longer than a launch.
     """
-    if is_compiling() or _are_functorch_transforms_active() or _is_torch_function_mode_enabled():
+    if is_compiling() or in_transforms() or in_function_mode():
         return fwd(q, k, v, **options)
     if not (type(q) is type(k) is type(v) is Tensor):
-        _meet(q, k, v)
+        require_tensors(q=q, k=k, v=v)
+        meet(q, k, v)
         return fwd(q, k, v, **options)
-    autocast = _is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)
+    autocast = autocasts(q)
     if autocast:
         q, k, v = _autocast(q.device.type, q, k, v)
-    if not need_lse and _aten_fwd is not None and _node.takes(q, k, v, options):
-        given = {_node.OPTIONS[name]: value for name, value in options.items()}
-        return _aten_fwd(q, k, v, **given)[:2]
+    if not need_lse and _node_forward is not None and _node.takes(q, k, v, options):
+        return _node_forward(q, k, v, options)
     if not autocast:
         return _fwd_autograd(q, k, v, **options)
-    with _below_autocast():
+    with below_autocast(q.device.type):
         return _fwd_autograd(q, k, v, **options)
 
 
@@ -295,6 +284,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
 _vmap.register(_library, fwd, bwd)
 _flops.register(fwd.overloadpacket, bwd.overloadpacket)
 
+
+# --- What integrations/sdpa.py switches on and off, in csrc/sdpa.cpp ---
+
+_library.define("sdpa_override_CUDA(bool on, bool with_out) -> ()")
 
 # --- CPU kernels ---
 
@@ -326,7 +319,8 @@ _library.impl("check", _check_cpu, "CPU")
 def _load_binary() -> str | None:
     """Load the CUDA kernels. Returns why they are missing, None where they are there."""
     if not _BINARY.exists():
-        return f"not built. {_HOW_TO_BUILD}"
+        why = f": {_WHY_NOT_BUILT.read_text()}" if _WHY_NOT_BUILT.exists() else ""
+        return f"not built{why}. {_HOW_TO_BUILD}"
     try:
         torch.ops.load_library(_BINARY)
     except OSError as error:
@@ -358,6 +352,4 @@ if cuda_missing is not None:
     for _name in ("fwd", "bwd", "check"):
         _library.impl(_name, _cuda_unavailable, "CUDA")
 
-_aten_fwd = _node.find() if cuda_missing is None else None
-if _aten_fwd is not None:
-    _node.register()
+_node_forward = _node.find() if cuda_missing is None else None

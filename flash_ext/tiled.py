@@ -36,8 +36,7 @@ from ._options import BackwardTensors, Options
 from .sequences import Span, spans
 from .tiling import Tiling
 
-ON_CHIP_ELEMENTS = 128 * 1024
-"""M, the on-chip memory in elements: 512 KiB of float32, a CPU core's share of the L2 cache."""
+_LOG2_E = 1 / math.log(2)
 
 
 class Operands(NamedTuple):
@@ -71,6 +70,14 @@ def _reciprocal(row_sum: Tensor) -> Tensor:
     return row_sum.masked_fill(row_sum == 0, 1).reciprocal_()
 
 
+def _exp_(tile: Tensor) -> Tensor:
+    """e to the tile, in place, where `exp_` would take several times longer at −∞ on a CPU.
+
+    In float64, because a factor's rounding error in an exponent grows with the exponent.
+    """
+    return tile.copy_(tile.double().mul_(_LOG2_E).exp2_())
+
+
 def _dropped(tile: Tensor, Z_ij: Tensor | None) -> Tensor:
     """The tile ∘ Z_ij."""
     return tile if Z_ij is None else tile * Z_ij
@@ -94,7 +101,7 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             S_ij = tile.scores(Q_i @ K_j.mT)  # 10, 11
             m_ij = S_ij.amax(dim=-1, keepdim=True)  # 12: m̃_ij
             m_ij.clamp_(min=torch.finfo(m_ij.dtype).min)
-            P_ij = S_ij.sub_(m_ij).exp_()  # P̃_ij
+            P_ij = _exp_(S_ij.sub_(m_ij))  # P̃_ij
             ell_ij = P_ij.sum(dim=-1, keepdim=True)  # ℓ̃_ij
             m_new = torch.maximum(m_i, m_ij)  # 13
             old, new = torch.exp(m_i - m_new), torch.exp(m_ij - m_new)
@@ -127,11 +134,11 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             K_j, V_j = K[:, tile.keys], V[:, tile.keys]  # 7
             S_ij = tile.scores(Q_i @ K_j.mT)  # 8
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))  # 9
-            P_ij = S_ij.sub_(m_new).exp_()  # P̃_ij
+            P_ij = _exp_(S_ij.sub_(m_new))  # P̃_ij
             rescale = torch.exp(m_i - m_new)
             ell_i = rescale * ell_i + P_ij.sum(dim=-1, keepdim=True)
             P_ij = _dropped(P_ij, tile.dropout_scale())
-            O_i.mul_(rescale).baddbmm_(tiling.rounded(P_ij), V_j)  # 10
+            O_i.mul_(rescale).add_(tiling.rounded(P_ij) @ V_j)  # 10
             m_i = m_new
         O_i.mul_(_reciprocal(ell_i))  # 12, 14
         L[:, rows] = m_i + ell_i.log()  # 13, 15
@@ -156,15 +163,15 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
             Q_i, O_i, dO_i, dQ_i = (x[:, tile.rows] for x in (Q, Out, dO, dQ))  # 11
             L_i, dL_i = L[:, tile.rows], dL[:, tile.rows]
             S_ij = tile.scores(Q_i @ K_j.mT)  # 12, 13
-            P_ij = S_ij.sub_(L_i).exp_()  # 14: diag(ℓ_i)⁻¹ exp(S − m_i) = exp(S − L_i)
+            P_ij = _exp_(S_ij.sub_(L_i))  # 14: diag(ℓ_i)⁻¹ exp(S − m_i) = exp(S − L_i)
             Z_ij = tile.dropout_scale()  # 15
-            dV_j.baddbmm_(tiling.rounded(_dropped(P_ij, Z_ij)).mT, dO_i)  # 16
+            dV_j += tiling.rounded(_dropped(P_ij, Z_ij)).mT @ dO_i  # 16
             dP_ij = _dropped(dO_i @ V_j.mT, Z_ij)  # 17, 18
             D_i = (dO_i * O_i).sum(dim=-1, keepdim=True) - dL_i  # 19
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 20
             dS_ij = tiling.rounded(dS_ij)
-            dQ_i.baddbmm_(dS_ij, K_j, alpha=tiling.scale)  # 21
-            dK_j.baddbmm_(dS_ij.mT, Q_i, alpha=tiling.scale)  # 22
+            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale)  # 21
+            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale)  # 22
 
     return dQ, dK, dV
 
@@ -186,14 +193,14 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
             K_j, V_j, dK_j, dV_j = (x[:, tile.keys] for x in (K, V, dK, dV))  # 6, 7
             Q_i, dO_i, dQ_i, L_i, D_i = (x[:, tile.rows] for x in (Q, dO, dQ, L, D))  # 9
             S_ij = tile.scores(Q_i @ K_j.mT)  # 10
-            P_ij = S_ij.sub_(L_i).exp_()  # 11
+            P_ij = _exp_(S_ij.sub_(L_i))  # 11
             Z_ij = tile.dropout_scale()
-            dV_j.baddbmm_(tiling.rounded(_dropped(P_ij, Z_ij)).mT, dO_i)  # 12
+            dV_j += tiling.rounded(_dropped(P_ij, Z_ij)).mT @ dO_i  # 12
             dP_ij = _dropped(dO_i @ V_j.mT, Z_ij)  # 13
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 14
             dS_ij = tiling.rounded(dS_ij)
-            dQ_i.baddbmm_(dS_ij, K_j, alpha=tiling.scale)  # 15
-            dK_j.baddbmm_(dS_ij.mT, Q_i, alpha=tiling.scale)  # 16
+            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale)  # 15
+            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale)  # 16
 
     return dQ, dK, dV
 
@@ -236,9 +243,13 @@ def forward(
     k: Tensor,
     v: Tensor,
     options: Options,
-    on_chip: int = ON_CHIP_ELEMENTS,
+    on_chip: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The op fwd by one variant: arguments already checked, M = `on_chip` elements."""
+    """The op fwd by one variant, arguments already checked.
+
+    Tiles are the papers' for M = `on_chip` elements. None is M = `tiling.ON_CHIP_ELEMENTS` where
+    the options name the variant, and with "auto" other tiles, `tiling.fast_block_sizes`.
+    """
     q, k, v = (_as_batch(x, options) for x in (q, k, v))
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]))
@@ -256,7 +267,7 @@ def backward(
     tensors: BackwardTensors,
     options: Options,
     need_dbias: bool,
-    on_chip: int = ON_CHIP_ELEMENTS,
+    on_chip: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The op bwd, as `forward` is fwd; dbias and dsink are None where the op returns shape (0,)."""
     dout, q, k, v, out, lse = (

@@ -16,6 +16,12 @@ from .dropout import keep_scale, keep_tile
 from .mask import Band, band, blocks
 from .sequences import Span
 
+ON_CHIP_ELEMENTS = 128 * 1024
+"""M, the on-chip memory in elements: 512 KiB of float32, a CPU core's share of the L2 cache."""
+
+SCORES_BYTES = 2 * 1024 * 1024
+"""What `fast_block_sizes` gives S_ij, all heads together."""
+
 
 def block_sizes(on_chip: int, head_dim: int) -> tuple[int, int]:
     """(B_r, B_c) for M = `on_chip` elements (FlashAttention, Algorithm 1, line 1).
@@ -25,6 +31,18 @@ def block_sizes(on_chip: int, head_dim: int) -> tuple[int, int]:
     """
     B_c = math.ceil(on_chip / (4 * head_dim))
     return min(B_c, head_dim), B_c
+
+
+def fast_block_sizes(heads: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(B_r, B_c) for S_ij of `SCORES_BYTES`, over so many heads of all sequences.
+
+    Here a step of the algorithms is a call of torch, which itself takes as long as some thousands
+    of scores. So the fewer tiles the better, until they leave the caches. B_c is one to four times
+    B_r. Many heads get 64 × 128 all the same: narrower matrix products are slower.
+    """
+    scores = max(SCORES_BYTES // (dtype.itemsize * max(heads, 1)), 64 * 128)
+    B_r = 1 << (scores.bit_length() - 1) // 2
+    return B_r, scores // B_r
 
 
 @dataclass(frozen=True)
@@ -57,25 +75,29 @@ class Tiling:
         k: Tensor,
         v: Tensor,
         options: Options,
-        on_chip: int,
+        on_chip: int | None,
         dbias: Tensor | None = None,
     ) -> Tiling:
         """Of one span of q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv)."""
         (heads_q, head_dim), heads_k = q.shape[2:], k.shape[2]
-        B_r, B_c = block_sizes(on_chip, max(head_dim, v.shape[3]))
+        batch, dtype = span.batch.stop - span.batch.start, statistics_dtype(q.dtype)
+        if on_chip is None and options.variant == "auto":
+            B_r, B_c = fast_block_sizes(batch * heads_q, dtype)
+        else:
+            B_r, B_c = block_sizes(on_chip or ON_CHIP_ELEMENTS, max(head_dim, v.shape[3]))
         left, right = options.window_left, options.window_right
         slopes, bias = options.alibi_slopes, options.bias
         return cls(
             band=band(*span.lengths, options.causal, left, right),
             B_r=B_r,
             B_c=B_c,
-            batch=span.batch.stop - span.batch.start,
+            batch=batch,
             first_sequence=span.sequences.start,
             heads_k=heads_k,
             group=heads_q // heads_k,
             scale=1 / math.sqrt(head_dim) if options.scale is None else options.scale,
             input_dtype=q.dtype,
-            dtype=statistics_dtype(q.dtype),
+            dtype=dtype,
             options=replace(
                 options,
                 alibi_slopes=None if slopes is None else span.slopes_of(slopes),
@@ -103,11 +125,11 @@ class Tiling:
 
     def sink_rows(self) -> Tensor:
         """The sink of each row of queries, (B·Hk, Sq·G, 1). No sink is one of −∞."""
-        shape = (self.batch, self.band.seqlen_q, self.heads_k * self.group, 1)
         if self.options.sink is None:
-            no_sink = torch.tensor(-math.inf, dtype=self.dtype)
-            return self.to_rows(no_sink.expand(shape))
-        return self.to_rows(self.options.sink.unsqueeze(-1).expand(shape))
+            shape = (self.batch * self.heads_k, self.band.seqlen_q * self.group, 1)
+            return torch.full(shape, -math.inf, dtype=self.dtype)
+        sink = self.options.sink.unsqueeze(-1)
+        return self.to_rows(sink.expand(self.batch, self.band.seqlen_q, *sink.shape))
 
     def sum_by_head(self, rows: Tensor) -> Tensor:
         """(B·Hk, Sq·G, 1) → (Hq), summed over batch and positions."""
@@ -187,8 +209,8 @@ class Tile:
             S.sub_(slopes * tiling.band.diagonals(*corners, S.device).abs())
         if options.bias is not None:
             S.add_(self._bias(options.bias))
-        if not tiling.band.covers(*corners):
-            S.masked_fill_(~tiling.band.visible(*corners, S.device), -math.inf)
+        for head in range(tiling.group):
+            tiling.band.hide_(S_ij[:, head :: tiling.group], self.q0, self.k0)
         return S_ij
 
     def scores_gradient(self, dS_ij: Tensor) -> Tensor:

@@ -479,7 +479,9 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         sink = torch.randn(p.heads_q, generator=generator, dtype=statistics_dtype(p.dtype)) + 3
         inputs.sink = _row_in_poison(sink, device).detach().requires_grad_()
     if p.seqused_k is not None:
-        inputs.seqused_k = _row_in_poison(torch.tensor(p.seqused_k, dtype=torch.int32), device)
+        # The CPU refuses what is beyond the keys. CUDA does not look, and must not read there.
+        used = [keys for _, keys in p.sequences()] if device == "cpu" else p.seqused_k
+        inputs.seqused_k = _row_in_poison(torch.tensor(used, dtype=torch.int32), device)
     if p.packed:
         inputs.cu_seqlens_q, inputs.cu_seqlens_k = (
             _row_in_poison(torch.tensor((0, *itertools.accumulate(x)), dtype=torch.int32), device)

@@ -1,19 +1,20 @@
-"""What the benchmarks and the evidence files claim about themselves: digest, FLOPs, completeness.
+"""What the benchmarks and the evidence files claim about themselves: FLOPs, completeness.
 
-Would catch a digest that no longer names the source it stands beside, a FLOP formula that flatters,
-evidence written by a run that left tests out, a wrong result that is timed or called supported, and
-a table of README that does not follow from the results.
+Would catch a FLOP formula that flatters, evidence written by a run that left tests out, a wrong
+result that is timed or called supported, and a table of README that does not follow from the
+results.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import evidence  # puts benchmarks/ on the path
 import pytest
@@ -22,6 +23,7 @@ import torch
 import flash_ext
 
 common = evidence.common
+import activation  # noqa: E402
 import calls  # noqa: E402
 import compare  # noqa: E402
 import memory  # noqa: E402
@@ -32,35 +34,6 @@ import support  # noqa: E402
 import train  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-
-SHELL_DIGEST = r"""
-find csrc flash_ext -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' \
-    -o -name '*.py' \) | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16
-"""
-
-
-def shell_digest(root: Path) -> str:
-    return subprocess.run(
-        ["sh", "-c", SHELL_DIGEST], cwd=root, capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-def test_digest_is_the_shells() -> None:
-    assert common.source_digest(ROOT) == shell_digest(ROOT)
-
-
-def test_digest_follows_content_and_names(tmp_path: Path) -> None:
-    """Names that sort differently by bytes and by letters, nested folders, and files left out."""
-    for name in ("csrc/a.cu", "csrc/B.cuh", "csrc/a-b/x.h", "csrc/ab.cpp", "flash_ext/_c.py"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-    digest = common.source_digest(tmp_path)
-    assert digest == shell_digest(tmp_path) and len(digest) == 16
-    (tmp_path / "csrc/notes.md").write_text("not a source")
-    assert common.source_digest(tmp_path) == digest
-    (tmp_path / "csrc/a.cu").write_text("changed")
-    assert common.source_digest(tmp_path) != digest
 
 
 def test_flops() -> None:
@@ -109,6 +82,7 @@ def test_exact_results_of_grouped_heads() -> None:
 
 
 def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[compare.Cell]:
+    monkeypatch.setattr("flash_ext.__main__.usable_device", str)  # which this torch may not have
     monkeypatch.setattr(sys, "argv", ["compare", "--device", "cuda", *arguments])
     return list(compare.grid(compare.parse()))
 
@@ -309,6 +283,26 @@ def test_recorded_ratios_are_those_of_the_grid() -> None:
     for other in ({"dtype": "fp16"}, {"batch": 3}, {"d": 96, "heads": 21}):
         (cell,) = compare.with_best([SHAPES[0] | other | {"providers": times}], recorded)
         assert providers.BEST not in cell["providers"]
+
+
+def test_activation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two turns of each, a ratio, and a model that computes otherwise is called wrong."""
+    monkeypatch.setattr(activation.sdpa, "activated", contextlib.nullcontext)
+    make = activation.CASES["GPT, 6 layers"]
+    result = activation.measure(make, torch.device("cpu"), rounds=1, steps=1)
+    assert result["sdpa"]["ms"] > 0 and result["ratio"] > 0 and result["difference"] == 0
+    monkeypatch.setattr(activation.sdpa, "activated", lambda: sdpa_with(torch.neg))
+    result = activation.measure(make, torch.device("cpu"), rounds=1, steps=1)
+    assert result["wrong"]
+
+
+@contextlib.contextmanager
+def sdpa_with(function: Callable) -> Iterator[None]:
+    """SDPA's result passed through a function."""
+    attend = activation.F.scaled_dot_product_attention
+    changed = lambda *x, **options: function(attend(*x, **options))  # noqa: E731
+    with mock.patch.object(activation.F, "scaled_dot_product_attention", changed):
+        yield
 
 
 def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

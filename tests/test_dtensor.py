@@ -1,8 +1,8 @@
 """DTensors over two ranks: results and gradients of the whole, and what is split how.
 
 Would catch a rule that gathers what it could compute in parts, a gradient that lacks the other
-rank's share, key heads that meet the wrong queries, parts that drop by the same mask, and a model
-whose tensor-parallel training differs from that on one device.
+rank's share, key heads that meet the wrong queries, parts that drop by the same mask, replicas that
+drop by different ones, and a model whose tensor-parallel training differs from that on one device.
 """
 
 from __future__ import annotations
@@ -113,6 +113,17 @@ def check_cases(mesh: DeviceMesh) -> None:
             close(x, e, f"{what}, {name}")
 
 
+def check_explained(mesh: DeviceMesh) -> None:
+    """What runs on a rank's part, or the reason that the call itself gives."""
+    whole, parts = distributed(DENSE, mesh, (SEQUENCE, HEADS, HEADS))
+    plain = flash_ext.explain(whole.q, whole.k, whole.v, causal=True)
+    explanation = flash_ext.explain(parts.q, parts.k, parts.v, causal=True)
+    assert explanation.variant == plain.variant is not None
+    assert str(explanation) == str(plain)
+    explanation = flash_ext.explain(parts.q, parts.k, parts.v, softcap=-1.0)
+    assert explanation.variant is None and "softcap must be" in str(explanation)
+
+
 def check_inference(mesh: DeviceMesh) -> None:
     """The first call of a process, without any autograd; k alone is split."""
     whole, parts = distributed(DENSE, mesh, (NOTHING, HEADS, HEADS))
@@ -146,6 +157,30 @@ def check_dropout(mesh: DeviceMesh) -> None:
     through_out = whole.double().square().sum()  # out is linear in v
     through_v = (v.full_tensor().double() * dv.full_tensor().double()).sum()
     torch.testing.assert_close(through_out, through_v, rtol=2e-2, atol=2e-2)
+
+
+def check_replicated_dropout(mesh: DeviceMesh) -> None:
+    """Generators that differ; out and gradients that are marked as replicated are."""
+    torch.manual_seed(dist.get_rank())
+    square = init_device_mesh(mesh.device_type, (RANKS, 1), mesh_dim_names=("data", "tensor"))
+    cases = ((mesh, [NOTHING]), (mesh, [SEQUENCE]), (square, [NOTHING, HEADS]))
+    compiled = torch.compile(flash_ext.attention, backend="aot_eager", fullgraph=True)
+    for attention in (flash_ext.attention, compiled):
+        for of_case, placements in cases:
+            inputs = make_inputs(DENSE, mesh.device_type)
+            leaves = [
+                distribute_tensor(x.detach(), of_case, placements).requires_grad_()
+                for x in (inputs.q, inputs.k, inputs.v)
+            ]
+            out = attention(*leaves, dropout_p=0.5)
+            gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+            for x in (out, *gradients):
+                assert x.placements[0] == NOTHING
+                each = DTensor.from_local(
+                    x.to_local()[None], of_case, [Shard(0), NOTHING][: of_case.ndim]
+                )
+                first, second = each.full_tensor()
+                assert torch.equal(first, second), f"{attention} {placements}"
 
 
 def check_compiled(mesh: DeviceMesh) -> None:
@@ -198,9 +233,11 @@ def check_model(mesh: DeviceMesh) -> None:
 
 CHECKS = (
     check_inference,
+    check_explained,
     check_cases,
     check_two_dimensions,
     check_dropout,
+    check_replicated_dropout,
     check_compiled,
     check_model,
 )

@@ -2,11 +2,13 @@
 
 Would catch a check that is missing on one device (the kernel would read out of bounds), a message
 that names the wrong argument, and `check` and `fwd` disagreeing about what runs. CUDA leaves the
-values of cu_seqlens unchecked unless FLASH_EXT_DEBUG=1: those have a test of their own.
+values of cu_seqlens and seqused_k unchecked unless FLASH_EXT_DEBUG=1: those have tests of their
+own.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -116,7 +118,14 @@ FORWARD_CASES = {
         "q",
         lambda a: {n: a[n].new_zeros(2, 7, 8, 32) for n in "kv"},
     ),
-    "no key heads": ("q|k", lambda a: {n: a[n].new_zeros(2, 7, 0, 32) for n in "kv"}),
+    "no key heads": (
+        "k's number of heads must be at least 1",
+        lambda a: {n: a[n].new_zeros(2, 7, 0, 32) for n in "kv"},
+    ),
+    "no heads": (
+        "k's number of heads must be at least 1",
+        lambda a: {n: a[n].new_zeros(2, 7, 0, 32) for n in "qkv"},
+    ),
     "head dim 257": ("q", lambda a: {n: a[n].new_zeros(2, 7, 2, 257) for n in "qkv"}),
     "v of head dim 257": ("v", shaped("v", 2, 7, 2, 257)),
     "v of head dim 0": ("v", shaped("v", 2, 7, 2, 0)),
@@ -126,6 +135,9 @@ FORWARD_CASES = {
     "v not contiguous": ("v", strided("v")),
     "scale nan": ("scale", option(scale=NAN)),
     "scale infinite": ("scale", option(scale=INF)),
+    "scale infinite in float32": ("scale", option(scale=1e300)),
+    "scale -2^127": ("scale", option(scale=-(2.0**127))),
+    "scale too large for softcap": ("scale", option(scale=100.0, softcap=2.0**-121)),
     "window_left -2": ("window_left", option(window_left=-2)),
     "window_right -2": ("window_right", option(window_right=-2)),
     "window_right -5 though causal": ("window_right", option(window_right=-5, causal=True)),
@@ -141,6 +153,10 @@ FORWARD_CASES = {
     "negative softcap": ("softcap", option(softcap=-1.0)),
     "softcap infinite": ("softcap", option(softcap=INF)),
     "softcap nan": ("softcap", option(softcap=NAN)),
+    "softcap infinite in float32": ("softcap", option(softcap=1e300)),
+    "softcap 2^127": ("softcap", option(softcap=2.0**127)),
+    "softcap 0 in float32": ("softcap", option(softcap=1e-300)),
+    "softcap subnormal in float32": ("softcap", option(softcap=1e-39)),
     "slopes of other heads": ("alibi_slopes", tensor("alibi_slopes", 2)),
     "slopes of another batch": ("alibi_slopes", tensor("alibi_slopes", 1, 4)),
     "slopes of three dimensions": ("alibi_slopes", tensor("alibi_slopes", 2, 4, 1)),
@@ -239,6 +255,14 @@ OFFSET_CASES = {
         "cu_seqlens_k[2] must be from 8 (the entry before) to 14 (all rows), got 15",
         offsets("cu_seqlens_k", 0, 8, 15),
     ),
+    "more keys than the sequence has": (
+        "seqused_k[1] must be from 0 to the sequence's 6 keys, got 7",
+        offsets("seqused_k", 8, 7),
+    ),
+    "fewer keys than none": (
+        "seqused_k[0] must be from 0 to the sequence's 8 keys, got -1",
+        offsets("seqused_k", -1, 0),
+    ),
 }
 
 BACKWARD_CASES = {
@@ -333,6 +357,14 @@ def test_the_cpu_names_the_bad_offset(case: str, op: str) -> None:
     assert said in refuse(op, argument, change, good_packed("cpu"))
 
 
+@pytest.mark.parametrize("op", ("fwd", "check", "bwd"))
+@pytest.mark.parametrize("used", ((7, 8), (-1, 7)))
+def test_the_cpu_names_the_bad_number_of_keys(used: tuple, op: str) -> None:
+    index = 1 if used[1] > 7 else 0
+    said = f"seqused_k[{index}] must be from 0 to the sequence's 7 keys, got {used[index]}"
+    assert said in refuse(op, "seqused_k", offsets("seqused_k", *used), good("cpu"))
+
+
 BAD_OFFSETS_ON_CUDA = """
 import torch
 q = torch.zeros(10, 1, 64, dtype=torch.float16, device="cuda")
@@ -340,9 +372,10 @@ offsets = lambda *x: torch.tensor(x, dtype=torch.int32, device="cuda")
 good = offsets(0, 4, 10)
 import flash_ext
 flash_ext.attention_varlen(q, q, q, good, good)
-for bad in (offsets(1, 4, 10), offsets(0, 8, 6), offsets(0, -2, 10), offsets(0, 4, 1 << 30)):
+bad_offsets = (offsets(1, 4, 10), offsets(0, 8, 6), offsets(0, -2, 10), offsets(0, 4, 1 << 30))
+for bad, used in (*((x, None) for x in bad_offsets), (good, offsets(4, 7)), (good, offsets(-1, 6))):
     try:
-        flash_ext.attention_varlen(q, q, q, good, bad)
+        flash_ext.attention_varlen(q, q, q, good, bad, seqused_k=used)
         torch.cuda.synchronize()
         print("ran")
     except RuntimeError as error:
@@ -361,11 +394,12 @@ def test_bad_offsets_on_cuda(debug: bool) -> None:
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     if debug:
-        assert [re.search(r"cu_seqlens_k\[\d\]", line).group() for line in lines] == [
-            f"cu_seqlens_k[{index}]" for index in (0, 2, 1, 2)
+        assert [re.search(r"\w+\[\d\] must be", line).group() for line in lines] == [
+            *(f"cu_seqlens_k[{index}] must be" for index in (0, 2, 1, 2)),
+            *(f"seqused_k[{index}] must be" for index in (1, 0)),
         ]
     else:
-        assert lines == ["ran"] * 4
+        assert lines == ["ran"] * 6
 
 
 @pytest.mark.gpu
@@ -416,6 +450,64 @@ def test_the_public_function_says_the_same(device: str) -> None:
         flash_ext.attention_varlen(q, k, v, cu_seqlens, cu_seqlens)
     with pytest.raises(ERRORS, match=named("q")):
         flash_ext.attention(q[0], k[0], v[0])
+
+
+@pytest.mark.parametrize(
+    "options", ({"scale": 1e-300}, {"scale": 0.0}, {"softcap": 2.0**-126}, {"softcap": 1.7e38})
+)
+def test_the_ends_of_what_scale_and_softcap_may_be(options: dict, device: str) -> None:
+    """Scores that vanish are all alike; a cap too far to matter changes nothing."""
+    a = good(device)
+    q, k, v = a["q"], a["k"], a["v"]
+    out, lse = flash_ext.attention(q, k, v, **options, return_lse=True)
+    if options.get("softcap", 0.0) > 1:
+        expected = flash_ext.attention(q, k, v).float()
+    else:
+        torch.testing.assert_close(lse, torch.full_like(lse, math.log(7)))
+        expected = v.float().mean(1, keepdim=True).repeat_interleave(2, 2).expand_as(out)
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_dtypes_are_named_once_each() -> None:
+    for dtype, wanted in (
+        (torch.float32, "float32 or bool"),
+        (torch.bfloat16, "bfloat16, float32 or bool"),
+        (torch.float64, "float64 or bool"),
+    ):
+        q = torch.zeros(1, 5, 1, 8, dtype=dtype)
+        bias = torch.zeros(5, 5, dtype=torch.float16)
+        with pytest.raises(ERRORS, match=f"bias must be {wanted}, got float16$"):
+            flash_ext.attention(q, q, q, bias=bias)
+
+
+@pytest.mark.parametrize("window", (128, None, (1, 2, 3), (None, 0), "ab"))
+def test_a_window_that_is_no_pair(window: Any, device: str) -> None:
+    a = good(device)
+    q, k, v = a["q"], a["k"], a["v"]
+    for call_it in (flash_ext.attention, flash_ext.explain):
+        with pytest.raises(ERRORS, match="flash_ext: window must be a pair of ints"):
+            call_it(q, k, v, window=window)
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "alibi_slopes", "bias", "sink"))
+def test_what_is_no_tensor(name: str, device: str) -> None:
+    a = good(device)
+    tensors = {n: a[n] for n in "qkv"}
+    found = {
+        "a value of type ndarray": torch.zeros(4).numpy(),
+        "a value of type list": [0.0] * 4,
+        "a nested tensor": torch.nested.nested_tensor(
+            [torch.zeros(n, 4, 32) for n in (3, 5)], layout=torch.jagged, device=device
+        ),
+    }
+    if name in tensors:
+        found["None"] = None
+    for got, bad in found.items():
+        for options in ({}, {"dropout_p": 0.1, "sink": torch.zeros(4, device=device)}):
+            with pytest.raises(ERRORS, match=f"flash_ext: {name} must be a .*tensor.*, got {got}$"):
+                flash_ext.attention(**tensors | options | {name: bad})
+        with pytest.raises(ERRORS, match=f"flash_ext: {name} must be a .*tensor.*, got {got}$"):
+            flash_ext.explain(**tensors | {name: bad})
 
 
 def test_a_named_variant_runs_or_raises(device: str) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from attention_testing import VARIANTS, Problem, device_obstacle, fastest
+from torch._subclasses import FakeTensorMode
 
 import flash_ext
-from flash_ext import ops
+from flash_ext import _torch_private, ops
 from flash_ext.__main__ import main
 
 
@@ -61,9 +62,12 @@ def test_why_not(argument: str, options: dict, device: str) -> None:
     assert explanation.variant is explanation.backward is explanation.why_backward is None
     with pytest.raises((ValueError, RuntimeError), match=argument):
         flash_ext.attention(*inputs, **options)
+    assert f"{argument} must be" in str(explanation)
     if argument != "variant":
         assert all(argument in reason for reason in explanation.reasons.values())
-        assert argument in str(explanation)
+    else:  # what there is may run, but was not asked for
+        assert tuple(explanation.reasons) == (*VARIANTS, "fa9")
+        assert "variant must be 'auto' or 'fa1' or" in explanation.reasons["fa9"]
 
 
 def test_bad_tensors_are_explained_too(device: str) -> None:
@@ -143,6 +147,23 @@ def test_says_whether_the_cuda_kernels_are_there() -> None:
         assert "not built" in binary and "pip install" in binary
 
 
+@pytest.mark.parametrize("kind", ("meta", "fake"))
+@pytest.mark.parametrize("name", ("q", "v", "sink"))
+def test_tensors_without_elements_are_explained(name: str, kind: str, device: str) -> None:
+    arguments = dict(zip("qkv", some_inputs(device), strict=True))
+    arguments["sink"] = torch.zeros(2, device=device)
+    if kind == "meta":
+        arguments[name] = arguments[name].to("meta")
+    else:
+        arguments[name] = FakeTensorMode().from_tensor(arguments[name])
+    explanation = flash_ext.explain(**arguments)
+    assert explanation.variant is explanation.backward is None
+    expected = f"{name} must be on a CPU or a CUDA device, got a {kind} tensor"
+    assert set(explanation.reasons.values()) == {expected}
+    if name == "q" and kind == "meta":
+        assert explanation.device == "meta"
+
+
 @pytest.mark.gpu
 def test_float32_on_cuda_is_explained() -> None:
     explanation = flash_ext.explain(*some_inputs("cuda", dtype=torch.float32))
@@ -214,9 +235,39 @@ def test_command_line(device: str, capsys: pytest.CaptureFixture) -> None:
     assert str(expected) in text
 
 
+def test_command_line_names_what_torch_lacks(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_private, "missing", ["torch._C._gone"])
+    main(["--device", "cpu"])
+    assert "slower without: torch._C._gone" in " ".join(capsys.readouterr().out.split())
+
+
 def test_command_line_of_what_does_not_run(capsys: pytest.CaptureFixture) -> None:
     assert main(["--q", "1", "5", "4", "300", "--device", "cpu"]) == 1
     assert "head dimension must be 1 to 256" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here CUDA may be asked for")
+@pytest.mark.parametrize(
+    "program",
+    (
+        ("-m", "flash_ext"),
+        ("examples/train_gpt.py",),
+        ("benchmarks/compare.py",),
+        ("benchmarks/options.py",),
+        ("benchmarks/support.py",),
+        ("benchmarks/train.py",),
+    ),
+    ids=" ".join,
+)
+def test_a_device_that_is_not_there(program: tuple) -> None:
+    root = Path(flash_ext.__file__).parent.parent
+    found = subprocess.run(
+        [sys.executable, *program, "--device", "cuda"], capture_output=True, text=True, cwd=root
+    )
+    assert found.returncode == 2 and "Traceback" not in found.stderr
+    assert "error: " in found.stderr and "--device" in found.stderr.splitlines()[-1]
 
 
 def test_run_as_a_module() -> None:

@@ -2,7 +2,8 @@
 
 Would catch an argument that has moved or changed its default, a mask aligned top-left, a window
 that is off by one, gradients that miss their place in a packed tensor, a cache written at the wrong
-rows, and options that are silently ignored.
+rows or by a call that is refused, lse of another convention, a cast by autocast that flash-attn
+does not make, and options that are silently ignored.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext import bert_padding
 from flash_ext import flash_attn as fa
 
 OPTIONS = {
@@ -64,6 +66,7 @@ SIGNATURES = {
     "unpad_input": {"hidden_states": NEEDED, "attention_mask": NEEDED, "unused_mask": None},
     "index_first_axis": {"input": NEEDED, "indices": NEEDED},
 }
+SLOPES = torch.tensor([0.5, 0.1, 0.2, 0.3])
 CASES = {
     "plain": {},
     "scale": {"softmax_scale": 0.3},
@@ -72,27 +75,40 @@ CASES = {
     "left": {"window_size": (3, -1)},
     "causal window": {"window_size": (2, -1), "causal": True},
     "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.3])},
+    "far right": {"window_size": (-1, 4)},
+    "far": {"window_size": (30, 12)},
+    "alibi": {"alibi_slopes": SLOPES},
+    "alibi causal": {"alibi_slopes": SLOPES, "causal": True},
+    "alibi right": {"alibi_slopes": SLOPES, "window_size": (-1, 0)},
+    "alibi causal window": {"alibi_slopes": SLOPES, "causal": True, "window_size": (2, 5)},
+    "alibi far causal": {"alibi_slopes": SLOPES, "causal": True, "window_size": (30, 5)},
     "deterministic": {"deterministic": True, "causal": True},
 }
 LENGTHS = ((5, 1, 7), (9, 4, 3))
 
 
 def plain(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-          alibi_slopes=None, deterministic=False):  # fmt: skip
-    """out and lse of one sequence, (S, H, D), from the definition in float32."""
+          alibi_slopes=None, deterministic=False, longest=None):  # fmt: skip
+    """out and lse of one sequence, (S, H, D), as flash-attn 2.8 defines them, in float32.
+
+    longest: what it compares the window with.
+    """
+    longest = len(k) if longest is None else longest
+    left, right = (-1 if side >= longest else side for side in window_size)
+    right = 0 if causal else right
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (softmax_scale or q.shape[-1] ** -0.5)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     distance = torch.arange(k.shape[0]) - (torch.arange(len(q))[:, None] + len(k) - len(q))
-    if alibi_slopes is not None:
+    if alibi_slopes is not None and left < 0 and right == 0:
+        s = s + alibi_slopes[:, None, None] * torch.arange(k.shape[0])
+    elif alibi_slopes is not None:
         s = s - alibi_slopes[:, None, None] * distance.abs()
-    left, right = window_size
     visible = torch.ones_like(distance, dtype=torch.bool)
     visible &= (distance >= -left) | (left < 0)
-    visible &= (distance <= (0 if causal else right)) | (right < 0 and not causal)
+    visible &= (distance <= right) | (right < 0)
     dead = ~visible.any(-1, keepdim=True)
     s = s.masked_fill(~visible & ~dead, -math.inf)
     p = s.softmax(-1).masked_fill(dead, 0)
@@ -118,7 +134,8 @@ def compare(run, join, parts, options, lse_dim, **names):
     join puts q, k and v of the sequences into the inputs of run.
     """
     parts = [tuple(x.requires_grad_() for x in triple) for triple in parts]
-    expected = [plain(*triple, **options) for triple in parts]
+    longest = max(len(k) for _, k, _ in parts)
+    expected = [plain(*triple, **options, longest=longest) for triple in parts]
     leaves = [x for triple in parts for x in triple]
     outs, lses = zip(*expected, strict=True)
     douts = [torch.randn_like(x) for x in outs]
@@ -205,6 +222,81 @@ def test_varlen(options):
     )
 
 
+def test_a_packed_window_is_compared_with_max_seqlen_k():
+    (triple,) = sequences((9,), (4,))
+    q, k, v = (x[None] for x in triple)
+    bounds = (offsets((9,)), offsets((4,)))
+    for longest, right in ((4, -1), (5, 4), (None, 4)):
+        out = fa.flash_attn_varlen_func(*triple, *bounds, 9, longest, window_size=(-1, 4))
+        assert torch.equal(out, flash_ext.attention(q, k, v, window=(-1, right))[0])
+
+
+def test_lse_with_slopes_of_each_sequence():
+    """flash-attn's: by slope · (i + Sk − Sq) more than that of the scores as documented."""
+    options = {"causal": True, "return_attn_probs": True}
+    slopes, parts = torch.rand(3, 4), sequences(*LENGTHS)
+    bounds = tuple(map(offsets, LENGTHS))
+    _, lse, _ = fa.flash_attn_varlen_func(
+        *packed(parts), *bounds, *map(max, LENGTHS), alibi_slopes=slopes, **options
+    )
+    _, documented = flash_ext.attention_varlen(
+        *packed(parts), *bounds, causal=True, alibi_slopes=slopes, return_lse=True
+    )
+    shift = [torch.arange(m) + n - m for m, n in zip(*LENGTHS, strict=True)]
+    shift = [s[:, None] * x for s, x in zip(slopes, shift, strict=True)]
+    torch.testing.assert_close(lse, documented.abs().where(documented.isinf(), documented)
+                               + torch.cat(shift, 1))  # fmt: skip
+
+    q, k, v = (x[:3] for x in torch.randn(3, 3, 6, 4, 8))
+    _, lse, _ = fa.flash_attn_func(q, k, v, alibi_slopes=slopes, **options)
+    one_by_one = [
+        fa.flash_attn_func(*(x[b : b + 1] for x in (q, k, v)), alibi_slopes=s, **options)[1]
+        for b, s in enumerate(slopes)
+    ]
+    torch.testing.assert_close(lse, torch.cat(one_by_one))
+    _, last = fa.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=6, causal=True, alibi_slopes=slopes, return_softmax_lse=True
+    )
+    torch.testing.assert_close(last, lse)
+
+
+def test_version_is_flash_attn_s():
+    assert tuple(map(int, fa.__version__.split("."))) >= (2, 8, 0)
+
+
+@pytest.mark.parametrize("run", [fa.flash_attn_func, fa.flash_attn_with_kvcache])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_leaves_half_precision_alone(dtype, run):
+    q, k, v = (x.to(dtype) for x in dense(sequences((6, 6), (9, 9))))
+    expected = run(q, k, v, causal=True)
+    for other in {torch.float16, torch.bfloat16} - {dtype}:
+        with torch.autocast("cpu", other):
+            out = run(q, k, v, causal=True)
+            assert torch.is_autocast_enabled("cpu")
+        assert out.dtype == dtype and torch.equal(out, expected)
+
+
+def test_autocast_casts_other_inputs_but_no_cache():
+    q, k, v = dense(sequences((6, 6), (9, 9)))
+    expected = fa.flash_attn_with_kvcache(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fa.flash_attn_with_kvcache(q, k, v), expected)
+        assert fa.flash_attn_func(q, k, v).dtype == torch.bfloat16
+        assert fa.flash_attn_func(q, k.half(), v.half()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [CASES["window"], CASES["far right"], CASES["alibi causal"]])
+def test_compiled(options):
+    def run(q, k, v):
+        return fa.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+
+    inputs = [x.half() for x in dense(sequences((9, 9), (4, 4)))]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
+        for x, y in zip(found, run(*inputs), strict=True):
+            torch.testing.assert_close(x, y)
+
+
 def test_dropout_is_flash_ext_s():
     q, k, v = dense(sequences((6, 6), (9, 9)))
     torch.manual_seed(3)
@@ -232,7 +324,8 @@ def test_kvcache(options, new, lengths):
     expected = []
     for b, n in enumerate(held):
         k_want[b, n : n + new], v_want[b, n : n + new] = k[b], v[b]
-        expected.append(plain(q[b], k_want[b, : n + new], v_want[b, : n + new], **options))
+        rows = slice(n + new)
+        expected.append(plain(q[b], k_want[b, rows], v_want[b, rows], **options, longest=12))
     given = torch.tensor(lengths).int() if isinstance(lengths, list) else lengths
     pair = (k, v) if new else (None, None)
     out, lse = fa.flash_attn_with_kvcache(
@@ -261,12 +354,22 @@ def test_kvcache_refuses(name):
     [
         ({"cache_seqlens": 10}, "cache_seqlens must be 0 to 9"),
         ({"cache_seqlens": torch.tensor([0, 10]).int()}, "cache_seqlens must be 0 to 9"),
-        ({"q": torch.zeros(2, 3, 4, 8).half()}, "q must be of k_cache's dtype"),
+        ({"q": torch.zeros(2, 3, 4, 8).half()}, "k_cache must be of shape .* torch.float16"),
         ({"cache_seqlens": None}, "cache_seqlens must be given"),
         ({"cache_seqlens": torch.zeros(2)}, "cache_seqlens must be int32"),
         ({"v": None}, "k and v must be given together"),
         ({"v": torch.ones(2, 2, 2, 8)}, "v must be of shape"),
         ({"k": torch.ones(2, 3, 2, 8).double()}, "k must be of shape"),
+        ({"k": torch.ones(3)}, "k must be of shape"),
+        ({"cache_seqlens": [0, 0]}, "cache_seqlens must be a tensor"),
+        ({"q": torch.zeros(3, 4, 8)}, "q must be of shape"),
+        ({"q": None}, "q must be a tensor, got None"),
+        ({"q": torch.zeros(2, 3, 3, 8)}, "q's number of heads"),
+        ({"softmax_scale": math.inf}, "scale must be"),
+        ({"softcap": math.nan}, "softcap must be"),
+        ({"window_size": 128}, "window_size must be a pair"),
+        ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be of shape"),
+        ({"alibi_slopes": [0.0] * 4}, "alibi_slopes must be a tensor"),
     ],
 )
 def test_kvcache_errors_write_nothing(change, message):
@@ -275,6 +378,29 @@ def test_kvcache_errors_write_nothing(change, message):
         given = {"q": q, "k": new, "v": new, "cache_seqlens": 0} | change
         fa.flash_attn_with_kvcache(k_cache=cache, v_cache=cache, **given)
     assert not cache.any()
+
+
+def test_kvcache_names_a_bad_cache():
+    q, k, v = torch.zeros(2, 3, 4, 8), *torch.zeros(2, 2, 12, 2, 8)
+    for name, change in (
+        ("k_cache", {"k_cache": k[:1]}),
+        ("k_cache", {"k_cache": k[..., :4]}),
+        ("v_cache", {"v_cache": v[:, :5]}),
+        ("v_cache", {"v_cache": v.mT.contiguous().mT}),
+        ("v_cache", {"v_cache": v.double()}),
+        ("k_cache", {"k_cache": k[0]}),
+    ):
+        with pytest.raises(ValueError, match=f"flash_ext: {name} must be"):
+            fa.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v} | change)
+
+
+@pytest.mark.parametrize("bad", [None, [1.0], torch.zeros(2).numpy()])
+def test_what_is_no_tensor_is_named(bad):
+    (x,) = dense([(torch.zeros(5, 4, 8),)] * 2)
+    with pytest.raises(ValueError, match="flash_ext: k must be a tensor, got"):
+        fa.flash_attn_func(x, bad, x)
+    with pytest.raises(ValueError, match="flash_ext: qkv must be a tensor, got"):
+        fa.flash_attn_qkvpacked_func(bad)
 
 
 def test_varlen_refuses_a_block_table():
@@ -308,7 +434,45 @@ def test_unpad_and_pad(dtype):
     packed, indices, cu_seqlens, longest, used = fa.unpad_input(x, mask, unused)
     assert indices.tolist() == [0, 1, 2, 4, 5, 6] and cu_seqlens.tolist() == [0, 3, 6]
     assert longest == 3 and used.tolist() == [2, 3]
+    narrow = fa.pad_input(packed, indices.int(), 2, 4)
+    assert torch.equal(narrow, fa.pad_input(packed, indices, 2, 4))
+    assert torch.autograd.grad(narrow.sum(), x)[0].sum() == 12
     with pytest.raises(ValueError, match="attention_mask must be of shape"):
         fa.unpad_input(x, mask[:, :3])
-    with pytest.raises(ValueError, match="input must have two dimensions"):
+    with pytest.raises(ValueError, match="input must be of two dimensions"):
         fa.index_first_axis(torch.zeros(3), indices)
+
+
+def test_an_empty_batch_is_unpadded():
+    packed, indices, cu_seqlens, longest, used = fa.unpad_input(
+        torch.zeros(0, 4, 2), torch.zeros(0, 4)
+    )
+    assert packed.shape == (0, 2) and longest == 0 and cu_seqlens.tolist() == [0]
+    assert indices.numel() == used.numel() == 0
+
+
+def test_concatenated_sequences():
+    """flash-attn's own example: three rows of six, of two, two and one sequence."""
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    x = torch.arange(36.0).view(3, 6, 2).requires_grad_()
+    packed, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(
+        x, lengths
+    )
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and cu_seqlens.dtype == torch.int32
+    assert indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)] and longest == 6
+    assert torch.equal(packed, x.flatten(0, 1)[indices])
+    with pytest.raises(ValueError, match="attention_mask_in_length must be of shape"):
+        bert_padding.unpad_input_for_concatenated_sequences(x, lengths[:2])
+
+
+def test_rows_are_put_and_kept():
+    x, rows = torch.randn(5, 3, requires_grad=True), torch.tensor([4, 1])
+    taken, kept = bert_padding.index_first_axis_residual(x, rows)
+    assert torch.equal(taken, x[rows]) and torch.equal(kept, x)
+    (gradient,) = torch.autograd.grad(2 * taken.sum() + kept.sum(), x)
+    assert gradient[:, 0].tolist() == [1, 3, 1, 1, 3]
+    put = bert_padding.index_put_first_axis(taken, rows.int(), 5)
+    assert torch.equal(put[rows], taken) and put.count_nonzero() == 6
+    assert torch.equal(bert_padding.IndexFirstAxis.apply(x, rows), taken)
+    assert torch.equal(bert_padding.IndexPutFirstAxis.apply(taken, rows, 5), put)
+    assert torch.equal(bert_padding.IndexFirstAxisResidual.apply(x, rows)[0], taken)

@@ -1,18 +1,26 @@
 """The layers of csrc/: who may include whom, where torch and where `asm` may appear.
 
+And of flash_ext/: one module alone has private names of torch, which any release may rename.
+
 `make lint` runs this file alone; it needs neither torch nor the binary.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
-TORCH_FILES = {"bindings.cpp", "attention.h", "attention.cpp", "check.h"}
+ROOT = Path(__file__).resolve().parent.parent
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "flash_ext"
+TORCH_PRIVATE = "_torch_private.py"
+TORCH_FILES = {
+    *("bindings.cpp", "node.cpp", "sdpa.cpp", "boxing.h"),
+    *("attention.h", "attention.cpp", "check.h"),
+}
 STABLE_HEADERS = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 
 
@@ -77,3 +85,59 @@ def test_a_breach_is_found(tmp_path: Path, file: str, code: str, complaint: str)
     (tmp_path / file).write_text(f"// asm in a comment is fine\n{code}\n")
     (found,) = violations(tmp_path)
     assert file in found and complaint in found
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"_(?!_).*|__.*(?<!__)", name) is not None
+
+
+def private_names(code: str) -> Iterator[str]:
+    """The private names of other packages in a module's code, torch's above all.
+
+    `self._x` and `cls._x` are the module's own. The methods of a named tuple are public.
+    """
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (x.name for x in node.names if any(map(is_private, x.name.split("."))))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module != "__future__":
+            names = (f"{node.module}.{x.name}" for x in node.names)
+            yield from (name for name in names if any(map(is_private, name.split("."))))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            of_its_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not of_its_own and node.attr not in ("_asdict", "_fields", "_make", "_replace"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"torch(\.\w+)*\._[\w.]*", node.value):
+                yield node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(name.value):
+                yield ast.unparse(node)
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    found = {path.name: list(private_names(path.read_text())) for path in PACKAGE.rglob("*.py")}
+    assert found.pop(TORCH_PRIVATE)
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._C",
+        "from torch._C import DispatchKey",
+        "from torch.autograd.function import _SingleLevelFunction",
+        "torch._C._any_requires_grad(q)",
+        "forward_ad._current_level >= 0",
+        "op._op",
+        "getattr(op, '_schema', None)",
+        "import_module('torch._C')",
+    ],
+)
+def test_a_private_name_is_found(code: str) -> None:
+    assert list(private_names(code))
+
+
+def test_other_names_are_not() -> None:
+    code = "from ._vmap import _rule; self._mesh; x._asdict(); q.__class__; from torch import nn"
+    assert list(private_names(code)) == []

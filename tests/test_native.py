@@ -8,18 +8,11 @@ lists in variants.h that differ from Python's.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib.machinery
 import importlib.util
 import itertools
-import os
 import random
-import shutil
-import subprocess
-import sys
 import sysconfig
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,40 +25,20 @@ from attention_testing import (
     dense_mask,
     obstacle,
 )
+from compiled import ROOT, shared_library
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
 from test_dropout import IN_PARTS
 
-ROOT = Path(__file__).resolve().parent.parent
-CSRC = ROOT / "csrc"
 SOURCE = ROOT / "tests" / "native" / "native.cpp"
-COMPILER = os.environ.get("CXX", "g++")
-FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
 
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    """The compiled module, cached under build/ by the content of everything it is made from."""
     pybind11 = pytest.importorskip("pybind11")
-    if shutil.which(COMPILER) is None:
-        pytest.skip(f"there is no C++ compiler {COMPILER} (set CXX)")
-    content = hashlib.sha256(" ".join([COMPILER, *FLAGS, sys.version]).encode())
-    for path in [SOURCE, *sorted((*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h")))]:
-        content.update(path.read_bytes())
-    folder = ROOT / "build" / "tests-native"
-    library = folder / content.hexdigest()[:16] / "flash_ext_native.so"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    includes = [CSRC, pybind11.get_include(), sysconfig.get_path("include")]
-    with open(folder / "lock", "w") as lock:  # the processes of pytest-xdist compile it once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            partial = library.with_suffix(".partial")
-            include_flags = [f"-I{path}" for path in includes]
-            command = [COMPILER, *FLAGS, *include_flags, str(SOURCE), "-o", str(partial)]
-            compiled = subprocess.run(command, capture_output=True, text=True)
-            assert compiled.returncode == 0, f"{' '.join(command)}\n{compiled.stderr}"
-            partial.replace(library)
+    includes = [pybind11.get_include(), sysconfig.get_path("include")]
+    library = shared_library("flash_ext_native", [SOURCE], [f"-I{path}" for path in includes])
     loader = importlib.machinery.ExtensionFileLoader("flash_ext_native", str(library))
     spec = importlib.util.spec_from_loader("flash_ext_native", loader)
     module = importlib.util.module_from_spec(spec)

@@ -243,6 +243,26 @@ def test_dynamic_lengths_compile_once(variant: str, device: str) -> None:
     assert len(set(compiled_frames)) == 1, "new lengths must not compile anew"
 
 
+def test_windows_compile_twice(device: str) -> None:
+    """The first one as a constant, the second for all: torch.compile's way with numbers."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    inputs = make_inputs(Problem(1, 40, 50, 4, 2, 16), device)
+    leaves = (inputs.q, inputs.k, inputs.v)
+
+    def forward(q, k, v, left, right):
+        return flash_ext.attention(q, k, v, window=(left, right), deterministic=True)
+
+    compiled = torch.compile(forward, fullgraph=True, backend=counter)
+    for left, right in ((7, 3), (11, 5), (30, 2), (19, 20)):
+        expected, actual = forward(*leaves, left, right), compiled(*leaves, left, right)
+        assert_bitwise_equal(actual.detach(), expected.detach())
+        gradients = (torch.autograd.grad(x, leaves, inputs.dout) for x in (actual, expected))
+        for a, e in zip(*gradients, strict=True):
+            assert_bitwise_equal(a, e)
+    assert counter.frame_count == 2
+
+
 def test_compiled_dropout_draws_a_fresh_mask_per_call(device: str) -> None:
     torch._dynamo.reset()
     inputs = make_inputs(Problem(1, 40, 40), device)

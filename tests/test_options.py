@@ -300,13 +300,13 @@ def test_memory_is_kept_only_while_needed(variant: str, device: str) -> None:
 
 
 def test_auto_is_one_of_the_variants(variant: str, device: str) -> None:
-    """auto runs the variant that check names, to the bit."""
+    """auto runs the variant that check names, to the bit (on a CPU in tiles of its own)."""
     inputs = make_inputs(Problem(1, 40, 50), device)
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
     chosen = VARIANTS[torch.ops.flash_ext.check(*tensors)[0]]
     auto = flash_ext.attention(*tensors)
     named = flash_ext.attention(*tensors, variant=variant)
-    if variant == chosen:
+    if variant == chosen and device != "cpu":
         assert_bitwise_equal(named, auto)
     else:
         torch.testing.assert_close(named, auto, atol=2e-2, rtol=2e-2)
@@ -412,11 +412,14 @@ def test_softcap_bounds_the_scores(variant: str, device: str) -> None:
 
 
 def test_all_keys_used_is_none_given(variant: str, device: str) -> None:
-    """seqused_k of at least Sk, and one below it as if the keys were sliced off."""
+    """seqused_k of Sk, and one below it as if the keys were sliced off.
+
+    On CUDA, where it is not checked, one beyond Sk reads no more than there is.
+    """
     problem = Problem(2, 70, 150, 4, 2, causal=True)
     inputs = make_inputs(problem, device)
     expected = outputs(problem, inputs, variant)
-    for used in (150, 151, 2**31 - 1):
+    for used in (150, 151, 2**31 - 1) if device == "cuda" else (150,):
         inputs.seqused_k = torch.full((2,), used, dtype=torch.int32, device=device)
         assert_same(outputs(problem, inputs, variant), expected)
     inputs.seqused_k.fill_(99)

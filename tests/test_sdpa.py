@@ -1,13 +1,18 @@
 """flash_ext under SDPA: what is registered and undone, the translation, the way back to torch.
 
 Would catch an override or a cuDNN switch that outlives restore(), an import that activates, scores
-scaled or masked otherwise than aten's ops are, results with other strides than theirs, and calls
-that flash_ext does not support and yet takes.
+scaled or masked otherwise than aten's ops are, results with other strides than theirs, calls that
+flash_ext does not support and yet takes, and Python on the way to those that it does.
+
+On the CPU, where torch has no kernels of these ops, csrc/sdpa.cpp is compiled for flash_ext's CPU
+kernels and overrides stand-ins for torch's.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import random
 import subprocess
 import sys
 import threading
@@ -18,42 +23,59 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import load_host_side
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 import flash_ext
 from flash_ext import ops
-from flash_ext.integrations import _varlen, sdpa
+from flash_ext.integrations import sdpa
 
-NAMES = tuple(sdpa._overrides())
+FORWARD, BACKWARD = (f"_scaled_dot_product_flash_attention{x}" for x in ("", "_backward"))
+FLASH, FLASH_OUT, FLASH_BACKWARD = (
+    f"_flash_attention_{x}" for x in ("forward", "forward_no_dropout_inplace", "backward")
+)
+NAMES = tuple(sdpa._schemas())
 SHAPES = {"bhsd": (2, 4, 6, 8), "bshd": (2, 6, 4, 8)}
 
 
-class Original:
-    """A kernel of torch, which records how it is called."""
+def aten(name: str):
+    return getattr(torch.ops.aten, name).default
 
-    def __init__(self) -> None:
+
+class Original:
+    """In place of a kernel of torch: records how it is called, and returns tensors of nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.returns = [str(x.type) for x in aten(name)._schema.returns]
         self.calls: list[tuple] = []
 
-    def call_boxed(self, *arguments, **keywords):
+    def call_boxed(self, keys, *arguments, **keywords):
         self.calls.append((arguments, keywords))
-        return "torch's"
+        results = tuple(7 if x == "int" else torch.full((1,), 7.0) for x in self.returns)
+        return results if len(results) > 1 else results[0]
 
 
 @pytest.fixture
 def originals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Original]]:
-    """As if this torch had CUDA kernels of SDPA and flash_ext's were built."""
-    found = {name: Original() for name in NAMES}
+    """As if the CPU were the GPU, with kernels of SDPA in torch and of flash_ext."""
+    load_host_side()
+    found = {name: Original(name) for name in NAMES}
+    monkeypatch.setattr(sdpa, "_DEVICE", "CPU")
     monkeypatch.setattr(sdpa, "_original", found.__getitem__)
     monkeypatch.setattr(ops, "cuda_missing", None)
     yield found
     sdpa.restore()
 
 
+@pytest.fixture
+def active(originals: dict[str, Original]) -> dict[str, Original]:
+    sdpa.activate()
+    return originals
+
+
 def overridden() -> bool:
-    found = {
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA") for name in NAMES
-    }
+    found = {torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{x}", "CPU") for x in NAMES}
     assert len(found) == 1, "some are and some are not"
     return found.pop()
 
@@ -64,10 +86,6 @@ def inputs(layout: str, dtype=torch.float32, device: str = "cpu"):
     return tensors if layout == "bhsd" else tensors.transpose(2, 3)
 
 
-no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA kernels")
-
-
-@no_cuda
 def test_activate_and_restore(originals):
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     assert not overridden()
@@ -81,7 +99,6 @@ def test_activate_and_restore(originals):
         assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
 
 
-@no_cuda
 def test_with_block(originals):
     with pytest.raises(KeyError), sdpa.activated():
         assert overridden()
@@ -93,7 +110,6 @@ def test_with_block(originals):
     assert current_flash_attention_impl() == sdpa.NAME
 
 
-@no_cuda
 def test_blocks_of_two_threads(originals):
     """The one that ends first leaves flash_ext to the other."""
     entered, ended = threading.Event(), threading.Event()
@@ -114,7 +130,6 @@ def test_blocks_of_two_threads(originals):
     assert not overridden() and current_flash_attention_impl() is None
 
 
-@no_cuda
 def test_blocks_within_blocks(originals):
     with sdpa.activated():
         with sdpa.activated():
@@ -123,7 +138,6 @@ def test_blocks_within_blocks(originals):
     assert not overridden()
 
 
-@no_cuda
 def test_another_implementation(originals):
     """Is active again after a block; one that takes over within the block stays."""
     seen = []
@@ -150,11 +164,13 @@ import sys, warnings, torch
 from flash_ext import ops
 from flash_ext.integrations import sdpa
 warnings.simplefilter("error")
-ops.cuda_missing = None
-library = torch.library.Library("aten", "IMPL", "CUDA")
-if torch.version.cuda is None:
-    for name in sdpa._overrides():
-        library.impl(name, lambda *x, **y: "torch's", "CUDA")
+if sys.argv[1] == "cpu":
+    import compiled
+    compiled.load_host_side()
+    ops.cuda_missing, sdpa._DEVICE = None, "CPU"
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    for name in sdpa._schemas():
+        library.impl(name, lambda *x, **y: "torch's", "CPU")
 for _ in range(2):
     sdpa.activate()
     sdpa.restore()
@@ -169,14 +185,17 @@ sys.exit("no warnings any more")
 @pytest.mark.parametrize("where", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
 def test_activation_says_nothing(where):
     """The dispatcher warns of every override; other warnings are heard as before."""
-    root = Path(sdpa.__file__).parents[2]
+    tests = Path(__file__).parent
     found = subprocess.run(
-        [sys.executable, "-c", ACTIVATE_OVER_KERNELS], cwd=root, capture_output=True, text=True
+        [sys.executable, "-c", ACTIVATE_OVER_KERNELS, where],
+        cwd=tests.parent,
+        env=os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"},
+        capture_output=True,
+        text=True,
     )
     assert found.returncode == 0 and not found.stderr, found.stderr
 
 
-@no_cuda
 def test_handle_is_removed_twice(originals):
     handle = sdpa._register()
     handle.remove()
@@ -189,12 +208,20 @@ def test_handle_is_removed_twice(originals):
     assert not overridden()
 
 
-@no_cuda
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has them")
 def test_torch_without_cuda_kernels(monkeypatch):
     monkeypatch.setattr(ops, "cuda_missing", None)
     with pytest.raises(RuntimeError, match="no CUDA kernels of SDPA"):
         sdpa.activate()
     assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_with_other_ops(originals, monkeypatch, name):
+    monkeypatch.setitem(sdpa._SCHEMAS, name, "(Tensor query) -> Tensor")
+    with pytest.raises(RuntimeError, match="has changed the ops of SDPA's flash backend"):
+        sdpa.activate()
+    assert not overridden() and current_flash_attention_impl() is None
 
 
 def test_flash_ext_without_cuda_kernels(monkeypatch):
@@ -223,78 +250,239 @@ def test_import_activates_nothing():
 @pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_translation(layout, is_causal, scale):
-    """The kernels as aten would call them, on CPU tensors, against SDPA's math backend."""
+def test_translation(layout, is_causal, scale, active):
+    """The ops as SDPA calls them, against its math backend."""
     dout, *leaves = inputs(layout)
     leaves = [x.detach().requires_grad_() for x in leaves]
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=scale)
-    gradients = torch.autograd.grad(expected, leaves, dout)
-    q, k, v = (x.detach() for x in leaves)
 
-    kernel = sdpa._forward_kernel(None)
-    out, lse, cum_q, cum_k, *rest = kernel(None, q, k, v, 0.0, is_causal, scale=scale)
+    out, lse, cum_q, cum_k, *rest = aten(FORWARD)(*leaves, 0.0, is_causal, scale=scale)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert out.stride() == torch.empty_like(q).stride()
-    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    assert out.stride() == torch.empty_like(leaves[0]).stride()
+    assert lse.shape == out.shape[:3] and lse.dtype == torch.float32
     assert (cum_q, cum_k, *rest[:2]) == (None, None, 6, 6)
     seed, offset, debug = rest[2:]
-    assert seed.shape == (2,) and seed.dtype == offset.dtype == torch.uint64 and not debug.numel()
+    assert seed.shape == (2,) and offset.shape == ()
+    assert seed.dtype == offset.dtype == torch.uint64 and not debug.numel()
 
-    kernel = sdpa._backward_kernel(None)
-    options = (None, None, 6, 6, 0.0, is_causal, seed, offset)
-    actual = kernel(None, dout, q, k, v, out, lse, *options, scale=scale)
-    for x, y, like in zip(actual, gradients, (q, k, v), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-        assert x.stride() == torch.empty_like(like).stride()
+    for rows in (dout, dout.mT.contiguous().mT):
+        actual = torch.autograd.grad(out, leaves, rows, retain_graph=True)
+        gradients = torch.autograd.grad(expected, leaves, rows, retain_graph=True)
+        for x, y, like in zip(actual, gradients, leaves, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+            assert x.stride() == torch.empty_like(like).stride()
+    assert not any(x.calls for x in active.values())
 
 
-@pytest.mark.parametrize("case", ["dropout", "debug", "empty", "no kernel"])
-def test_falls_back(case, monkeypatch):
+def layouts(**kind) -> Iterator[torch.Tensor]:
+    """(B, H, S, D) tensors whose rows lie in any order, with gaps, and expanded."""
+    random.seed(0)
+    for _ in range(300):
+        sizes = [random.choice((1, 2, 3)) for _ in range(3)] + [8]
+        order = random.sample(range(3), 3)
+        padded = [sizes[dim] + random.choice((0, 0, 1)) for dim in order] + [
+            random.choice((8, 8, 16))
+        ]
+        x = torch.randn(padded, **kind).permute(*(order.index(dim) for dim in range(3)), 3)
+        x = x[tuple(slice(size) for size in sizes)]
+        if random.random() < 0.2:
+            dim = random.randrange(3)
+            x = x.narrow(dim, 0, 1).expand(*(-1 if d != dim else sizes[d] for d in range(4)))
+        if random.random() < 0.2 and 1 in x.shape[:3]:
+            strides = list(x.stride())
+            strides[x.shape.index(1)] = random.choice((0, 1, 5, 1000))
+            x = x.as_strided(x.shape, strides)
+        yield x
+
+
+def test_strides_are_those_of_empty_like(active):
+    """Which is what torch.compile takes the ops to give."""
+    for x in layouts():
+        out, lse, *_, state, unused, _ = aten(FORWARD)(x, x, x)
+        assert out.stride() == torch.empty_like(x).stride(), (x.shape, x.stride())
+        expected = flash_ext.attention(*[x.transpose(1, 2)] * 3).transpose(1, 2)
+        torch.testing.assert_close(out, expected)
+        rest = (None, None, 1, 1, 0.0, False, state, unused)
+        found = aten(BACKWARD)(torch.ones_like(out), x, x, x, out, lse, *rest)
+        for gradient in found:
+            assert gradient.stride() == torch.empty_like(x).stride(), (x.shape, x.stride())
+    assert not any(x.calls for x in active.values())
+
+
+@pytest.mark.parametrize("asked", (False, True))
+def test_deterministic_algorithms(asked, active, monkeypatch):
+    """The flag counts that is up when the gradients are computed."""
+    seen, backward = [], ops.tiled.backward
+
+    def spy(variant, tensors, options, need_dbias):
+        seen.append(options.deterministic)
+        return backward(variant, tensors, options, need_dbias)
+
+    monkeypatch.setattr(ops.tiled, "backward", spy)
+    tensors, offsets = packed_inputs("cpu", torch.float32)
+    leaves = [x.requires_grad_() for x in inputs("bhsd")[1:].clone().unbind()]
+    packed = [x.requires_grad_() for x in tensors[:3]]
+    outs = aten(FORWARD)(*leaves)[0], aten(FLASH)(*packed, *offsets, 7, 9, 0.0, True, False)[0]
+    torch.use_deterministic_algorithms(asked)
+    try:
+        for out in outs:
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [asked, asked]
+
+
+CASES = (
+    *("dropout", "debug", "empty", "no kernel"),
+    *("strides", "dimensions", "sizes", "dtypes", "integers"),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_falls_back(case, active):
     q, k, v, dout = inputs("bhsd")
     if case == "no kernel":
-        monkeypatch.setattr(sdpa, "has_kernel", lambda *tensors: False)
+        q, k, v = (x.repeat(1, 1, 1, 33) for x in (q, k, v))
     if case == "empty":
         k, v = k[:, :, :0], v[:, :, :0]
+    if case == "strides":
+        v = v.mT.contiguous().mT
+    if case == "dimensions":
+        q = q[0]
+    if case == "sizes":
+        k = k[:, :, :5]
+    if case == "dtypes":
+        k = k.half()
+    if case == "integers":
+        q, k, v = q.long(), k.long(), v.long()
     p, debug = 0.1 * (case == "dropout"), case == "debug"
-    original = Original()
-    assert sdpa._forward_kernel(original)("keys", q, k, v, p, True, debug, scale=2.0) == "torch's"
-    ((arguments, keywords),) = original.calls
-    assert arguments == ("keys", q, k, v, p, True, debug) and keywords == {"scale": 2.0}
+    out, *_, max_q, _, _, _, _ = aten(FORWARD)(q, k, v, p, True, debug, scale=2.0)
+    assert out.item() == 7 and max_q == q.shape[2]
+    ((arguments, keywords),) = active[FORWARD].calls
+    given = (q, k, v, p, True, debug)
+    assert_same_arguments(arguments, given if debug else given[:-1])  # but for the default
+    assert keywords == {"scale": 2.0}
+    _, *plain = inputs("bhsd", torch.bfloat16)  # has a kernel, whatever had none before it
+    assert aten(FORWARD)(*plain)[0].shape == plain[0].shape
     if debug:
         return
-    original = Original()
-    given = ("keys", dout, q, k, v, q, q, None, None, 6, 6, p, True, "seed", "offset")
-    assert sdpa._backward_kernel(original)(*given, scale=2.0) == "torch's"
-    ((arguments, keywords),) = original.calls
-    assert all(x is y for x, y in zip(arguments, given, strict=True)) and keywords["scale"] == 2.0
+    given = (dout, q, k, v, q, q, None, None, 6, 6, p, True, q, k)
+    assert [x.item() for x in aten(BACKWARD)(*given, scale=2.0)] == [7, 7, 7]
+    ((arguments, keywords),) = active[BACKWARD].calls
+    assert_same_arguments(arguments, given)
+    assert keywords == {"scale": 2.0}
+
+
+def assert_same_arguments(actual, expected) -> None:
+    for x, y in zip(actual, expected, strict=True):
+        if isinstance(y, torch.Tensor):
+            assert x.data_ptr() == y.data_ptr() and x.shape == y.shape
+        else:
+            assert x == y
+
+
+@pytest.mark.skipif(FLASH_OUT not in NAMES, reason="before torch 2.13 they are lost")
+def test_errors_of_torch_are_heard(active, monkeypatch):
+    def fail(*arguments, **keywords):
+        raise RuntimeError("the grapes are sour")
+
+    monkeypatch.setattr(active[FORWARD], "call_boxed", fail)
+    sdpa.restore()
+    sdpa.activate()
+    q, k, v, _ = inputs("bhsd")
+    with pytest.raises(RuntimeError, match="the grapes are sour"):
+        aten(FORWARD)(q, k, v, 0.5)
+    assert aten(FORWARD)(q, k, v)[0].shape == q.shape
+
+
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops whose original kernels have run."""
+    ran, find = [], sdpa._original
+
+    def original(name):
+        kernel = find(name)
+
+        class Recorded:
+            def call_boxed(self, *arguments, **keywords):
+                ran.append(name)
+                return kernel.call_boxed(*arguments, **keywords)
+
+        return Recorded()
+
+    monkeypatch.setattr(sdpa, "_original", original)
+    return ran
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_sdpa_on_the_gpu(layout, is_causal, compiled, monkeypatch):
+def test_sdpa_on_the_gpu(layout, is_causal, compiled, torchs):
     dout, *leaves = inputs(layout, torch.bfloat16, "cuda")
     leaves = [x.detach().requires_grad_() for x in leaves]
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(*leaves, is_causal=is_causal)
     gradients = torch.autograd.grad(expected, leaves, dout)
-    ran = []
-    for name in ("forward", "backward"):
-        call = getattr(sdpa, name)
-        monkeypatch.setattr(sdpa, name, lambda *a, c=call, n=name: ran.append(n) or c(*a))
     attend = F.scaled_dot_product_attention
     if compiled:
         attend = torch.compile(attend, backend="aot_eager")
-    with sdpa.activated():
+    with sdpa.activated(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = attend(*leaves, is_causal=is_causal)
         actual = torch.autograd.grad(out, leaves, dout)
-    assert ran == ["forward", "backward"]
+    assert not torchs
     for x, y in zip((out, *actual), (expected, *gradients), strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    for x, like in zip((out, *actual), (leaves[0], *leaves), strict=True):
+        assert x.stride() == torch.empty_like(like).stride()
     attend(*leaves, is_causal=is_causal)
-    assert len(ran) == 2
+
+
+@pytest.mark.gpu
+def test_layouts_on_the_gpu(torchs):
+    """The kernels write out and the gradients where torch's would, padding aside."""
+    with sdpa.activated():
+        for x in layouts(dtype=torch.bfloat16, device="cuda"):
+            leaves = [x.detach().requires_grad_() for _ in range(3)]
+            out = aten(FORWARD)(*leaves)[0]
+            dout = torch.randn_like(out)
+            found = out, *torch.autograd.grad(out, leaves, dout)
+            leaves = [x.detach().transpose(1, 2).requires_grad_() for _ in range(3)]
+            out = flash_ext.attention(*leaves)
+            expected = out, *torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+            for a, e in zip(found, expected, strict=True):
+                assert a.stride() == torch.empty_like(x).stride()
+                torch.testing.assert_close(a, e.transpose(1, 2), rtol=1e-2, atol=1e-2)
+    assert not torchs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensors", ("nested", "dropout"))
+def test_what_else_sdpa_is_given(tensors, torchs):
+    """Nested tensors run on flash_ext, dropout on torch's kernels, with gradients."""
+    torch.manual_seed(0)
+    if tensors == "nested":
+        parts = [torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (5, 70, 33)]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        y = x.transpose(1, 2)
+    else:
+        x = torch.randn(2, 4, 70, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = x
+    with sdpa.activated(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(y, y, y, dropout_p=0.3 * (tensors == "dropout"))
+        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    if tensors == "dropout":
+        assert {FORWARD, BACKWARD} <= set(torchs) and gradient.isfinite().all()
+        return
+    assert not torchs
+    results = out.detach().transpose(1, 2).unbind(), gradient.unbind()
+    for part, o, g in zip(parts, *results, strict=True):
+        leaf = part.double()[None].requires_grad_()
+        expected = flash_ext.reference.attention(leaf, leaf, leaf)[0]
+        (expected_gradient,) = torch.autograd.grad(expected.sum(), leaf)
+        assert_like(o, expected[0].detach(), torch.bfloat16)
+        assert_like(g, expected_gradient[0], torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -348,21 +536,8 @@ def assert_like(actual, expected, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture
-def flash_ops_on_cpu() -> Iterator[list[str]]:
-    """The overrides as kernels of the CPU, where torch has none; which of them ran."""
-    library, ran = torch.library.Library("aten", "IMPL", "CPU"), []
-    for name, make in sdpa._overrides().items():
-        if name not in (sdpa._FORWARD, sdpa._BACKWARD):
-            kernel = make(Original())
-            recorded = lambda *a, _n=name, _k=kernel, **o: ran.append(_n) or _k(*a, **o)  # noqa: E731
-            library.impl(name, recorded, "CPU", with_keyset=True)
-    yield ran
-    library._destroy()
-
-
 @windows
-def test_varlen_attn(window, flash_ops_on_cpu):
+def test_varlen_attn(window, active):
     """torch's function from end to end, with gradients, on the CPU kernels."""
     tensors, offsets = packed_inputs("cpu", torch.float32)
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
@@ -373,11 +548,11 @@ def test_varlen_attn(window, flash_ops_on_cpu):
     expected, expected_gradients = expected_of(tensors, offsets, window, 0.3)
     for x, y in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         assert_like(x, y, torch.float32)
-    assert flash_ops_on_cpu == [_varlen.FORWARD, _varlen.BACKWARD]
+    assert not any(x.calls for x in active.values())
 
 
-@pytest.mark.skipif(not hasattr(torch.ops.aten, _varlen.FORWARD_OUT), reason="since torch 2.13")
-def test_varlen_attn_out(flash_ops_on_cpu):
+@pytest.mark.skipif(FLASH_OUT not in NAMES, reason="since torch 2.13")
+def test_varlen_attn_out(active):
     from torch.nn.attention.varlen import AuxRequest, varlen_attn_out
 
     tensors, offsets = packed_inputs("cpu", torch.float32, heads_k=2)
@@ -388,19 +563,17 @@ def test_varlen_attn_out(flash_ops_on_cpu):
     )  # fmt: skip
     expected, _ = expected_of(tensors, offsets, (-1, 0))
     assert_like(out, expected, torch.float32)
-    assert lse.shape == (4, sum(LENGTHS_Q)) and flash_ops_on_cpu == [_varlen.FORWARD_OUT]
+    assert lse.shape == (4, sum(LENGTHS_Q)) and not any(x.calls for x in active.values())
 
 
-def call_forward(original, tensors, offsets, dropout_p=0.0, debug=False, **more):
-    q, k, v, _ = tensors
-    kernel = _varlen.forward_kernel(original)
-    return kernel("keys", q, k, v, *offsets, 7, 9, dropout_p, True, debug, **more)
+def call_forward(tensors, offsets, dropout_p=0.0, debug=False, **more):
+    return aten(FLASH)(*tensors[:3], *offsets, 7, 9, dropout_p, True, debug, **more)
 
 
-def test_dense_flash_op():
+def test_dense_flash_op(active):
     """(B, S, H, D) without offsets, of the strides of the inputs."""
     q, k, v, dout = (x.transpose(1, 2) for x in inputs("bhsd"))
-    out, lse, *rest = call_forward(None, (q, k, v, dout), (None, None), scale=0.3)
+    out, lse, *rest = call_forward((q, k, v, dout), (None, None), scale=0.3)
     expected = flash_ext.reference.attention(q, k, v, causal=True, scale=0.3)
     torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-5)
@@ -408,10 +581,11 @@ def test_dense_flash_op():
     assert [x.dtype for x in rest[:2]] == [torch.uint64] * 2 and not rest[2].numel()
 
 
-def test_used_keys_of_a_cache():
+def test_used_keys_of_a_cache(active):
     tensors, offsets = packed_inputs("cpu", torch.float32)
     used = torch.tensor([5, 0, 2], dtype=torch.int32)
-    out = call_forward(None, tensors, offsets, seqused_k=used, num_splits=1)[0]
+    splits = {"num_splits": 1} if FLASH_OUT in NAMES else {}
+    out = call_forward(tensors, offsets, seqused_k=used, **splits)[0]
     q, k, v, _ = tensors
     expected = flash_ext.attention_varlen(q, k, v, *offsets, causal=True, seqused_k=used)
     torch.testing.assert_close(out, expected)
@@ -420,9 +594,11 @@ def test_used_keys_of_a_cache():
 @pytest.mark.parametrize(
     "case", ["dropout", "debug", "pages", "slopes", "one offset", "long offsets", "no kernel"]
 )
-def test_varlen_falls_back(case, monkeypatch):
+def test_varlen_falls_back(case, active):
     tensors, offsets = packed_inputs("cpu", torch.float32)
     more, call = {}, {"dropout_p": 0.1 * (case == "dropout"), "debug": case == "debug"}
+    if case == "pages" and FLASH_OUT not in NAMES:
+        pytest.skip("since torch 2.13")
     if case == "pages":
         more = {"block_table": torch.zeros(3, 1, dtype=torch.int32)}
     if case == "slopes":
@@ -432,26 +608,33 @@ def test_varlen_falls_back(case, monkeypatch):
     if case == "long offsets":
         offsets = [x.long() for x in offsets]
     if case == "no kernel":
-        monkeypatch.setattr(_varlen, "has_kernel", lambda *tensors: False)
-    original = Original()
-    assert call_forward(original, tensors, offsets, **call, **more, scale=2.0) == "torch's"
-    ((arguments, keywords),) = original.calls
-    given = ("keys", *tensors[:3], *offsets, 7, 9, call["dropout_p"], True, call["debug"])
-    assert all(x is y or x == y for x, y in zip(arguments, given, strict=True))
-    assert keywords == more | {"scale": 2.0}
+        tensors = [x.repeat(1, 1, 17) for x in tensors]
+    assert call_forward(tensors, offsets, **call, **more, scale=2.0)[0].item() == 7
+    ((arguments, keywords),) = active[FLASH].calls
+    given = (*tensors[:3], *offsets, 7, 9, call["dropout_p"], True, call["debug"])
+    assert_same_arguments(arguments, given)
+    assert keywords.pop("scale") == 2.0
+    assert_same_arguments([x for x in keywords.values() if x is not None], more.values())
+    if FLASH_OUT in NAMES:
+        out = torch.zeros_like(tensors[0])
+        assert aten(FLASH_OUT)(out, *given, **more, scale=2.0).item() == 7
+        ((arguments, _),) = active[FLASH_OUT].calls
+        assert_same_arguments(arguments, (out, *given))
     if case in ("debug", "pages", "slopes"):
         return
-    original, (q, k, v, dout) = Original(), tensors
-    given = (dout, q, k, v, q, q, *offsets, 7, 9, call["dropout_p"], True, "state", "unused")
-    assert _varlen.backward_kernel(original)("keys", *given, scale=2.0) == "torch's"
-    ((arguments, keywords),) = original.calls
-    assert all(x is y for x, y in zip(arguments[1:], given, strict=True)) and keywords["scale"] == 2
+    q, k, v, dout = tensors
+    given = (dout, q, k, v, q, q, *offsets, 7, 9, call["dropout_p"], True, q, k)
+    found = aten(FLASH_BACKWARD)(*given, scale=2.0, window_size_left=3)
+    assert [x.item() for x in found] == [7, 7, 7]
+    ((arguments, keywords),) = active[FLASH_BACKWARD].calls
+    assert_same_arguments(arguments, given)
+    assert keywords == {"scale": 2.0, "window_size_left": 3}
 
 
 @pytest.mark.gpu
 @windows
 @pytest.mark.parametrize("compiled", [False, True])
-def test_varlen_attn_on_the_gpu(window, compiled, monkeypatch):
+def test_varlen_attn_on_the_gpu(window, compiled, torchs):
     # Torch 2.11 has is_causal in place of window_size.
     has_window = "window_size" in inspect.signature(varlen_attn).parameters
     if not has_window and window[0] != -1:
@@ -460,10 +643,6 @@ def test_varlen_attn_on_the_gpu(window, compiled, monkeypatch):
     tensors, offsets = packed_inputs("cuda", torch.bfloat16)
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     expected, expected_gradients = expected_of(tensors, offsets, window)
-    ran = []
-    for name in ("forward", "backward"):
-        call = getattr(_varlen, name)
-        monkeypatch.setattr(_varlen, name, lambda *a, c=call, n=name: ran.append(n) or c(*a))
 
     def attend(*leaves):
         return varlen_attn(*leaves, *offsets, max(LENGTHS_Q), max(LENGTHS_K), **more)
@@ -472,8 +651,7 @@ def test_varlen_attn_on_the_gpu(window, compiled, monkeypatch):
     with sdpa.activated():
         out = run(*leaves)
         gradients = torch.autograd.grad(out, leaves, tensors[3])
-    assert ran == ["forward", "backward"]
+    assert not torchs
     for x, y in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         assert_like(x, y, torch.bfloat16)
     attend(*leaves)
-    assert len(ran) == 2

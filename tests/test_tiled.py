@@ -25,13 +25,14 @@ from attention_testing import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import tiled
+from flash_ext._checks import check_forward
 from flash_ext._options import BackwardTensors, Options
 from flash_ext.functional import op_options
-from flash_ext.tiling import block_sizes
+from flash_ext.tiling import SCORES_BYTES, block_sizes, fast_block_sizes
 
 
 def run_tiled(
-    problem: Problem, variant: str, on_chip: int, inputs: Inputs | None = None
+    problem: Problem, variant: str, on_chip: int | None, inputs: Inputs | None = None
 ) -> dict[str, torch.Tensor]:
     """out, lse and the gradients, in the order of `attention_testing.run`."""
     inputs = inputs or make_inputs(problem, "cpu")
@@ -146,33 +147,65 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("variant", CPU_VARIANTS)
-def test_no_score_matrix_is_ever_held(variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "on_chip", "lengths"),
+    [("fa1", 2048, (256, 512)), ("fa2", 2048, (256, 512)), ("fa2", None, (2048, 4096))],
+)
+def test_no_score_matrix_is_ever_held(
+    variant: str, on_chip: int | None, lengths: tuple[int, int]
+) -> None:
     """The largest tensor doubles with the sequence; a score matrix would quadruple."""
     largest = []
-    for seqlen in (256, 512):
+    for seqlen in lengths:
         problem = Problem(1, seqlen, seqlen, 1, 1, 16, causal=True, dropout_p=0.1)
         options = {"softcap": 2.0, "alibi": "h", "bias": "111k", "sink": True}
         problem = dataclasses.replace(problem, **options)
         inputs = make_inputs(problem, "cpu")
         with LargestTensor() as record:
-            run_tiled(problem, variant, on_chip=2048, inputs=inputs)
+            run_tiled(problem, variant, on_chip, inputs=inputs)
         largest.append(record.elements)
     assert largest[1] <= 2 * largest[0]
-    assert largest[1] < 512 * 512 // 8
+    assert largest[1] < lengths[1] ** 2 // 8
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts the matrix products run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten.bmm
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("variant", "tiles"), [("auto", 2), ("fa2", 8), ("fa1", 8)])
+def test_auto_takes_few_tiles(variant: str, tiles: int) -> None:
+    """At the shape of examples/train_gpt.py on a CPU; those of a named variant are the paper's."""
+    q, k, v = torch.randn(3, 4, 256, 4, 32)
+    options = Options(causal=True, variant=variant)
+    runs = check_forward(q, k, v, options)
+    with CountProducts() as products:
+        out, lse = tiled.forward(runs, q, k, v, options)
+        assert products.count == 2 * tiles
+        tensors = BackwardTensors(out, None, q, k, v, out, lse)
+        tiled.backward(runs, tensors, options, need_dbias=False)
+    assert products.count == (2 + 5) * tiles
+
+
+@pytest.mark.parametrize("heads", (1, 3, 16, 100, 4096))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_fast_block_sizes(heads: int, dtype: torch.dtype) -> None:
+    B_r, B_c = fast_block_sizes(heads, dtype)
+    assert B_r <= B_c <= 4 * B_r
+    held = heads * B_r * B_c * dtype.itemsize
+    assert 0.9 * SCORES_BYTES < held <= SCORES_BYTES or (B_r, B_c) == (64, 128)
 
 
 @pytest.mark.parametrize("variant", CPU_VARIANTS)
 def test_hidden_tiles_are_skipped(variant: str) -> None:
     """A narrow window costs far fewer tile products than no window."""
-
-    class CountProducts(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm_):
-                self.count += 1
-            return func(*args, **(kwargs or {}))
 
     counts = []
     for window in ((-1, -1), (-1, 0), (10, 0)):

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -229,7 +230,7 @@ def test_packed_sequences_and_more(extra):
     more = torch.zeros(1, S, dtype=torch.int64) if extra == "block_sequence_ids" else more
     options = {"past_key_values": None, "position_ids": PACKED, extra: more}
     mask = masking_utils.create_causal_mask(config, torch.empty(1, S, 0), None, **options)
-    assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, S, S)
+    assert mask.dense.shape == (1, 1, S, S) and not mask.causal
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -322,13 +323,20 @@ def test_masks(kind, past, padding, extra):
         options["block_sequence_ids"] = ids.expand(2, -1)
     elif extra is not None:
         options[f"{extra}_mask_function"] = lambda batch, head, q, kv: (q + kv) % 3 == 0
+    given = None if padding is None else MASKS[padding]
+    config._attn_implementation = "eager"
+    eager = FUNCTIONS[kind](config, torch.empty(2, q.shape[2], 0), given, **options)
     found = []
     for implementation in (fa_ext.NAME, "sdpa"):
         config._attn_implementation = implementation
-        given = None if padding is None else MASKS[padding]
         mask = FUNCTIONS[kind](config, torch.empty(2, q.shape[2], 0), given, **options)
+        if implementation == fa_ext.NAME:
+            with pytest.warns(UserWarning, match="uses its attention mask by itself"):
+                tensor = mask + 0.0
+            nothing_hidden = torch.zeros(mask.shape)
+            assert torch.equal(tensor, nothing_hidden if eager is None else eager)
         if implementation == fa_ext.NAME and extra is None and kind != "chunked":
-            assert not isinstance(mask, torch.Tensor)
+            assert mask.dense is None
         found.append(attend(implementation, mask, q, k, v, is_causal="bi" not in kind))
     counted = torch.ones(2, S) if padding is None else MASKS[padding]
     actual, expected = (x * counted[:, past:, None, None] for x in found)
@@ -393,8 +401,156 @@ def test_autocast():
     assert (actual - expected).abs().max() <= 2 * (plain - expected).abs().max()
 
 
+def eager_and_ours(mask: torch.Tensor | None, past: int = 0) -> Iterator:
+    """The causal mask of eager attention, and ours, for S keys of which `past` are in a cache."""
+    config = transformers.LlamaConfig(**DECODER)
+    cache = transformers.DynamicCache()
+    cache.update(torch.empty(2, 2, past, 16), torch.empty(2, 2, past, 16), 0)
+    for implementation in ("eager", fa_ext.NAME):
+        config._attn_implementation = implementation
+        embeds = torch.empty(2, S - past, 0)
+        yield masking_utils.create_causal_mask(config, embeds, mask, cache if past else None)
+
+
+@pytest.mark.parametrize("past", [0, S - 1])
+def test_a_mask_is_never_none(past):
+    """To a layer that is not causal, or that adds its mask to scores, None would hide nothing."""
+    _, mask = eager_and_ours(None, past)
+    assert isinstance(mask, fa_ext.Mask) and mask.dense is None
+
+
+USED_AS_TENSORS = {
+    "added to scores": lambda mask, x: x + mask,
+    "added in place": lambda mask, x: x.clone().add_(mask),
+    "scores added": lambda mask, x: mask + x,
+    "subtracted": lambda mask, x: 1.0 - mask,
+    "compared": lambda mask, x: mask == 0,
+    "below zero": lambda mask, x: torch.where(mask < 0, -torch.inf, x),
+    "cut": lambda mask, x: mask[:, :, :, : x.shape[-1] - 1],
+    "extended": lambda mask, x: torch.cat([mask, x[:2, :1]], dim=-1),
+    "padded": lambda mask, x: F.pad(mask, (0, 2)),
+    "repeated": lambda mask, x: mask.repeat(1, 4, 1, 1),
+    "of another dtype": lambda mask, x: mask.to(torch.bfloat16),
+    "like scores": lambda mask, x: mask.type_as(x),
+    "its size": lambda mask, x: (mask.size(), mask.size(-1), mask.dim(), mask.ndim, len(mask)),
+    "its dtype": lambda mask, x: (mask.dtype, mask.device, mask.is_floating_point()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flash_ext")
+@pytest.mark.parametrize("use", USED_AS_TENSORS)
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_masks_used_as_tensors(padding, use):
+    eager, mask = eager_and_ours(None if padding is None else MASKS[padding])
+    scores = torch.randn(2, 4, S, S)
+    expected, actual = (USED_AS_TENSORS[use](x, scores) for x in (eager, mask))
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    else:
+        assert actual == expected
+
+
+def test_masks_are_not_written_to():
+    _, mask = eager_and_ours(None)
+    with pytest.raises(TypeError, match="flash_ext: this model writes to its attention mask"):
+        mask[:, :, 0] = 0.0
+    with pytest.raises(TypeError, match="flash_ext: this model writes to its attention mask"):
+        mask.masked_fill_(torch.ones(S, S, dtype=torch.bool), 0.0)
+    assert not hasattr(mask, "not_of_tensors")
+
+
+# Attention of its own; a decoder whose layers are not said to be causal.
+OWN = {
+    "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4, "hidden_size": 32}),
+    "bigbird_pegasus": (
+        "BigBirdPegasusForCausalLM",
+        {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+    ),
+}
+
+
+def build_own(name: str) -> nn.Module:
+    cls, sizes = OWN[name]
+    cls = getattr(transformers, cls)
+    torch.manual_seed(0)
+    own = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    model = cls(cls.config_class(**sizes, **own)).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            nn.init.normal_(weight, std=0.3)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:flash_ext")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("padding", ["whole", "left", "right", "holes"])
+@pytest.mark.parametrize("name", OWN)
+def test_attention_of_their_own(name, padding, compiled):
+    model, mask = build_own(name), MASKS[padding]
+    inputs = {"input_ids": tokens(), "attention_mask": mask}
+    expected = run(model, "eager", inputs, mask)
+    if compiled:
+        model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert_same(run(model, fa_ext.NAME, inputs, mask), expected)
+
+
+@pytest.mark.filterwarnings("ignore:flash_ext")
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padding", ["whole", "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "t5", *OWN])
+def test_beam_search(name, padding, cache):
+    model = build_own(name) if name in OWN else build(name)
+    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False}
+    options["cache_implementation"] = cache
+    found = []
+    for implementation in (fa_ext.NAME, "eager"):
+        use(model, implementation)
+        found.append(model.generate(tokens(), attention_mask=MASKS[padding], **options))
+    assert torch.equal(*found)
+
+
+@pytest.fixture
+def modeling(monkeypatch):
+    """A module with a model whose attention is told `temperature`, and a layer of it."""
+    source = types.ModuleType("modeling_of_a_test")
+
+    def eager_attention_forward(module, query, key, value, attention_mask, temperature=None):
+        pass
+
+    class Model(transformers.PreTrainedModel):
+        pass
+
+    class Layer(nn.Module):
+        is_causal = True
+
+    for x in (eager_attention_forward, Model, Layer):
+        x.__module__ = source.__name__
+        setattr(source, x.__name__, x)
+    monkeypatch.setitem(sys.modules, source.__name__, source)
+    yield source
+    fa_ext._refused_in.pop(source.__name__, None)
+
+
+def test_what_eager_attention_is_told(modeling):
+    """Is refused where it means nothing here; the rest is for others."""
+    q, k, v = torch.randn(3, 2, 4, S, 16).unbind()
+    fa_ext.attention_forward(modeling.Layer(), q, k, v, None, temperature=None, position_ids=0)
+    with pytest.raises(ValueError, match="flash_ext: temperature is not supported"):
+        fa_ext.attention_forward(modeling.Layer(), q, k, v, None, temperature=2.0)
+
+
+@pytest.mark.parametrize("supports_sdpa", [True, False])
+def test_none_of_models_that_know_eager_alone(modeling, supports_sdpa):
+    """It hides nothing there, whatever the layer says; where SDPA is known it is as with SDPA."""
+    modeling.Model._supports_sdpa = supports_sdpa
+    q, k, v = torch.randn(3, 2, 4, S, 16).unbind()
+    actual, _ = fa_ext.attention_forward(modeling.Layer(), q, k, v, None)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=supports_sdpa)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
 def test_masks_move_with_their_layers():
-    mask = fa_ext.Mask(True, (3, 0), PACKED > 0, CU_SEQLENS)
+    mask = fa_ext.Mask((1, 1, S, S), True, (3, 0), padding=PACKED > 0, cu_seqlens=CU_SEQLENS)
     moved = mask.to(torch.device("meta"))
     assert (moved.causal, moved.window, moved.seqused_k) == (True, (3, 0), None)
     assert moved.padding.is_meta and moved.cu_seqlens.is_meta
@@ -480,7 +636,7 @@ def test_a_window_without_a_mask():
     torch.testing.assert_close(one, last.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-PADDED = fa_ext.Mask(True, padding=MASKS["left"].bool())
+PADDED = fa_ext.Mask((2, 1, S, S), True, padding=MASKS["left"].bool())
 REFUSED = {
     "2-D mask": (MASKS["left"], {}, "four dimensions"),
     "not a mask": ({"full_attention": None}, {}, "four dimensions, got dict"),
@@ -501,7 +657,7 @@ REFUSED = {
         "no 4-D mask",
     ),
     "packed with a bias": (
-        fa_ext.Mask(True, cu_seqlens=CU_SEQLENS),
+        fa_ext.Mask((2, 1, S, S), True, cu_seqlens=CU_SEQLENS),
         {"position_bias": torch.zeros(1, 4, S, S)},
         "position_bias",
     ),
@@ -520,9 +676,20 @@ def test_refused_shapes():
     q, k, v = torch.randn(3, 2, 4, S, 16).unbind()
     with pytest.raises(ValueError, match="more queries than keys"):
         attend(fa_ext.NAME, None, q, k[:, :, :5], v[:, :, :5])
-    packed = fa_ext.Mask(True, cu_seqlens=CU_SEQLENS)
-    with pytest.raises(ValueError, match="as many keys as queries"):
-        attend(fa_ext.NAME, packed, q[:, :, :5], k, v)
+    padded = fa_ext.Mask((2, 1, S, S), False, padding=MASKS["left"].bool())
+    packed = fa_ext.Mask((2, 1, S, S), True, cu_seqlens=CU_SEQLENS)
+    causal = fa_ext.Mask((2, 1, S, S), True)
+    more = (torch.cat([x, x], dim=2) for x in (k, v))
+    for mask, tensors in (
+        (packed, (q[:, :, :5], k, v)),
+        (packed, (q[:1], k[:1], v[:1])),
+        (causal, (q[:, :, :5], k, v)),
+        (causal, (q, *more)),
+        (padded, (q, k[:, :, :5], v[:, :, :5])),
+    ):
+        with pytest.raises(ValueError, match="after the mask was made"):
+            attend(fa_ext.NAME, mask, *tensors)
+    attend(fa_ext.NAME, padded, q[:, :, :5], k, v)  # each query sees the same keys
     model = build("llama")
     use(model, fa_ext.NAME)
     with pytest.raises(ValueError, match=r"of shape \(batch, seqlen_k\)"):

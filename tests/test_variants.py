@@ -98,11 +98,12 @@ def test_a_named_variant_runs_or_raises(what: str, device: str) -> None:
 
 @every_problem
 def test_auto_is_the_fastest_that_runs(what: str, device: str) -> None:
-    """It is right, and has the bits of the named variant, in both passes."""
+    """It is right, and has the named variant's bits, but on a CPU, where it has its own tiles."""
     problem = PROBLEMS[what].well_conditioned()
     auto = check(problem, "auto", device, deterministic=True)
-    named = run(problem, fastest(problem, device), device, deterministic=True)
-    assert_all_bitwise_equal(auto, named)
+    if device != "cpu":
+        named = run(problem, fastest(problem, device), device, deterministic=True)
+        assert_all_bitwise_equal(auto, named)
 
 
 def test_the_cpu_has_no_fa3() -> None:

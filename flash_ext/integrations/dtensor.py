@@ -12,8 +12,10 @@ Key heads are split with the query heads they serve, so their number is a multip
 1: then every rank has the one, and its gradient is a partial sum. All else is computed on every
 rank alike: heads that do not divide, and splits of the sequence, which are gathered.
 
-A plain tensor among the arguments is one that every rank has alike, `rng_state` too. Each part
-drops by a mask of its own, so dropout is another than that of the whole on one device.
+A plain tensor among the arguments is one that every rank has alike. But `rng_state` need not be:
+ranks that compute the same take that of the first of them, so what is replicated is the same on
+each, however their generators were seeded. Each part drops by a mask of its own, so dropout is
+another than that of the whole on one device.
 """
 
 from __future__ import annotations
@@ -96,9 +98,21 @@ class _Layout:
         # Detached, or torch 2.11 would call detach_ on the result, which DTensors do not have.
         part = x.detach().redistribute(self.mesh, placements).to_local()
         if name == "rng_state":
+            part = self._of_first_rank(part)
             return torch.stack([part[0], part[1] + self._part()])
         rows = name in ("q", "k", "v", "out", "dout", "bias")
         return part if rows and part.stride(-1) == 1 else part.contiguous()
+
+    def _of_first_rank(self, x: Tensor) -> Tensor:
+        """x as the first rank has it, along each dimension of the mesh that splits nothing.
+
+        Ranks that compute the same must drop the same, and each drew from a generator of its own.
+        """
+        dims = range(self.mesh.ndim)
+        each = x.expand(*(1 for _ in dims), *x.shape)
+        every = DTensor.from_local(each, self.mesh, [Shard(i) for i in dims], run_check=False)
+        placements = [Replicate() if self.roles[i] is None else Shard(i) for i in dims]
+        return every.redistribute(self.mesh, placements).to_local()[(0,) * len(dims)]
 
     def _part(self) -> int:
         """The number of this rank's part of the whole."""
@@ -126,13 +140,23 @@ def _mesh(tensors: Sequence[Any]) -> DeviceMesh:
     return found.pop()
 
 
+def _on_parts(op: Any, args: Any, options: dict[str, Any]) -> tuple[_Layout, Any]:
+    """fwd or check of this rank's part: the layout of the call, and what the op returns."""
+    q, k, v = args
+    layout = _Layout(_mesh((*args, *options.values())), q, k, v, "cu_seqlens_q" in options)
+    parts = [layout.local(name, x) for name, x in zip("qkv", args, strict=True)]
+    return layout, op(*parts, **{name: layout.local(name, x) for name, x in options.items()})
+
+
+def _check(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    with torch.no_grad():
+        return _on_parts(op, args, kwargs or {})[1]
+
+
 def _fwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
     q, k, v = args
-    options = kwargs or {}
     with torch.no_grad():
-        layout = _Layout(_mesh((*args, *options.values())), q, k, v, "cu_seqlens_q" in options)
-        parts = [layout.local(name, x) for name, x in zip("qkv", args, strict=True)]
-        out, lse = op(*parts, **{name: layout.local(name, x) for name, x in options.items()})
+        layout, (out, lse) = _on_parts(op, args, kwargs or {})
         *batch, rows, heads, _ = q.shape
         lse_shape = (*batch, heads, rows)
         like_q = layout.placements("q", q, Replicate())
@@ -160,5 +184,6 @@ def _bwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None
         )
 
 
+register_torch_dispatch(ops.check, DTensor, _check)
 register_torch_dispatch(ops.fwd, DTensor, _fwd)
 register_torch_dispatch(ops.bwd, DTensor, _bwd)

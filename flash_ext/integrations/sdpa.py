@@ -7,7 +7,8 @@
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 It replaces the CUDA kernels of the aten ops that are SDPA's flash backend, and of those below
-`torch.nn.attention.varlen.varlen_attn` and nested tensors. What flash_ext does not run there
+`torch.nn.attention.varlen.varlen_attn` and nested tensors, with those of `csrc/sdpa.cpp`: there is
+no Python between SDPA and flash_ext's kernels. What flash_ext does not run there
 (dropout, the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's
 kernels as before. SDPA's choice of a backend stays as it is, so an attn_mask, float32 and head dims
 above 256 go to the others, but for cuDNN's, which comes before the flash backend on Hopper GPUs: it
@@ -21,24 +22,58 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.attention as attention_backends
-from torch import Tensor
 from torch.library import Library
 
 from .. import ops
-from . import _varlen
-from ._varlen import has_kernel, random_state, strided_like
+from .._torch_private import schema
 
 NAME = "flash_ext"
 """The name in `torch.nn.attention.list_flash_attention_impls()`, once `activate` was called."""
 
-_FORWARD = "_scaled_dot_product_flash_attention"
-_BACKWARD = "_scaled_dot_product_flash_attention_backward"
+_DEVICE = "CUDA"
+_SCHEMAS = {
+    "_scaled_dot_product_flash_attention": (
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, "
+        "bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, "
+        "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, "
+        "Tensor unused, Tensor debug_attn_mask)"
+    ),
+    "_scaled_dot_product_flash_attention_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+        "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
+    "_flash_attention_forward": (
+        "(Tensor query, Tensor key, Tensor value, {flash}) -> (Tensor output, "
+        "Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+    ),
+    "_flash_attention_forward_no_dropout_inplace": (
+        "(Tensor(a!) out, Tensor query, Tensor key, Tensor value, {flash}) -> "
+        "Tensor softmax_logsumexp"
+    ),
+    "_flash_attention_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+        "bool is_causal, Tensor rng_state, Tensor unused, *, float? scale=None, "
+        "SymInt? window_size_left=None, SymInt? window_size_right=None) -> (Tensor, Tensor, Tensor)"
+    ),
+}
+"""The aten ops that are overridden, as the kernels in csrc/sdpa.cpp take them."""
+_FLASH = (
+    "Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+    "bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+)
+_SINCE_TORCH_2_13 = ", Tensor? block_table=None, int? num_splits=None"
+_OUT = "_flash_attention_forward_no_dropout_inplace"  # of varlen_attn_out, since torch 2.13
+
 _API = (
     "register_flash_attention_impl",
     "activate_flash_attention_impl",
@@ -47,162 +82,90 @@ _API = (
 )
 
 
-def supported(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, debug: bool) -> bool:
-    """Whether flash_ext runs this call of the flash backend, (B, H, S, D); else torch does."""
-    tensors = (query, key, value)
-    if dropout_p != 0.0 or debug or any(x.dim() != 4 or x.numel() == 0 for x in tensors):
-        return False
-    if any(x.stride(-1) != 1 or x.shape[-1] != query.shape[-1] for x in tensors):
-        return False
-    batch, heads = query.shape[:2]
-    if key.shape != value.shape or key.shape[0] != batch or heads % key.shape[1] != 0:
-        return False  # torch says what is wrong with these
-    return has_kernel(*(x.transpose(1, 2) for x in tensors))
+def _override(on: bool, with_out: bool) -> None:
+    getattr(torch.ops.flash_ext, f"sdpa_override_{_DEVICE}")(on, with_out)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-) -> tuple[Any, ...]:
-    """What aten's forward op returns, computed by flash_ext; causal is aligned bottom-right.
+def _silence_override_warning() -> None:
+    """That a kernel is overridden, which is the purpose, is what the dispatcher warns of, once.
 
-    Args:
-        query: (B, Hq, Sq, D), key and value (B, Hk, Sk, D), as `supported` has them.
-
-    Returns:
-        out (B, Hq, Sq, D), lse (B, Hq, Sq) in float32, None, None, Sq, Sk, and the state of the
-        random generator and the debug mask, which have no content.
+    To an override from C++ no filter of Python's applies, so the first is one from Python.
     """
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = ops.fwd(q, k, v, causal=is_causal, scale=scale)
-    out = strided_like(out.transpose(1, 2), query)
-    sizes = (query.shape[2], key.shape[2])
-    return out, lse, None, None, *sizes, *random_state(query)
-
-
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value, with their strides, computed by flash_ext."""
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    options = {
-        "causal": is_causal,
-        "scale": scale,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-    dq, dk, dv, _, _ = ops.bwd(dout, None, q, k, v, o, logsumexp.contiguous(), **options)
-    pairs = zip((dq, dk, dv), (query, key, value), strict=True)
-    return tuple(strided_like(x.transpose(1, 2), like) for x, like in pairs)
-
-
-def _forward_kernel(original: Any) -> Callable[..., Any]:
-    def kernel(
-        keys: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Any:
-        if supported(query, key, value, dropout_p, return_debug_mask):
-            return forward(query, key, value, is_causal, scale)
-        rest = (dropout_p, is_causal, return_debug_mask)
-        return original.call_boxed(keys, query, key, value, *rest, scale=scale)
-
-    return kernel
-
-
-def _backward_kernel(original: Any) -> Callable[..., Any]:
-    # out and lse mean the same in both kernels, so it does not matter which of them made these;
-    # with dropout, whose mask does matter, both passes are torch's.
-    def kernel(
-        keys: Any,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        philox_seed: Tensor,
-        philox_offset: Tensor,
-        *,
-        scale: float | None = None,
-    ) -> Any:
-        tensors = (grad_out, query, key, value, out, logsumexp)
-        if supported(query, key, value, dropout_p, False):
-            return backward(*tensors, is_causal, scale)
-        rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal)
-        generator = (philox_seed, philox_offset)
-        return original.call_boxed(keys, *tensors, *rest, *generator, scale=scale)
-
-    return kernel
+    library = Library("flash_ext", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=r"[\s\S]*Overriding a previously registered kernel"
+        )
+        library.impl(f"sdpa_override_{_DEVICE}", _override, "CompositeExplicitAutograd")
 
 
 class Handle:
     """The overrides in force. `remove` ends them and gives cuDNN's backend back."""
 
-    def __init__(self, library: Library) -> None:
-        self._library: Library | None = library
+    def __init__(self, originals: Library, with_out: bool) -> None:
+        self._originals: Library | None = originals
+        _override(True, with_out)
         self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def remove(self) -> None:
         """End the overrides; a second time it does nothing."""
-        if self._library is not None:
-            self._library = None  # with the library go its kernels
+        if self._originals is not None:
+            _override(False, False)
+            self._originals = None  # with the library go its ops
             torch.backends.cuda.enable_cudnn_sdp(self._cudnn)
 
 
 def _original(name: str) -> Any:
-    return torch.library.get_kernel(f"aten::{name}", "CUDA")
+    return torch.library.get_kernel(f"aten::{name}", _DEVICE)
 
 
-def _overrides() -> dict[str, Callable[[Any], Callable[..., Any]]]:
-    """By aten op, what makes its kernel out of torch's."""
-    found: dict[str, Callable[[Any], Callable[..., Any]]] = {
-        _FORWARD: _forward_kernel,
-        _BACKWARD: _backward_kernel,
-        _varlen.FORWARD: _varlen.forward_kernel,
-        _varlen.BACKWARD: _varlen.backward_kernel,
-    }
-    if hasattr(torch.ops.aten, _varlen.FORWARD_OUT):
-        found[_varlen.FORWARD_OUT] = _varlen.forward_out_kernel
-    return found
+def _keep_original(library: Library, name: str, signature: str) -> None:
+    """Define flash_ext::original… as torch's kernel, for what csrc/sdpa.cpp does not run.
+
+    It returns the tensors alone: torch's way from C++ to an op takes the types of the results in
+    reverse order, so all have to be of one type.
+    """
+    original = _original(name)
+
+    def kernel(*arguments: Any, **keywords: Any) -> Any:
+        results = original.call_boxed(*arguments, **keywords)
+        return tuple(x for x in results if not isinstance(x, int)) if of_both_types else results
+
+    arguments, _, returns = signature.partition(" -> ")
+    of_both_types = "SymInt" in returns
+    returns = returns.replace("SymInt max_q, SymInt max_k, ", "")
+    library.define(f"original{name}{arguments} -> {returns}")
+    library.impl(f"original{name}", kernel, _DEVICE, with_keyset=True)
+
+
+def _schemas() -> dict[str, str]:
+    """Of the ops that this torch has, without their names."""
+    schemas = {}
+    for name in _SCHEMAS:
+        if hasattr(torch.ops.aten, name):
+            of_torch = schema(getattr(torch.ops.aten, name).default)
+            schemas[name] = of_torch.removeprefix(f"aten::{name}")
+    for flash in (_FLASH, _FLASH + _SINCE_TORCH_2_13):
+        if schemas == {name: _SCHEMAS[name].format(flash=flash) for name in schemas}:
+            return schemas
+    raise RuntimeError(
+        f"flash_ext: torch {torch.__version__} has changed the ops of SDPA's flash backend; "
+        "flash_ext.attention does not depend on them"
+    )
 
 
 def _register() -> Handle:
     """Override the ops. What `torch.nn.attention` calls to activate this implementation."""
-    overrides = _overrides()
+    schemas = _schemas()
+    originals = Library("flash_ext", "FRAGMENT")
     try:
-        originals = {name: _original(name) for name in overrides}
+        for name, signature in schemas.items():
+            _keep_original(originals, name, signature)
     except RuntimeError as error:
         raise RuntimeError("flash_ext: this torch has no CUDA kernels of SDPA") from error
-    library = Library("aten", "IMPL", "CUDA")
-    with warnings.catch_warnings():
-        # That a kernel is overridden, which is the purpose, is what the dispatcher warns of.
-        warnings.filterwarnings(
-            "ignore", message=r"[\s\S]*Overriding a previously registered kernel"
-        )
-        for name, make in overrides.items():
-            library.impl(name, make(originals[name]), "CUDA", with_keyset=True)
-    return Handle(library)
+    _silence_override_warning()
+    return Handle(originals, with_out=_OUT in schemas)
 
 
 def _require_api() -> None:

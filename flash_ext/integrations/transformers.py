@@ -21,14 +21,21 @@ to or refused, never left out:
         mask (B, 1, Sq, Sk), as a bias.
 
 A bias is not for fa3: "auto" takes fa2 then. Attention probabilities are never returned.
+
+A model that computes attention by itself, as bloom and longformer do, gets the mask of eager
+attention where it asks for a mask's numbers: its results are right, no faster, and a warning says
+so. What a model tells its eager attention, and what keys it adds after its mask was made, is kept
+to or refused.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,45 +45,15 @@ from transformers import masking_utils
 
 from .._checks import statistics_dtype
 from ..functional import attention, attention_varlen
+from ._transformers_mask import Mask
 
 NAME = "fa_ext"
 """What to give as attn_implementation. transformers takes every name with "flash" in it for one of
 its own flash-attn backends and looks for that package, so it is not "flash_ext"."""
 
 _UNSUPPORTED = ("output_attentions", "head_mask", "indices", "block_indices", "cache")
-"""Keywords of models that change or ask for more than this computes: sparse and paged attention."""
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """Which keys each query sees, in fewer than B · Sq · Sk numbers: what `mask` gives the models.
-
-    causal and window are aligned bottom-right, as `flash_ext.attention` has them.
-    """
-
-    causal: bool
-    window: tuple[int, int] = (-1, -1)
-    padding: Tensor | None = None
-    """bool (B, Sk): False hides the key."""
-    cu_seqlens: Tensor | None = None
-    """int32 (n + 1): the B · S tokens, row after row, as n sequences that do not see each other."""
-    seqused_k: Tensor | None = None
-    """int32: the same as padding. With cu_seqlens (n): 0 where the sequence is padding. Else (B):
-    the keys that come before the padding."""
-    dense: Tensor | None = None
-    """bool (B, 1, S, S): packed sequences, causal and window as well, where values are unknown."""
-    # What `generate` asks of masks, which are tensors to it, where it makes them ahead.
-    ndim: ClassVar[int] = 4
-
-    def contiguous(self) -> Mask:
-        """Itself, as of a tensor."""
-        return self
-
-    def to(self, device: torch.device, **options: Any) -> Mask:
-        """On another device, for layers that are spread over several."""
-        moved = {x.name: getattr(self, x.name) for x in fields(self) if x.type == "Tensor | None"}
-        moved = {name: x if x is None else x.to(device) for name, x in moved.items()}
-        return replace(self, **moved)
+"""Keywords of models that change or ask for more than this computes: sparse and paged attention.
+`_refused` finds others."""
 
 
 # --- the mask function ---
@@ -140,9 +117,10 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     config: Any = None,
     **kwargs: Any,
-) -> Mask | Tensor | None:
+) -> Mask:
     """The mask function: `transformers.masking_utils.sdpa_mask` has its arguments.
 
     allow_is_causal_skip and allow_is_bidirectional_skip say that there is no more to the mask than
@@ -150,7 +128,8 @@ def mask(
     size of chunks.
 
     Returns:
-        None where causality is all; a `Mask`; or what sdpa_mask gives, bool (B, 1, Sq, Sk).
+        What `attention_forward` takes. Never None: to layers that are not causal, and to models
+        that add the mask to scores of their own, that would be no mask at all.
 
     Raises:
         ValueError: attention_mask is not of shape (B, Sk).
@@ -163,8 +142,11 @@ def mask(
             f"flash_ext: attention_mask must be {wanted}, got {tuple(attention_mask.shape)}"
         )
 
-    def dense() -> Tensor | None:
-        result: Tensor | None = masking_utils.sdpa_mask(
+    causal = not allow_is_bidirectional_skip
+    described = partial(Mask, (batch_size, 1, q_length, kv_length), device=device, dtype=dtype)
+
+    def dense() -> Mask:
+        visible: Tensor | None = masking_utils.sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -180,13 +162,15 @@ def mask(
             config=config,
             **kwargs,
         )
-        return result
+        if visible is not None:
+            return described(False, dense=visible)
+        # An empty cache has room for later keys.
+        return described(causal, seqlen_k=q_length if causal and q_length > 1 else None)
 
     # The last query is the last key but with static caches, which have room for later tokens.
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     same_tokens = aligned and q_length == kv_length > 1
     unknown = _values_unknown(device)
-    causal = not allow_is_bidirectional_skip
     ids, maybe_packed = None, False
     if not (allow_is_causal_skip or allow_is_bidirectional_skip):
         if use_vmap or not same_tokens:
@@ -213,9 +197,9 @@ def mask(
     if (causal or window != (-1, -1)) and not aligned:
         return dense()
     if maybe_packed:
-        return Mask(causal, window, dense=dense())
+        return replace(dense(), causal=causal, window=window)
     if ids is not None:
-        return Mask(causal, window, cu_seqlens=_sequences(ids)[0])
+        return described(causal, window, cu_seqlens=_sequences(ids)[0])
 
     visible = None
     stretch = at_start = False
@@ -228,19 +212,57 @@ def mask(
             if whole:
                 visible = None
     if visible is None:
-        whole_is_causal = causal and window == (-1, -1) and q_length in (1, kv_length)
-        return None if whole_is_causal else Mask(causal, window)
+        return described(causal, window)
     if causal and same_tokens and stretch:
         cu_seqlens, first = _sequences(visible)
         seqused_k = cu_seqlens.diff() * visible.flatten()[first]
-        return Mask(causal, window, visible, cu_seqlens, seqused_k)
+        return described(
+            causal, window, padding=visible, cu_seqlens=cu_seqlens, seqused_k=seqused_k
+        )
     if not causal and window == (-1, -1) and at_start:
         # Queries stay whole: in cross attention they are other tokens, even if as many.
-        return Mask(causal, window, visible, seqused_k=visible.sum(-1, dtype=torch.int32))
-    return Mask(causal, window, visible)
+        seqused_k = visible.sum(-1, dtype=torch.int32)
+        return described(causal, window, padding=visible, seqused_k=seqused_k)
+    return described(causal, window, padding=visible)
 
 
 # --- the attention function ---
+
+
+_refused_in: dict[str, frozenset[str]] = {}
+"""What `_refused` found, by module."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refused(source: str) -> frozenset[str]:
+    """Keywords that mean something to attention in the module of this name, and nothing here.
+
+    Models hand on keywords of all kinds, and attention needs few of them: those that their own
+    eager attention names.
+    """
+    if source not in _refused_in:
+        found = set(_UNSUPPORTED)
+        for name, function in vars(sys.modules.get(source, object)).items():
+            if name.endswith("eager_attention_forward"):
+                found |= inspect.signature(function).parameters.keys()
+        ours = inspect.signature(attention_forward).parameters.keys()
+        _refused_in[source] = frozenset(found - ours)
+    return _refused_in[source]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _only_eager(source: str) -> bool:
+    """Whether the models in the module of this name know eager attention alone.
+
+    Then they know no mask as nothing that is hidden, and their layers' is_causal was never read.
+    """
+    models = [
+        x
+        for x in vars(sys.modules.get(source, object)).values()
+        if isinstance(x, type) and issubclass(x, transformers.PreTrainedModel)
+    ]
+    own = [x for x in models if x.__module__ == source]
+    return bool(own) and not any(getattr(x, "_supports_sdpa", True) for x in own)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -262,22 +284,42 @@ def _bias(visible: Tensor | None, position_bias: Tensor | None, q: Tensor) -> Te
 
 def _without_mask(
     module: nn.Module,
-    sizes: tuple[int, int],
+    shape: tuple[int, int, int, int],
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Mask:
     """No mask is a causal one, where the layer is causal and there is more than one query."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal and sizes[0] > 1)
-    if causal and sizes[0] > sizes[1]:
+    rows, keys = shape[2:]
+    causal = is_causal
+    if causal is None:
+        causal = getattr(module, "is_causal", True) and not _only_eager(type(module).__module__)
+    causal = bool(causal and rows > 1)
+    if causal and rows > keys:
         raise ValueError(
             "flash_ext: attention_mask must be given where a causal layer has more queries than "
-            f"keys, got None with {sizes[0]} and {sizes[1]}"
+            f"keys, got None with {rows} and {keys}"
         )
     window = (-1, -1)
     if sliding_window is not None:
-        window = (sliding_window - 1, 0 if causal or sizes[0] == 1 else sliding_window - 1)
-    return Mask(causal, window)
+        window = (sliding_window - 1, 0 if causal or rows == 1 else sliding_window - 1)
+    return Mask(shape, causal, window, seqlen_k=rows if causal else None)
+
+
+def _require_shape(mask: Mask, shape: tuple[int, int, int, int]) -> None:
+    """The scores, (B, 1, Sq, Sk), are those that the mask was made for, where it matters."""
+    fits = True
+    if mask.cu_seqlens is not None:
+        fits = mask.shape == shape
+    elif mask.causal or mask.window != (-1, -1):
+        fits = mask.shape[2:] == shape[2:]
+    elif mask.padding is not None or mask.dense is not None:
+        fits = mask.shape[3] == shape[3]
+    if not fits:
+        raise ValueError(
+            "flash_ext: attention_mask is one for (batch, 1, seqlen_q, seqlen_k) = "
+            f"{mask.shape}, got scores for {shape}: this model changes its queries or keys after "
+            "the mask was made; use another attn_implementation"
+        )
 
 
 def attention_forward(
@@ -304,9 +346,9 @@ def attention_forward(
         query: (B, Hq, Sq, D); key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv), of dtypes and sizes as
             `flash_ext.attention` takes them.
         attention_mask: what `mask` makes, or (B or 1, Hq or 1, Sq or 1, Sk or 1), bool (True is
-            visible) or floating (added to the scores). None is causal where the layer is. Without
-            a cache all keys are then visible to the last query; with more keys than queries the
-            later ones are an empty cache's, which nobody sees.
+            visible) or floating (added to the scores). None is causal where the layer is, in models
+            that support SDPA. Without a cache all keys are then visible to the last query; with
+            more keys than queries the later ones are an empty cache's, which nobody sees.
         dropout, scaling, softcap, s_aux: dropout_p, scale, softcap and sink of `attention`.
         sliding_window: this many keys are visible, the query's own included. Only with no mask:
             otherwise the mask has it already.
@@ -321,22 +363,21 @@ def attention_forward(
         ValueError, RuntimeError: a mask or keyword that is not supported, or cannot be kept to
             beside another; what `flash_ext.attention` raises.
     """
-    for name in _UNSUPPORTED:
+    for name in _refused(type(module).__module__):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"flash_ext: {name} is not supported: use another attn_implementation")
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("flash_ext: cu_seq_lens_q and cu_seq_lens_k must be given together")
+    batch, _, rows, _ = query.shape
+    shape = batch, 1, rows, key.shape[2]
     if attention_mask is None:
-        sizes = query.shape[2], key.shape[2]
-        rule = _without_mask(module, sizes, is_causal, sliding_window)
-        if rule.causal and cu_seq_lens_k is None and sizes[1] > sizes[0]:
-            key, value = key[:, :, : sizes[0]], value[:, :, : sizes[0]]
-            if position_bias is not None:
-                position_bias = position_bias[..., : sizes[0]]
+        rule = _without_mask(module, shape, is_causal, sliding_window)
     elif isinstance(attention_mask, Mask):
-        rule = attention_mask.to(query.device)
+        device = query.device
+        rule = attention_mask if attention_mask.device == device else attention_mask.to(device)
+        _require_shape(rule, shape)
     elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-        rule = Mask(False)
+        rule = Mask(shape, False)
         if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
             raise ValueError(
                 f"flash_ext: attention_mask must be bool or floating, got {attention_mask.dtype}"
@@ -345,10 +386,14 @@ def attention_forward(
         got = getattr(attention_mask, "shape", None) or type(attention_mask).__name__
         raise ValueError(f"flash_ext: attention_mask must be of four dimensions, got {got}")
 
+    if rule.seqlen_k is not None and cu_seq_lens_k is None:
+        key, value = key[:, :, : rule.seqlen_k], value[:, :, : rule.seqlen_k]
+        if position_bias is not None:
+            position_bias = position_bias[..., : rule.seqlen_k]
     q, k, v = (_rows_contiguous(x.transpose(1, 2)) for x in (query, key, value))
     options: dict[str, Any] = {
         "scale": scaling,
-        "causal": rule.causal,
+        "causal": rule.causal and rows > 1,
         "window": rule.window,
         "softcap": softcap or 0.0,
         "sink": s_aux,
@@ -358,7 +403,9 @@ def attention_forward(
     cu_seqlens: tuple[Tensor, Tensor] | None = None
     seqused_k = rule.seqused_k
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        if visible is not None or rule.padding is not None:
+        # Of packed sequences a dense mask is causal as well, and offsets say the rest.
+        other = visible is not None or (rule.dense is not None and not rule.causal)
+        if other or rule.padding is not None:
             raise ValueError("flash_ext: cu_seq_lens_q goes with no padding and no 4-D mask")
         cu_seqlens = cu_seq_lens_q, cu_seq_lens_k
     elif rule.dense is not None:
@@ -373,11 +420,6 @@ def attention_forward(
         return attention(q, k, v, bias=bias, seqused_k=seqused_k, **options), None
     if position_bias is not None:
         raise ValueError("flash_ext: position_bias goes with no packed sequences")
-    if cu_seqlens[0] is rule.cu_seqlens and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            "flash_ext: attention_mask is one for as many keys as queries, "
-            f"got {k.shape[1]} and {q.shape[1]}"
-        )
     tokens = (x.flatten(0, 1) for x in (q, k, v))
     offsets = (x.int() for x in cu_seqlens)
     out = attention_varlen(*tokens, *offsets, seqused_k=seqused_k, **options)

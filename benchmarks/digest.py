@@ -1,0 +1,112 @@
+"""The source digest: it names what runs, not how it reads. Needs nothing but Python.
+
+C++ and CUDA files count as their tokens, Python files as their syntax tree without docstrings. So
+comments, docstrings, line breaks and blanks leave the digest as it is, and any other change of the
+code, or of a file's name, makes another one. Every Python from 3.10 on finds the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("csrc", "flash_ext", "setup.py")
+CPP_SUFFIXES = {".cu", ".cuh", ".h", ".cpp"}
+
+CPP_TOKEN = re.compile(
+    r"""
+      (?P<comment> //(?:\\\n|[^\n])* | /\*.*?\*/ )
+    | (?P<blank> (?:\s|\\\n)+ )
+    | (?P<code>
+          (?:u8|[uUL])?R"(?P<delimiter>[^()\\\s]*)\(.*?\)(?P=delimiter)"  # raw string
+        | (?:u8|[uUL])?"(?:\\.|[^"\\\n])*"
+        | (?:u8|[uUL])?'(?:\\.|[^'\\\n])*'
+        | \.?\d(?:[eEpP][+-]|'?[\w.])*  # 1'000.5e-3f is one number
+        | \#[ \t]*define[ \t]+\w+\(?  # F(x) is not F (x)
+        | \w+
+        | <<=|>>=|<=>|->\*|\.\.\.|\+\+|--|->|<<|>>|&&|\|\||\#\#|[-+*/%&|^<>=!]=
+        | .
+      )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def cpp_tokens(text: str) -> Iterator[str]:
+    """The tokens of a C++ file, a directive of the preprocessor between two line ends."""
+    line_start, directive = True, False
+    for token in CPP_TOKEN.finditer(text):
+        if token["blank"] and "\n" in token["blank"].replace("\\\n", ""):
+            if directive:
+                yield "\n"
+            line_start, directive = True, False
+        elif token["code"]:
+            if line_start and token["code"].startswith("#"):
+                yield "\n"
+                directive = True
+            line_start = False
+            code = token["code"]
+            yield "".join(code.split()) if code.startswith("#") else code
+
+
+def python_tree(node: object) -> Iterator[str]:
+    """A syntax tree in words: ast.dump without docstrings and without Python's version.
+
+    Empty fields are left out, since newer versions have more of them (``type_params``), and the
+    pieces of text in an f-string are joined, since versions cut them differently.
+    """
+    if isinstance(node, list):
+        for item in node:
+            if not (isinstance(item, ast.Expr) and is_text(item.value)):
+                yield from python_tree(item)
+    elif isinstance(node, ast.JoinedStr):
+        yield "JoinedStr("
+        text = ""
+        for value in node.values:
+            if is_text(value):
+                text += value.value
+            else:
+                yield from (ascii(text), *python_tree(value))
+                text = ""
+        yield from (ascii(text), ")")
+    elif isinstance(node, ast.AST):
+        yield f"{type(node).__name__}("
+        for name, value in ast.iter_fields(node):
+            if value is not None and value != []:
+                yield f"{name}="
+                yield from python_tree(value)
+        yield ")"
+    else:
+        yield ascii(node)
+
+
+def is_text(node: ast.AST) -> bool:
+    """Whether a node is a string; as a statement it is a docstring."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def normalized(path: Path) -> str:
+    """What of a file's text counts."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return " ".join(python_tree(ast.parse(text)))
+    return " ".join(cpp_tokens(text))
+
+
+def source_digest(root: Path = ROOT) -> str:
+    """Sixteen hex digits that name the code of the kernels, the package and their build."""
+    files = [
+        path
+        for source in SOURCES
+        for path in ([root / source] if source.endswith(".py") else (root / source).rglob("*"))
+        if path.suffix in CPP_SUFFIXES | {".py"} and path.is_file() and not path.is_symlink()
+    ]
+    listing = hashlib.sha256()
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in files):
+        content = hashlib.sha256(normalized(path).encode()).hexdigest()
+        listing.update(f"{content}  {name}\n".encode())
+    return listing.hexdigest()[:16]

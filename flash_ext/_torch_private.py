@@ -1,0 +1,219 @@
+"""Every private name of torch that flash_ext uses, and what it does where torch lacks one.
+
+Any release of torch may rename a private name. So they are looked up here, when flash_ext is
+imported, and nowhere else. None is needed: without one the public way is taken, which gives the
+same results but takes the host longer in every call (docs/notes/011-host-time.md). What has no
+public way is refused by torch then, and said below: gradients by torch.func, compiled autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.library import Library
+
+missing: list[str] = []
+"""The names that this torch lacks; `python -m flash_ext` prints them."""
+
+
+def _find(path: str) -> Any:
+    """What torch has under this name, or None."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        missing.append(path)
+        return None
+
+
+# --- What a call has to know ---
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _perhaps() -> bool:
+    """For what is unknown: a call that takes it for true goes to the dispatcher, which knows."""
+    return True
+
+
+def _in_dual_level() -> bool:
+    return forward_ad._current_level >= 0
+
+
+any_requires_grad: Callable[..., bool] = _find("torch._C._any_requires_grad") or _any_requires_grad
+"""Whether any of these tensors, some of which may be None, requires a gradient."""
+
+in_transforms: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active") or _perhaps
+"""Whether this is within torch.vmap or a transform of torch.func."""
+
+in_function_mode: Callable[[], bool] = _find("torch._C._is_torch_function_mode_enabled") or _perhaps
+"""Whether a TorchFunctionMode is on."""
+
+in_dispatch_mode: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack") or _perhaps
+"""How many TorchDispatchModes are on."""
+
+in_autocast: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled") or _perhaps
+"""Whether autocast is on for a type of device."""
+
+in_dual_level: Callable[[], bool] = (
+    _perhaps if _find("torch.autograd.forward_ad._current_level") is None else _in_dual_level
+)
+"""Whether tensors may have tangents, for derivatives in forward mode."""
+
+
+def _is_fake(x: Tensor) -> bool:
+    return type(x).__name__ == "FakeTensor"
+
+
+is_fake: Callable[[Tensor], bool] = _find("torch._subclasses.fake_tensor.is_fake") or _is_fake
+"""Whether a tensor is one of a compiler's, without values."""
+
+
+# --- Ops ---
+
+
+def entry(op: Any) -> Callable[..., Any]:
+    """An OpOverload by a shorter way, without OpOverload.__call__."""
+    return getattr(op, "_op", op)  # type: ignore[no-any-return]
+
+
+def schema(op: Any) -> str:
+    """The schema of an OpOverload; "" where it cannot be had."""
+    return str(getattr(op, "_schema", ""))
+
+
+# --- Autograd kernels ---
+# torch.library.register_autograd refuses ops with keyword-only tensors.
+
+_single_level = _find("torch.autograd.function._SingleLevelFunction")
+_allow_single_level = _find("torch._functorch.utils.enable_single_level_autograd_function")
+_set_tangents_enabled = _find("torch.autograd.forward_ad._set_fwd_grad_enabled")
+_guard = _find("torch._C._AutoDispatchBelowAutograd")
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def _skip_next_autograd_kernel() -> Iterator[None]:
+    before = getattr(_local, "skip", False)
+    _local.skip = True
+    try:
+        yield
+    finally:
+        _local.skip = before
+
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = _guard or _skip_next_autograd_kernel
+"""Within this an op's call passes by its Autograd kernel, given to `register_autograd_kernel`."""
+
+
+def _after_autograd(keys: Any) -> Any:
+    """Of the dispatch keys of a call those that come after its Autograd key."""
+    reached = False
+    while not reached:
+        key = keys.highestPriorityTypeId()
+        reached = key.name.startswith("Autograd")
+        keys = keys.remove(key)
+    return keys
+
+
+def register_autograd_kernel(library: Library, op: Any, kernel: Callable[..., Any]) -> None:
+    """Let autograd call `kernel` for an op of the library."""
+    name = op.overloadpacket.__name__
+    if _guard is not None:
+        library.impl(name, kernel, "Autograd")
+        return
+
+    def kernel_or_next(keys: Any, *tensors: Any, **options: Any) -> Any:
+        if getattr(_local, "skip", False):
+            _local.skip = False  # the op is called again by each transform farther out
+            return op.redispatch(_after_autograd(keys), *tensors, **options)
+        return kernel(*tensors, **options)
+
+    library.impl(name, kernel_or_next, "Autograd", with_keyset=True)
+
+
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply, for an op's Autograd kernel.
+
+    `apply` itself would take the transforms of torch.func off the arguments one by one. An Autograd
+    kernel is called by the dispatcher, which has done it: only the innermost transform is left, and
+    those farther out are to record the op within. So under transforms this applies a Function of a
+    single level, as torch does in an Autograd kernel of its own, and elsewhere it leaves out what
+    `apply` does for transforms, which takes longer than a launch.
+
+    Where torch lacks what this takes it is function.apply, which torch.func refuses. Where
+    in_transforms is unknown it is a single level always, which compiled autograd refuses.
+    """
+    if None in (_single_level, _allow_single_level, _set_tangents_enabled):
+        return function.apply
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        with torch.enable_grad(), _set_tangents_enabled(True):
+            return function.forward(ctx, *arguments)
+
+    methods = {"forward": forward, "backward": function.backward, "jvp": function.jvp}
+    methods = {name: staticmethod(method) for name, method in methods.items()}
+    single_level: Any = type(function.__name__, (_single_level,), methods)
+    plain = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+    def record(*arguments: Any) -> Any:
+        if not in_transforms():
+            return plain(*arguments)
+        with _allow_single_level():
+            return single_level.apply(*arguments)
+
+    return record
+
+
+# --- Autocast kernels ---
+
+_exclude = _find("torch._C._ExcludeDispatchKeyGuard")
+_key_set = _find("torch._C.DispatchKeySet")
+_cpu = _find("torch._C.DispatchKey.AutocastCPU")
+_cuda = _find("torch._C.DispatchKey.AutocastCUDA")
+_autocast_keys = None if None in (_exclude, _key_set, _cpu, _cuda) else _key_set(_cpu).add(_cuda)
+
+
+def below_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Within this nothing is cast for a device of this type."""
+    if _autocast_keys is None:
+        return torch.autocast(device_type, enabled=False)
+    return _exclude(_autocast_keys)  # type: ignore[no-any-return]
+
+
+# --- vmap ---
+# torch.library.register_vmap refuses ops with keyword-only tensors.
+
+_interpreter = _find("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
+_call_rule = _find("torch._functorch.autograd_function.custom_function_call_vmap_helper")
+
+
+def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) -> None:
+    """Let `torch.vmap` call `rule`. Where torch lacks what this takes, it runs one by one instead.
+
+    Args:
+        library: the library of the op.
+        op: the OpOverload.
+        rule: (info, in_dims, *tensors, options) to the results and their dims, as a rule of
+            register_vmap; options is a dict.
+    """
+    if _interpreter is None or _call_rule is None:
+        return
+
+    def call(*arguments: Any) -> Any:
+        *tensors, options = arguments
+        return op(*tensors, **options)
+
+    def kernel(*tensors: Any, **options: Any) -> Any:
+        return _call_rule(_interpreter(), rule, call, *tensors, options)
+
+    library.impl(op.overloadpacket.__name__, kernel, "FuncTorchBatched")

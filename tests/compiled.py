@@ -1,0 +1,70 @@
+"""Compiles csrc's host code for tests that need no GPU."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+COMPILER = os.environ.get("CXX", "g++")
+
+
+def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
+    """The library, cached under build/ by the content of everything it is made from.
+
+    Skips the test where there is no C++ compiler.
+    """
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"there is no C++ compiler {COMPILER} (set CXX)")
+    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
+    command += [f"-I{CSRC}", *map(str, sources), *flags]
+    content = hashlib.sha256(" ".join([*command, sys.version]).encode())
+    for path in [*sources, *sorted((*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h")))]:
+        content.update(path.read_bytes())
+    folder = ROOT / "build" / "tests-native"
+    library = folder / content.hexdigest()[:16] / f"{name}.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # the processes of pytest-xdist compile it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            partial = library.with_suffix(".partial")
+            command += ["-o", str(partial)]
+            compiled = subprocess.run(command, capture_output=True, text=True)
+            assert compiled.returncode == 0, f"{' '.join(command)}\n{compiled.stderr}"
+            partial.replace(library)
+    return library
+
+
+@functools.cache
+def load_host_side() -> None:
+    """Gives the host's side of the CUDA kernels, node.cpp and sdpa.cpp, to the CPU's."""
+    import torch
+
+    from flash_ext._options import schema_options
+
+    home = Path(torch.__file__).parent
+    library = shared_library(
+        "flash_ext_host",
+        [CSRC / "node.cpp", CSRC / "sdpa.cpp", ROOT / "tests" / "native" / "host.cpp"],
+        [
+            *("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
+            *("-DFLASH_EXT_DEVICE=CPU", "-DFLASH_EXT_AUTOGRAD=AutogradCPU"),
+            *(f"-isystem{home}/include", f"-L{home}/lib", f"-Wl,-rpath,{home}/lib"),
+            *("-ltorch", "-ltorch_cpu"),
+        ],
+    )
+    schemas = torch.library.Library("flash_ext", "FRAGMENT")
+    schemas.define(f"node_options_CPU({schema_options()}) -> float")
+    schemas.define("sdpa_override_CPU(bool on, bool with_out) -> ()")
+    load_host_side.schemas = schemas  # type: ignore[attr-defined]  # they last as long as it does
+    torch.ops.load_library(library)

@@ -1,0 +1,77 @@
+// For tests without a GPU: csrc's three functions (attention.h) by way of flash_ext's own CPU
+// kernels, so that what surrounds them on the host, node.cpp and sdpa.cpp, runs on CPU tensors.
+#include <torch/csrc/stable/ops.h>
+
+#include <stdexcept>
+#include <vector>
+
+#include "attention.h"
+#include "boxing.h"
+
+namespace flash_ext {
+namespace {
+
+using torch::stable::detail::from;
+using torch::stable::detail::unbox_to_tuple;
+
+void append(std::vector<StableIValue>& stack, const Options& x) {
+    for (const StableIValue value :
+         {from(x.scale), from(x.causal), from(x.window_left), from(x.window_right), from(x.softcap),
+          from(x.alibi_slopes), from(x.bias), from(x.sink), from(x.cu_seqlens_q),
+          from(x.cu_seqlens_k), from(x.seqused_k), from(x.dropout_p), from(x.rng_state),
+          from(x.deterministic), from(x.variant)})
+        stack.push_back(value);
+}
+
+}  // namespace
+
+Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
+                     const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype) {
+    AtenTensorHandle handle = nullptr;
+    int32_t code = aoti_torch_dtype_uint64();
+    if (dtype != torch::headeronly::ScalarType::UInt64) aoti_torch_get_dtype(x.get(), &code);
+    aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code,
+                             aoti_torch_device_type_cpu(), 0, &handle);
+    return Tensor(handle);
+}
+
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Options& options, const Tensor& into) {
+    std::vector<StableIValue> stack{from(q), from(k), from(v)};
+    append(stack, options);
+    call_op("flash_ext::fwd", stack.data());
+    auto [out, lse] = unbox_to_tuple<Tensor, Tensor>(stack.data());
+    if (!into.defined()) return {out, lse};
+    Tensor given = into;
+    return {torch::stable::copy_(given, out), lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
+    const std::tuple<Tensor, Tensor, Tensor>& into) {
+    std::vector<StableIValue> stack{from(dout), from(dlse), from(q),  from(k),
+                                    from(v),    from(out),  from(lse)};
+    append(stack, options);
+    stack.push_back(from(need_dbias));
+    call_op("flash_ext::bwd", stack.data());
+    auto [dq, dk, dv, dbias, dsink] =
+        unbox_to_tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(stack.data());
+    auto [given_dq, given_dk, given_dv] = into;
+    if (given_dq.defined()) {
+        torch::stable::copy_(given_dq, dq);
+        torch::stable::copy_(given_dk, dk);
+        torch::stable::copy_(given_dv, dv);
+    }
+    return {dq, dk, dv, dbias.dim() == 4 ? dbias : Tensor(), Tensor()};
+}
+
+std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& /*k*/,
+                                                          const Tensor& /*v*/,
+                                                          const Options& /*options*/) {
+    if (q.size(3) > 256 || q.scalar_type() == torch::headeronly::ScalarType::Long)
+        throw std::invalid_argument("flash_ext: no kernel");
+    return {0, 0, ""};
+}
+
+}  // namespace flash_ext

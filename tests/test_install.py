@@ -1,0 +1,80 @@
+"""An installation without the CUDA kernels: it is asked for, or says why it is one.
+
+Would catch a wrong CUDA_HOME that passes for "no nvcc", and a reason that only `pip -v` shows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("setuptools", minversion="77")
+ROOT = Path(__file__).resolve().parent.parent
+
+# setup.py where no toolkit is found.
+SETUP_WITHOUT_NVCC = """
+import pathlib, runpy, shutil, sys
+is_file = pathlib.Path.is_file
+pathlib.Path.is_file = lambda path: "cuda" not in path.parts and is_file(path)
+shutil.which = lambda *_, **__: None
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkout without csrc/, in which nothing was built."""
+    folder = tmp_path / "source"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: x for name, x in os.environ.items() if name != "CUDA_HOME"}
+    return subprocess.run(
+        [sys.executable, "-c", SETUP_WITHOUT_NVCC, "-q", "build", "--build-lib", "../lib"],
+        cwd=source,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"FLASH_EXT_SKIP_CUDA": "1"}, "FLASH_EXT_SKIP_CUDA was set"),
+        ({"FLASH_EXT_SKIP_CUDA": "1", "CUDA_HOME": "/nowhere"}, "FLASH_EXT_SKIP_CUDA was set"),
+        ({}, "no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda)"),
+    ],
+)
+def test_the_reason_is_installed(source: Path, environment: dict[str, str], why: str) -> None:
+    files = set(source.glob("flash_ext/**/*"))
+    done = build(source, **environment)
+    assert done.returncode == 0, done.stderr
+    assert set(source.glob("flash_ext/**/*")) == files
+    code = "import flash_ext; print(flash_ext.ops.cuda_missing)"
+    asked = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=source.parent,
+        env=os.environ | {"PYTHONPATH": "lib"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert asked.stdout.startswith(f"not built: {why}. ")
+
+
+def test_a_wrong_cuda_home_is_an_error(source: Path) -> None:
+    done = build(source, CUDA_HOME="/nowhere")
+    assert done.returncode != 0
+    assert "CUDA_HOME=/nowhere has no bin/nvcc" in done.stderr
+    assert "Traceback" not in done.stderr
