@@ -16,6 +16,7 @@
 
 #include "attention.h"
 #include "boxing.h"
+#include "out_of_memory.h"
 #include "variants.h"
 
 // Since torch 2.13: the message of an error that a function of the stable ABI reports.
@@ -141,10 +142,12 @@ void call_op(const char* name, StableIValue* stack) {
     thrown = nullptr;
     if (torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) == TORCH_SUCCESS) return;
     if (thrown) std::rethrow_exception(std::exchange(thrown, nullptr));
-    throw std::runtime_error(torch_exception_get_what_without_backtrace != nullptr
-                                 ? torch_exception_get_what_without_backtrace()
-                                 : std::string("flash_ext: ") + name +
-                                       " failed; this torch, before 2.13, does not tell why");
+    const std::string why = torch_exception_get_what_without_backtrace != nullptr
+                                ? torch_exception_get_what_without_backtrace()
+                                : std::string("flash_ext: ") + name +
+                                      " failed; this torch, before 2.13, does not tell why";
+    if (why.find("CUDA out of memory") != std::string::npos) throw_out_of_memory(why);
+    throw std::runtime_error(why);
 }
 
 }  // namespace flash_ext

@@ -55,7 +55,10 @@ def load_host_side() -> None:
     home = Path(torch.__file__).parent
     library = shared_library(
         "flash_ext_host",
-        [CSRC / "node.cpp", CSRC / "sdpa.cpp", ROOT / "tests" / "native" / "host.cpp"],
+        [
+            *(CSRC / f"{name}.cpp" for name in ("node", "sdpa", "out_of_memory")),
+            ROOT / "tests" / "native" / "host.cpp",
+        ],
         [
             *("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
             *("-DFLASH_EXT_DEVICE=CPU", "-DFLASH_EXT_AUTOGRAD=AutogradCPU"),

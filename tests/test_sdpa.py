@@ -383,15 +383,17 @@ def assert_same_arguments(actual, expected) -> None:
 
 
 @pytest.mark.skipif(FLASH_OUT not in NAMES, reason="before torch 2.13 they are lost")
-def test_errors_of_torch_are_heard(active, monkeypatch):
+@pytest.mark.parametrize(
+    "error", (RuntimeError("the grapes are sour"), torch.OutOfMemoryError("CUDA out of memory. 1"))
+)
+def test_errors_of_torch_are_heard(error, originals, monkeypatch):
     def fail(*arguments, **keywords):
-        raise RuntimeError("the grapes are sour")
+        raise error
 
-    monkeypatch.setattr(active[FORWARD], "call_boxed", fail)
-    sdpa.restore()
+    monkeypatch.setattr(originals[FORWARD], "call_boxed", fail)
     sdpa.activate()
     q, k, v, _ = inputs("bhsd")
-    with pytest.raises(RuntimeError, match="the grapes are sour"):
+    with pytest.raises(type(error), match=str(error)):
         aten(FORWARD)(q, k, v, 0.5)
     assert aten(FORWARD)(q, k, v)[0].shape == q.shape
 
