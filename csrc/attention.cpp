@@ -19,6 +19,7 @@
 #include "kernels/kernels.h"
 #include "launch_name.h"
 #include "mask.cuh"
+#include "out_of_memory.h"
 #include "params.h"
 #include "scheduler.cuh"
 #include "tuning.h"
@@ -164,6 +165,7 @@ void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, cons
         params.keep_threshold = static_cast<uint32_t>(
             std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
         params.keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+        params.keep_probability = static_cast<float>(params.keep_threshold) / 65536.f;
     }
     params.aligned = is_aligned(q) && is_aligned(k) && is_aligned(v);
 }
@@ -378,7 +380,8 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                  code, aoti_torch_device_type_cuda(), x.get_device_index(),
                                  &handle) != 0)
-        fail("allocating a tensor of shape ", shape_text(sizes), " failed: out of memory?");
+        throw_out_of_memory("CUDA out of memory. flash_ext tried to allocate a tensor of shape " +
+                            shape_text(sizes) + " on cuda:" + std::to_string(x.get_device_index()));
     return Tensor(handle);
 }
 

@@ -74,6 +74,7 @@ struct AttentionParams {
     const int64_t* rng_state = nullptr;  // (2): seed, offset
     uint32_t keep_threshold = 1u << 16;
     float keep_scale = 1.f;
+    float keep_probability = 1.f;  // its inverse
 
     // Every row of every tensor starts and ends on a 16-byte boundary (so the head dim is a
     // multiple of 8): tiles move in 16-byte copies.

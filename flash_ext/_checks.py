@@ -61,7 +61,8 @@ def _require_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], layout
         _refuse(argument, f"of shape {layout} = {shape}", tuple(tensor.shape))
 
 
-def _require_device(argument: str, tensor: Tensor, q: Tensor) -> None:
+def require_device(argument: str, tensor: Tensor, q: Tensor) -> None:
+    """Refuse a tensor that is not on q's device."""
     if tensor.device != q.device:
         _refuse(argument, f"on q's device {q.device}", tensor.device)
 
@@ -74,7 +75,7 @@ def _require_contiguous_rows(argument: str, tensor: Tensor) -> None:
 def _require_like(argument: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.dtype != q.dtype:
         _refuse(argument, f"of q's dtype {_dtype_name(q.dtype)}", tensor.dtype)
-    _require_device(argument, tensor, q)
+    require_device(argument, tensor, q)
     _require_contiguous_rows(argument, tensor)
 
 
@@ -90,7 +91,7 @@ def _require_plain(
     if tensor.dtype != dtype:
         _refuse(argument, _dtype_name(dtype), tensor.dtype)
     _require_shape(argument, tensor, shape, layout)
-    _require_device(argument, tensor, q)
+    require_device(argument, tensor, q)
     if not tensor.is_contiguous():
         _refuse(argument, "contiguous", f"strides {tensor.stride()}")
 
@@ -177,7 +178,7 @@ def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
     floating = dict.fromkeys((q.dtype, statistics_dtype(q.dtype)))  # which may be one
     if bias.dtype not in (*floating, torch.bool):
         _refuse("bias", f"{', '.join(map(_dtype_name, floating))} or bool", bias.dtype)
-    _require_device("bias", bias, q)
+    require_device("bias", bias, q)
     shape = tuple(bias.shape)
     if bias.dim() != 4:
         _refuse("bias", "of shape (batch, heads_q, seqlen_q, seqlen_k), any of them 1", shape)
@@ -207,7 +208,7 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
             _refuse("alibi_slopes", _dtype_name(dtype), slopes.dtype)
         shape = (heads,) if slopes.dim() == 1 else (batch, heads)
         _require_shape("alibi_slopes", slopes, shape, "(heads_q) or (batch, heads_q)")
-        _require_device("alibi_slopes", slopes, q)
+        require_device("alibi_slopes", slopes, q)
         _require_contiguous_rows("alibi_slopes", slopes)
     if options.bias is not None:
         _check_bias(q, k, options.bias, batch)

@@ -57,6 +57,8 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     if not (
         torch.is_grad_enabled()
         and q.is_cuda
+        and k.is_cuda
+        and v.is_cuda
         and options.keys().isdisjoint(_PYTHON_ONLY)
         and not in_dispatch_mode()
         and not in_dual_level()

@@ -35,7 +35,13 @@ from torch.compiler import is_compiling
 from torch.library import Library, register_fake
 
 from . import _flops, _node, _vmap, tiled
-from ._checks import check_backward, check_forward, require_tensors, statistics_dtype
+from ._checks import (
+    check_backward,
+    check_forward,
+    require_device,
+    require_tensors,
+    statistics_dtype,
+)
 from ._options import TENSOR_OPTIONS, VARIANTS, BackwardTensors, Options, schema_options
 from ._torch_private import (
     any_requires_grad,
@@ -86,7 +92,15 @@ check = _define("check(Tensor q, Tensor k, Tensor v", "(int variant, int backwar
 # --- Fake kernels: shapes, dtypes and strides only ---
 
 
+def _require_one_device(q: Tensor, **others: Any) -> None:
+    """The dispatcher brings a call here too where one tensor of many is a meta tensor."""
+    for name, x in others.items():
+        if isinstance(x, Tensor):
+            require_device(name, x, q)
+
+
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _require_one_device(q, k=k, v=v, **options)
     *batch, rows, heads, _ = q.shape  # no batch where sequences are packed
     out = q.new_empty((*batch, rows, heads, v.shape[-1]))
     lse = q.new_empty((*batch, heads, rows), dtype=statistics_dtype(q.dtype))
@@ -95,6 +109,7 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
 
 def _bwd_fake(*tensors: Any, need_dbias: bool = True, **options: Any) -> tuple[Tensor, ...]:
     x = BackwardTensors(*tensors)
+    _require_one_device(**x._asdict(), **options)
     bias, sink = options.get("bias"), options.get("sink")
     if bias is not None and not (need_dbias and bias.is_floating_point()):
         bias = None

@@ -17,7 +17,10 @@ Beyond the pseudocode, in all four:
 - Grouped queries: the rows of a tile are (query, head of the group) pairs, all of which read the
   same K_j, V_j.
 - Matrix products accumulate in float32 (float64 for float64); P and dS are rounded to the input
-  dtype before their products, as on tensor cores.
+  dtype before their products, as on tensor cores. Dropout's factor 1 / (1 − p) comes after these
+  products, because float16 does not hold it for every p.
+- Where L is so large that its rounding is felt in exp(S − L), S and L are made relative to the row's
+  maximum (`_relative_to_maximum`).
 
 `forward` and `backward` run them on the ops' tensors: on all sequences at once where these are of
 equal lengths, else on one after the other.
@@ -56,6 +59,8 @@ class Saved(NamedTuple):
     """+∞ for a row that sees no key (its lse is −∞), so that its P = exp(S − L) = 0."""
     dL: Tensor
     """The gradient of L; 0 for a row that sees no key, whatever came."""
+    reference: Tensor | None = None
+    """What the scores of a row, and its L, are relative to; 0 for most rows. None: for all."""
 
 
 def _starting_statistics(tiling: Tiling) -> tuple[Tensor, Tensor]:
@@ -78,9 +83,42 @@ def _exp_(tile: Tensor) -> Tensor:
     return tile.copy_(tile.double().mul_(_LOG2_E).exp2_())
 
 
-def _dropped(tile: Tensor, Z_ij: Tensor | None) -> Tensor:
-    """The tile ∘ Z_ij."""
-    return tile if Z_ij is None else tile * Z_ij
+def _dropped(tile: Tensor, kept: Tensor | None) -> Tensor:
+    """The tile ∘ Z_ij, but for the factor 1 / (1 − p)."""
+    return tile if kept is None else tile * kept
+
+
+def _probabilities(S_ij: Tensor, saved: Saved, rows: slice) -> Tensor:
+    """exp(S − L), in place."""
+    if saved.reference is not None:
+        reference = saved.reference[:, rows]
+        # Relative to its maximum no score is above 0, but by rounding.
+        S_ij = S_ij.sub_(reference).clamp_(max=torch.where(reference == 0, math.inf, 0.0))
+    return _exp_(S_ij.sub_(saved.L[:, rows]))
+
+
+def _relative_to_maximum(tiling: Tiling, operands: Operands, saved: Saved) -> Saved:
+    """With L relative to the row's maximum where it is large.
+
+    In float32 an L of 10⁸ is known to 4, so that exp(S − L) would be wrong by a factor of e⁴. The
+    maximum m is one of the scores, to which the others have exact distances.
+    """
+    large = saved.L.isfinite() & (saved.L.abs() * torch.finfo(tiling.dtype).eps > 2**-12)
+    if not large.any():
+        return saved
+    Q, K, _ = operands
+    m, ell = _starting_statistics(tiling)
+    for k0, k1 in tiling.kv_blocks():
+        for q0, q1 in tiling.q_blocks_seeing(k0, k1):
+            tile = tiling.tile(q0, q1, k0, k1)
+            m_i, ell_i = m[:, tile.rows], ell[:, tile.rows]
+            S_ij = tile.scores(Q[:, tile.rows] @ K[:, tile.keys].mT)
+            m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
+            row_sum = _exp_(S_ij.sub_(m_new)).sum(dim=-1, keepdim=True)
+            ell_i.mul_(torch.exp(m_i - m_new)).add_(row_sum)
+            m_i.copy_(m_new)
+    L = torch.where(large, ell.log(), saved.L)
+    return saved._replace(L=L, reference=m.masked_fill(~large, 0))
 
 
 def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -106,8 +144,9 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             m_new = torch.maximum(m_i, m_ij)  # 13
             old, new = torch.exp(m_i - m_new), torch.exp(m_ij - m_new)
             ell_new = old * ell_i + new * ell_ij
-            P_ij = _dropped(P_ij, tile.dropout_scale())  # 14
-            O_new = ell_i * old * O_i + new * (tiling.rounded(P_ij) @ V_j)  # 15
+            P_ij = _dropped(P_ij, tile.kept())  # 14
+            PV_ij = (tiling.rounded(P_ij) @ V_j).mul_(tiling.keep_scale)
+            O_new = ell_i * old * O_i + new * PV_ij  # 15
             O_i.copy_(O_new.mul_(_reciprocal(ell_new)))
             ell_i.copy_(ell_new)  # 16
             m_i.copy_(m_new)
@@ -137,10 +176,10 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             P_ij = _exp_(S_ij.sub_(m_new))  # P̃_ij
             rescale = torch.exp(m_i - m_new)
             ell_i = rescale * ell_i + P_ij.sum(dim=-1, keepdim=True)
-            P_ij = _dropped(P_ij, tile.dropout_scale())
+            P_ij = _dropped(P_ij, tile.kept())
             O_i.mul_(rescale).add_(tiling.rounded(P_ij) @ V_j)  # 10
             m_i = m_new
-        O_i.mul_(_reciprocal(ell_i))  # 12, 14
+        O_i.mul_(_reciprocal(ell_i).mul_(tiling.keep_scale))  # 12, 14
         L[:, rows] = m_i + ell_i.log()  # 13, 15
 
     return Out, L
@@ -153,7 +192,7 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
         dQ, dK, dV, shaped like Q, K, V. The bias's gradient is added to `tiling.dbias`.
     """
     Q, K, V = operands
-    Out, dO, L, dL = saved
+    Out, dO, dL = saved.O, saved.dO, saved.dL
     dQ, dK, dV = (torch.zeros_like(x) for x in operands)  # 5
 
     for k0, k1 in tiling.kv_blocks():  # 7
@@ -161,17 +200,17 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
             tile = tiling.tile(q0, q1, k0, k1)
             K_j, V_j, dK_j, dV_j = (x[:, tile.keys] for x in (K, V, dK, dV))  # 8, 9
             Q_i, O_i, dO_i, dQ_i = (x[:, tile.rows] for x in (Q, Out, dO, dQ))  # 11
-            L_i, dL_i = L[:, tile.rows], dL[:, tile.rows]
             S_ij = tile.scores(Q_i @ K_j.mT)  # 12, 13
-            P_ij = _exp_(S_ij.sub_(L_i))  # 14: diag(ℓ_i)⁻¹ exp(S − m_i) = exp(S − L_i)
-            Z_ij = tile.dropout_scale()  # 15
-            dV_j += tiling.rounded(_dropped(P_ij, Z_ij)).mT @ dO_i  # 16
-            dP_ij = _dropped(dO_i @ V_j.mT, Z_ij)  # 17, 18
-            D_i = (dO_i * O_i).sum(dim=-1, keepdim=True) - dL_i  # 19
+            P_ij = _probabilities(S_ij, saved, tile.rows)  # 14: diag(ℓ_i)⁻¹ exp(S − m_i)
+            kept = tile.kept()  # 15
+            dV_ij = tiling.rounded(_dropped(P_ij, kept)).mT @ dO_i  # 16
+            dV_j.add_(dV_ij, alpha=tiling.keep_scale)
+            dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.keep_scale)  # 17, 18
+            D_i = (dO_i * O_i).sum(dim=-1, keepdim=True) - dL[:, tile.rows]  # 19
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 20
-            dS_ij = tiling.rounded(dS_ij)
-            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale)  # 21
-            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale)  # 22
+            dS_ij = tiling.rounded(dS_ij.div_(tiling.keep_scale))
+            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale * tiling.keep_scale)  # 21
+            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale * tiling.keep_scale)  # 22
 
     return dQ, dK, dV
 
@@ -183,7 +222,7 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
     for `fa1_backward`.
     """
     Q, K, V = operands
-    _, dO, L, _ = saved
+    dO = saved.dO
     dQ, dK, dV = (torch.zeros_like(x) for x in operands)  # 3
     D = _delta(saved)  # 4
 
@@ -191,16 +230,17 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
         for q0, q1 in tiling.q_blocks_seeing(k0, k1):  # 8
             tile = tiling.tile(q0, q1, k0, k1)
             K_j, V_j, dK_j, dV_j = (x[:, tile.keys] for x in (K, V, dK, dV))  # 6, 7
-            Q_i, dO_i, dQ_i, L_i, D_i = (x[:, tile.rows] for x in (Q, dO, dQ, L, D))  # 9
+            Q_i, dO_i, dQ_i, D_i = (x[:, tile.rows] for x in (Q, dO, dQ, D))  # 9
             S_ij = tile.scores(Q_i @ K_j.mT)  # 10
-            P_ij = _exp_(S_ij.sub_(L_i))  # 11
-            Z_ij = tile.dropout_scale()
-            dV_j += tiling.rounded(_dropped(P_ij, Z_ij)).mT @ dO_i  # 12
-            dP_ij = _dropped(dO_i @ V_j.mT, Z_ij)  # 13
+            P_ij = _probabilities(S_ij, saved, tile.rows)  # 11
+            kept = tile.kept()
+            dV_ij = tiling.rounded(_dropped(P_ij, kept)).mT @ dO_i  # 12
+            dV_j.add_(dV_ij, alpha=tiling.keep_scale)
+            dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.keep_scale)  # 13
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 14
-            dS_ij = tiling.rounded(dS_ij)
-            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale)  # 15
-            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale)  # 16
+            dS_ij = tiling.rounded(dS_ij.div_(tiling.keep_scale))
+            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale * tiling.keep_scale)  # 15
+            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale * tiling.keep_scale)  # 16
 
     return dQ, dK, dV
 
@@ -286,11 +326,14 @@ def backward(
     for span in spans(q, k, options.cu_seqlens, options.seqused_k):
         tiling = Tiling.of(span, q, k, v, options, on_chip, dbias)
         saved = Saved(*(tiling.to_rows(span.of_queries(x)) for x in saved_tensors))
-        dQ, dK, dV = _BACKWARD[variant](tiling, _operands(span, tiling, q, k, v), saved)
+        operands = _operands(span, tiling, q, k, v)
+        saved = _relative_to_maximum(tiling, operands, saved)
+        dQ, dK, dV = _BACKWARD[variant](tiling, operands, saved)
         tiling.from_rows(dQ, span.of_queries(dq))
         tiling.from_rows(dK, span.of_keys(dk))
         tiling.from_rows(dV, span.of_keys(dv))
         if dsink is not None:
-            dsink -= tiling.sum_by_head(torch.exp(tiling.sink_rows() - saved.L) * _delta(saved))
+            share = _probabilities(tiling.sink_rows(), saved, slice(None))
+            dsink -= tiling.sum_by_head(share * _delta(saved))
     dq, dk, dv = (_as_given(x, options) for x in (dq, dk, dv))
     return dq, dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype), dsink

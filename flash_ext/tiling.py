@@ -123,6 +123,11 @@ class Tiling:
         rows = rows.view(batch, self.heads_k, seqlen, group, dim)
         x.unflatten(2, (self.heads_k, group)).copy_(rows.transpose(1, 2))
 
+    @property
+    def keep_scale(self) -> float:
+        """1 / (1 − p), by which dropout multiplies what it keeps."""
+        return keep_scale(self.options.dropout_p)
+
     def sink_rows(self) -> Tensor:
         """The sink of each row of queries, (B·Hk, Sq·G, 1). No sink is one of −∞."""
         if self.options.sink is None:
@@ -227,8 +232,8 @@ class Tile:
             dS_ij.mul_(1 - self.tanh.square())
         return dS_ij
 
-    def dropout_scale(self) -> Tensor | None:
-        """Z_ij: 1 / (1 − p) where dropout keeps the entry, else 0. None without dropout."""
+    def kept(self) -> Tensor | None:
+        """(1 − p) Z_ij: 1 where dropout keeps the entry, else 0. None without dropout."""
         tiling = self.tiling
         p, rng_state = tiling.options.dropout_p, tiling.options.rng_state
         if p == 0 or rng_state is None:
@@ -237,7 +242,7 @@ class Tile:
         rows, columns = (self.q0, self.q1), (self.k0, self.k1)
         keep = keep_tile(rng_state, p, tiling.batch, heads, rows, columns, tiling.first_sequence)
         Z = self._split_heads(keep, 1).transpose(2, 3).to(tiling.dtype)
-        return Z.flatten(2, 3).flatten(0, 1).mul_(keep_scale(p))
+        return Z.flatten(2, 3).flatten(0, 1)
 
     # --- Scores by head, as standard attention has them: (B, Hk, G, q1 − q0, k1 − k0) ---
 

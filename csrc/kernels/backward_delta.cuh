@@ -35,12 +35,14 @@ struct RowStatistics {
 };
 
 // From rowsum(dO * O) of row `index` of lse.
+template <bool kGeneral>
 __device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& params, int64_t index,
                                                        float dot) {
     const float lse = params.lse[index];
     if (lse == -INFINITY) return {INFINITY, 0.f};
     const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
-    RowStatistics statistics{lse * kLog2e, (dot - dlse) / params.keep_scale};
+    RowStatistics statistics{lse * kLog2e,
+                             kGeneral ? (dot - dlse) * params.keep_probability : dot - dlse};
     if (params.relative_lse != nullptr) {
         const RelativeLse relative = params.relative_lse[index];
         statistics.reference = relative.reference;
@@ -50,7 +52,7 @@ __device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& par
 }
 
 // Of one query, by a whole warp. A row past the sequence has P = 0 as well.
-template <class Element, bool kMayBeUnaligned>
+template <class Element, bool kGeneral>
 __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& params,
                                                         const Sequence& sequence, int head,
                                                         int query) {
@@ -58,8 +60,8 @@ __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& pa
     const int64_t row = sequence.q_begin + query;
     const float dot = row_dot(row_pointer<const Element>(params.dout, sequence.batch, row, head),
                               row_pointer<const Element>(params.out, sequence.batch, row, head),
-                              params.head_dim_v, !kMayBeUnaligned || params.aligned);
-    return statistics_of(params, statistics_offset(params, sequence, head) + query, dot);
+                              params.head_dim_v, !kGeneral || params.aligned);
+    return statistics_of<kGeneral>(params, statistics_offset(params, sequence, head) + query, dot);
 }
 
 // Fetches lse, delta and reference of a Q tile from where backward_delta_kernel, or FA1's first
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     for (int i = threadIdx.x; i < Config::kBlockQ * Config::kHeadDim / 4; i += Config::kThreads)
         accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 
-#pragma unroll 4
+#pragma unroll 2
     for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
         const RowStatistics statistics = row_statistics<typename Config::Element, Config::kGeneral>(
             params, sequence, head, q_tile * Config::kBlockQ + row);

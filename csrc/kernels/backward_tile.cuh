@@ -222,13 +222,7 @@ struct BackwardTile {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        bool has_reference = false;
-#pragma unroll
-        for (int row = 0; row < Config::kBlockQ; row += 32)
-            has_reference |= reference(walk.step)[row + ptx::not_hoisted(threadIdx.x) % 32] != 0.f;
-        if (__any_sync(0xffffffff, has_reference)) [[unlikely]]
-            subtract_references(rP, reference(walk.step) + warp_query());
-        exponentiate(rP, lse_log2(walk.step) + warp_query());
+        exponentiate(rP, lse_log2(walk.step) + warp_query(), reference(walk.step) + warp_query());
     }
 
     // dS^T from P^T: the gradient of Q K^T scale, or, if not kThroughSoftcap, that of the scores
@@ -357,41 +351,26 @@ struct BackwardTile {
         load_tile<Tile, Config::kThreads, kGeneral>(shared, tile, params.aligned);
     }
 
-    // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0. The
-    // general kernel has scaled the scores before masking them.
-    __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query) const {
+    // s = 2^((s - reference) scale - lse), both of its column's query. Rows without keys have lse =
+    // +inf, so p = 0; few rows have a reference other than 0 (large_lse.cuh). The general kernel
+    // has scaled the scores before masking them.
+    __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query,
+                                                 const float* reference_of_query) const {
         const float scale = kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
+        for (int n = 0; n < Scores::kN; ++n) {
+            // Keeps loads apart, where two blocks of rows leave no registers for all of them.
+            if (kInRegisters && Scores::kM == 2 && n > 0) __syncwarp();
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const float lse = lse_of_query[8 * n + lane_col() + e];
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        float& x = s.v[m][n][2 * i + e];
-                        x = ptx::ex2(x * scale - lse);
-                    }
-            }
-    }
-
-    // Where rows of the call have references (large_lse.cuh): scores relative to them, which do not
-    // pass 0 but by rounding.
-    static __device__ __forceinline__ void subtract_references(Scores& s,
-                                                               const float* reference_of_query) {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            __syncwarp();  // keeps loads apart: the kernels have no registers for many
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
                 const float reference = reference_of_query[8 * n + lane_col() + e];
 #pragma unroll
                 for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& x = s.v[m][n][2 * i + e];
-                        if (reference != 0.f) x = fminf(x - reference, 0.f);
+                        x = ptx::ex2((x - reference) * scale - lse);
                     }
             }
         }

@@ -74,9 +74,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
     // from overlapping that with the matmul before; but not where it would spill there.
     constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
-    // What the stores at the end need of the place lies in shared memory, where registers are
-    // short.
-    constexpr bool kKeepsPlace = Config::kHeadDim > 64 || Config::kMayBePacked;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
@@ -98,7 +95,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     rdK.clear();
     rdV.clear();
     Place& kept = kept_place(Config::kPlace);
-    if (kKeepsPlace && threadIdx.x == 0) kept = {sequence, work.head, first_key};
+    if (threadIdx.x == 0) kept = {sequence, work.head, first_key};  // for the stores at the end
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
@@ -158,11 +155,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the place is there
-    if constexpr (kKeepsPlace) {
-        Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
-    } else {
-        cta.store_dk_dv(rdK, rdV, first_key);
-    }
+    Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
         const int r = row + i * kRowsPerPass;
         if (chunk != 0) continue;
         const RowStatistics statistics =
-            r < rows ? statistics_of(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
+            r < rows ? statistics_of<false>(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
         params.lse_log2[first + r] = statistics.lse_log2;
         params.delta[first + r] = statistics.delta;
     }

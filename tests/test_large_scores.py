@@ -1,0 +1,172 @@
+"""Finite scores of any size give finite, right results: out, lse and gradients.
+
+Would catch an exponent that is a fused product minus a rounded one, whose difference grows with the
+score until P is 0 or infinite; an lse, which float32 rounds, from which the backward pass finds P;
+parts of the keys merged by such an lse; and equal scores that count as one.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from attention_testing import nan_filled_outputs
+
+import flash_ext
+
+VARIANTS = flash_ext.VARIANTS
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+SIZES = {  # of the elements of q and k, by what their scores come to
+    "3e10, one key": (torch.bfloat16, 6e4, 1),
+    "1e5": (torch.float16, 3e2, 200),
+    "3e6": (torch.bfloat16, 1.5e3, 100),
+    "1e9": (torch.float16, 1e4, 130),
+    "1e12": (torch.bfloat16, 1.3e5, 300),
+    "1e37": (torch.bfloat16, 1e18, 70),
+}
+
+
+def tensors(
+    device: str, dtype: torch.dtype, size: float, keys: int, equal: bool, queries: int, heads: int
+) -> list[torch.Tensor]:
+    """q, k, v and dout; q and k of one number, or normal."""
+    generator = torch.Generator().manual_seed(1)
+
+    def make(rows: int, heads: int, factor: float, constant: bool) -> torch.Tensor:
+        x = torch.randn(2, rows, heads, 64, generator=generator, dtype=torch.float64)
+        x = torch.ones_like(x) if constant else x
+        return (factor * x).to(dtype).to(device)
+
+    return [
+        make(queries, 4, size, equal),
+        make(keys, heads, size, equal),
+        make(keys, heads, 1.0, False),
+        make(queries, 4, 1.0, False),
+    ]
+
+
+def results(module: ModuleType, q, k, v, dout, **options) -> dict[str, torch.Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with nan_filled_outputs():
+        out, lse = module.attention(q, k, v, return_lse=True, **options)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+def assert_right(actual, inputs, scale: float = 64**-0.5, **options) -> None:
+    """By the rule of attention_testing; dq and dk also to float32's rounding of dP - delta."""
+    q, k, v, dout = inputs
+    options.pop("variant", None)
+    wide = {n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+            for n, x in options.items()}  # fmt: skip
+    ref = results(flash_ext.reference, *(x.double() for x in inputs), **wide)
+    pt = results(flash_ext.reference, *inputs, **options)
+    dp = (dout.abs().max() * v.abs().max() * v.shape[-1]).item()
+    for name, x in actual.items():
+        expected, plain = ref[name], pt[name].double().nan_to_num(0, 0, 0)
+        assert x.isfinite().all(), f"{name} is not finite"
+        error = (x.double() - expected).abs().max().item()
+        if name == "lse":
+            assert error <= 1e-6 * expected.abs().max().item() + 1e-4, f"lse: {error:.3e}"
+            continue
+        rounding = torch.finfo(q.dtype).eps * expected.abs().max().item()
+        bound = 2 * (plain - expected).abs().max().item() + 2 * rounding
+        if name in ("dq", "dk"):
+            other = (k if name == "dq" else q).double().abs().max().item()
+            bound += 2**-20 * dp * scale * other
+        assert error <= bound, f"{name}: {error:.3e} is above {bound:.3e}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("equal", (True, False), ids=("equal", "random"))
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("name", SIZES)
+def test_large_scores(name: str, causal: bool, equal: bool, variant: str, device: str) -> None:
+    if device == "cpu" and variant not in flash_ext.CPU_VARIANTS:
+        pytest.skip("not on the CPU")
+    inputs = tensors(device, *SIZES[name], equal, SIZES[name][2], 4)
+    actual = results(flash_ext, *inputs, causal=causal, variant=variant)
+    assert_right(actual, inputs, causal=causal)
+
+
+def options_of(name: str, device: str) -> dict:
+    lowest = torch.finfo(torch.float32).min
+    return {
+        "sink below": {"sink": torch.full((4,), 1e3, device=device)},
+        "sink above": {"sink": torch.full((4,), 3e10, device=device)},
+        "alibi": {"alibi_slopes": torch.tensor([0.5, 1.0, 2.0, 1e4], device=device)},
+        "bias": {"bias": torch.randn(2, 4, 130, 130, device=device) * 1e9},
+        "all keys at the lowest bias": {
+            "bias": torch.full((2, 1, 130, 130), lowest, device=device).triu(1)
+            + torch.zeros(130, 1, device=device).index_fill(0, torch.arange(9, device=device), lowest)
+        },
+        "softcap": {"softcap": 1e6},
+        "window": {"window": (20, 5)},
+        "scale": {"scale": 30.0},
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ("fa1", "fa2", "auto"))
+@pytest.mark.parametrize(
+    "name",
+    ("sink below", "sink above", "alibi", "bias", "all keys at the lowest bias", "softcap",
+     "window", "scale"),
+)  # fmt: skip
+def test_options(name: str, variant: str, device: str) -> None:
+    inputs = tensors(device, torch.float16, 1e3, 130, False, 130, 4)
+    options = options_of(name, device)
+    if name == "all keys at the lowest bias":
+        # In float32 these scores are all the lowest number; float64 tells them apart.
+        actual = results(flash_ext, *inputs, **options, variant=variant)
+        mean = inputs[2].double().mean(1, keepdim=True)
+        assert (actual["out"][:, :9].double() - mean).abs().max() < 1e-3
+        assert all(x.isfinite().all() for x in actual.values())
+        return
+    actual = results(flash_ext, *inputs, **options, variant=variant)
+    assert_right(actual, inputs, options.get("scale", 64**-0.5), **options)
+
+
+@pytest.mark.parametrize("queries", (1, 5))
+@pytest.mark.parametrize("heads", (1, 4))
+@pytest.mark.parametrize("equal", (True, False), ids=("equal", "random"))
+def test_parts_of_the_keys(equal: bool, heads: int, queries: int, device: str) -> None:
+    """Few queries to many keys: split-KV, of which parts are of unequal lengths."""
+    inputs = tensors(device, torch.bfloat16, 1e5, 4000, equal, queries, heads)
+    assert_right(results(flash_ext, *inputs), inputs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_few_large_rows(variant: str, device: str) -> None:
+    """Among others, which are as exact as without them."""
+    if device == "cpu" and variant not in flash_ext.CPU_VARIANTS:
+        pytest.skip("not on the CPU")
+    inputs = tensors(device, torch.bfloat16, 1.0, 300, False, 300, 2)
+    q, k, v, dout = inputs
+    usual = results(flash_ext, q, k, v, dout, causal=True, variant=variant, deterministic=True)
+    q = q.clone()
+    q[0, [3, 17, 140, 299]] *= 1e6
+    actual = results(flash_ext, q, k, v, dout, causal=True, variant=variant, deterministic=True)
+    assert_right(actual, (q, k, v, dout), causal=True)
+    assert torch.equal(actual["out"][1], usual["out"][1])
+    assert torch.equal(actual["dq"][0, 4:17], usual["dq"][0, 4:17])
+
+
+@pytest.mark.parametrize("variant", ("fa1", "fa2"))
+def test_float16_holds_what_dropout_keeps(variant: str, device: str) -> None:
+    """With p near 1 the factor 1 / (1 - p) is up to 65,536: right results are in range here."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 600, 4, 64, device=device, dtype=torch.float16)
+                     for _ in range(4))  # fmt: skip
+    options = {"dropout_p": 0.99999, "rng_state": torch.tensor([5, 7], device=device)}
+    inputs = (q, k, v * 1e-2, dout * 1e-2)
+    actual = results(flash_ext, *inputs, **options, variant=variant)
+    ref = results(flash_ext.reference, *(x.double() for x in inputs), **options)
+    for name, x in actual.items():
+        assert x.isfinite().all(), name
+        error = (x.double() - ref[name]).abs().max().item()
+        largest = ref[name].abs().max().item()
+        assert error <= 4e-3 * largest and math.isfinite(largest), (name, error, largest)
+    assert actual["dv"].abs().max() > 1 and actual["dq"].abs().max() > 0.1
