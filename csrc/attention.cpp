@@ -165,7 +165,6 @@ void fill_params(AttentionParams& params, const Tensor& q, const Tensor& k, cons
         params.keep_threshold = static_cast<uint32_t>(
             std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
         params.keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
-        params.keep_probability = static_cast<float>(params.keep_threshold) / 65536.f;
     }
     params.aligned = is_aligned(q) && is_aligned(k) && is_aligned(v);
 }
@@ -385,6 +384,13 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     return Tensor(handle);
 }
 
+Tensor with_contiguous_rows(const Tensor& x) {
+    if (x.stride(x.dim() - 1) == 1) return x;
+    Tensor copy = empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
+    torch::stable::copy_(copy, x);
+    return copy;
+}
+
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& given, const Tensor& into) {
     const Sizes sizes = check_forward(q, k, v, given);
@@ -465,7 +471,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     BackwardParams params;
     fill_params(params, q, k, v, sizes, options);
     params.aligned = params.aligned && is_aligned(dout) && is_aligned(out);
-    params.gradient_scale = params.scale * params.keep_scale;
+    params.ds_factor = std::sqrt(params.keep_scale);
+    params.inverse_ds_factor = 1.f / params.ds_factor;
+    params.gradient_scale = params.scale * params.ds_factor;
     params.deterministic = options.deterministic;
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());

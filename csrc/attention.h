@@ -37,6 +37,10 @@ struct Options {
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);
 
+// A gradient as the kernels read it: itself, or a copy. Without torch's own op, whose error would
+// not be torch.OutOfMemoryError here.
+Tensor with_contiguous_rows(const Tensor& x);
+
 // out and lse. Where `into` is defined it is used as out: as torch allocates memory, and of any
 // strides with contiguous rows.
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,

@@ -118,10 +118,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
                     .cu_seqlens_k = if_defined(cu_seqlens_k),
                     .seqused_k = if_defined(seqused_k)};
     unpack({integers, softcap}, options);
-    const bool rows_contiguous = dout.stride(dout.dim() - 1) == 1;
     const auto [dq, dk, dv, dbias, dsink] =
-        attention_backward(rows_contiguous ? dout : torch::stable::contiguous(dout), std::nullopt,
-                           q, k, v, out, lse, options, /*need_dbias=*/grad_input_mask[3]);
+        attention_backward(with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse, options,
+                           /*need_dbias=*/grad_input_mask[3]);
     return {dq, dk, dv, dbias};
 } catch (...) {
     thrown = std::current_exception();

@@ -4,7 +4,11 @@
 // So a step first takes the m that it has: P = 2^(S scale - m scale), and l's share of the step is
 // the proof. As long as that stays below kLimit no element was far above m, and the maximum of the
 // tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with
-// the maximum; S is kept for that. So it is where m is too large for one FMA (kLargeExponent).
+// the maximum; S is kept for that.
+//
+// A maximum too large for P's one FMA (kLargeExponent) lies in shared memory, and the row looks as
+// if it had none: so every step is done again for it, with scores that are made relative to the
+// maximum first. large_max(i) is that place for the lane's row i; none is -inf.
 #pragma once
 
 #include "softmax.cuh"
@@ -33,20 +37,20 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         }
     };
 
-    // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet. The
-    // scores are lost.
+    // From scores, which may be lost, to P; l, and what O must be multiplied by. `fresh`: m is not
+    // known yet.
+    template <class LargeMax>
     __device__ __forceinline__ Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
-                                              float scale, bool fresh) {
+                                              float scale, bool fresh, LargeMax large_max) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]]
-                rescaling = advance(s, scale);
-            exponentiate(s, p, sum, scale, fresh || proven);
+                rescaling = advance(s, scale, large_max);
+            exponentiate(s, p, sum, scale);
             if (fresh || proven) break;
             const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
-                                  is_large(row_max[0][0] * scale) ||  // or -inf
-                                  is_large(row_max[0][1] * scale);
+                                  row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
             if (!__any_sync(0xffffffff, doubtful)) [[likely]]
                 break;
         }
@@ -55,43 +59,50 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
+    // After the last step: row_max, wherever it was.
+    template <class LargeMax>
+    __device__ __forceinline__ void fetch_max(LargeMax large_max) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (row_max[0][i] == -INFINITY) row_max[0][i] = large_max(i);
+    }
+
  private:
     // row_max and row_sum move on to the scores' maximum.
-    __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale) {
+    template <class LargeMax>
+    __device__ __forceinline__ Rescaling advance(RegisterTile<16, kCols>& s, float scale,
+                                                 LargeMax large_max) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float new_max = fmaxf(row_max[0][i], row_maximum(s, 0, i));
-            rescaling.factor[i] = ptx::ex2((row_max[0][i] - finite_max(new_max)) * scale);
+            const float old_max = fmaxf(row_max[0][i], large_max(i));
+            const float new_max = fmaxf(old_max, row_maximum(s, 0, i));
+            rescaling.factor[i] = ptx::ex2((old_max - finite_max(new_max)) * scale);
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
+            if (!is_large(finite_max(new_max) * scale)) [[likely]]
+                continue;
+            large_max(i) = new_max;
+            row_max[0][i] = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < kCols / 8; ++n) {
+                s.v[0][n][2 * i] -= new_max;
+                s.v[0][n][2 * i + 1] -= new_max;
+            }
         }
         return rescaling;
     }
 
-    // `last`: the scores will not be needed again.
-    __device__ __forceinline__ void exponentiate(RegisterTile<16, kCols>& s,
+    __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
                                                  RegisterOperand<kCols>& p, float (&sum)[2],
-                                                 float scale, bool last) const {
+                                                 float scale) const {
         float max_scaled[2];
         float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             max_scaled[i] = finite_max(row_max[0][i]) * scale;
             sums[i][0] = sums[i][1] = 0.f;
-        }
-        if (last) [[unlikely]] {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (!is_large(max_scaled[i])) continue;
-#pragma unroll
-                for (int n = 0; n < kCols / 8; ++n) {
-                    s.v[0][n][2 * i] -= row_max[0][i];
-                    s.v[0][n][2 * i + 1] -= row_max[0][i];
-                }
-                max_scaled[i] = 0.f;
-            }
         }
 #pragma unroll
         for (int k = 0; k < kCols / 16; ++k)

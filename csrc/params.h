@@ -74,7 +74,6 @@ struct AttentionParams {
     const int64_t* rng_state = nullptr;  // (2): seed, offset
     uint32_t keep_threshold = 1u << 16;
     float keep_scale = 1.f;
-    float keep_probability = 1.f;  // its inverse
 
     // Every row of every tensor starts and ends on a 16-byte boundary (so the head dim is a
     // multiple of 8): tiles move in 16-byte copies.
@@ -160,7 +159,11 @@ struct BackwardParams : AttentionParams {
     TensorView dk;      // (B, Sk, Hk, D)
     TensorView dv;      // (B, Sk, Hk, Dv)
 
-    float gradient_scale;  // scale * keep_scale: what dS K and dS^T Q lack of dQ and dK
+    // With dropout dS is computed without this factor, the root of keep_scale: without one fp16
+    // would not hold its largest numbers for every p, and without the whole not its smallest.
+    float ds_factor;
+    float inverse_ds_factor;
+    float gradient_scale;  // scale * ds_factor: what dS K and dS^T Q lack of dQ and dK
     bool deterministic;
 
     // Gradients of options; null where they are not asked for.
@@ -175,7 +178,7 @@ struct BackwardParams : AttentionParams {
     int q_blocks;         // of kWorkspaceRows, per head
     float* dq_accum;      // (R, padded D), each Q tile in fragment order
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
-    float* delta;         // (R), (rowsum(dO * O) - dlse) / keep_scale
+    float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;     // (R), of relative_lse; not for FA3
     int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ. FA3: always, it

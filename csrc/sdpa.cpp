@@ -66,10 +66,6 @@ Tensor transposed(const Tensor& x) {
                 {x.stride(0), x.stride(2), x.stride(1), x.stride(3)});
 }
 
-Tensor with_contiguous_rows(const Tensor& x) {
-    return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
-}
-
 // The strides of empty_like(x): those of x where it is dense, else in the same order without gaps.
 // It follows at::infer_dense_strides, to which a stride of 0 says nothing about the order.
 std::vector<int64_t> dense_strides(const Tensor& x) {

@@ -105,10 +105,10 @@ def attention(
     (2024), Algorithms 1 to 3 (variant "fa3").
 
     The variant "fa3" runs on Hopper GPUs alone (compute capability 9.0). It leaves to the others
-    dropout, a bias, and rows of q, k or v that its copy engine cannot address: those that do not
-    start and end on 16-byte boundaries (D and Dv are multiples of 8 then), and one row expanded
-    over the sequence (a row stride of 0). Where the gradient of out has such rows, or a tensor is
-    empty, fa2's kernels compute its gradients: `flash_ext.explain` says whose do.
+    dropout, a bias, a softcap above 2048, and rows of q, k or v that TMA cannot address: those that
+    do not start and end on 16-byte boundaries (D and Dv are multiples of 8 then), and one row
+    expanded over the sequence (a row stride of 0). Where the gradient of out has such rows, or a
+    tensor is empty, fa2's kernels compute its gradients: `flash_ext.explain` says whose do.
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to

@@ -17,10 +17,10 @@ Beyond the pseudocode, in all four:
 - Grouped queries: the rows of a tile are (query, head of the group) pairs, all of which read the
   same K_j, V_j.
 - Matrix products accumulate in float32 (float64 for float64); P and dS are rounded to the input
-  dtype before their products, as on tensor cores. Dropout's factor 1 / (1 − p) comes after these
-  products, because float16 does not hold it for every p.
-- Where L is so large that its rounding is felt in exp(S − L), S and L are made relative to the row's
-  maximum (`_relative_to_maximum`).
+  dtype before their products, as on tensor cores. Dropout's factor 1 / (1 − p) comes after
+  these products, of dS its root, because float16 does not hold it for every p.
+- Where L is so large that its rounding is felt in exp(S − L), S and L are made relative to the
+  row's maximum (`_relative_to_maximum`).
 
 `forward` and `backward` run them on the ops' tensors: on all sequences at once where these are of
 equal lengths, else on one after the other.
@@ -193,6 +193,7 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
     """
     Q, K, V = operands
     Out, dO, dL = saved.O, saved.dO, saved.dL
+    ds_factor = math.sqrt(tiling.keep_scale)
     dQ, dK, dV = (torch.zeros_like(x) for x in operands)  # 5
 
     for k0, k1 in tiling.kv_blocks():  # 7
@@ -208,9 +209,9 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
             dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.keep_scale)  # 17, 18
             D_i = (dO_i * O_i).sum(dim=-1, keepdim=True) - dL[:, tile.rows]  # 19
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 20
-            dS_ij = tiling.rounded(dS_ij.div_(tiling.keep_scale))
-            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale * tiling.keep_scale)  # 21
-            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale * tiling.keep_scale)  # 22
+            dS_ij = tiling.rounded(dS_ij.div_(ds_factor))
+            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale * ds_factor)  # 21
+            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale * ds_factor)  # 22
 
     return dQ, dK, dV
 
@@ -223,6 +224,7 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
     """
     Q, K, V = operands
     dO = saved.dO
+    ds_factor = math.sqrt(tiling.keep_scale)
     dQ, dK, dV = (torch.zeros_like(x) for x in operands)  # 3
     D = _delta(saved)  # 4
 
@@ -238,9 +240,9 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
             dV_j.add_(dV_ij, alpha=tiling.keep_scale)
             dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.keep_scale)  # 13
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 14
-            dS_ij = tiling.rounded(dS_ij.div_(tiling.keep_scale))
-            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale * tiling.keep_scale)  # 15
-            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale * tiling.keep_scale)  # 16
+            dS_ij = tiling.rounded(dS_ij.div_(ds_factor))
+            dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale * ds_factor)  # 15
+            dK_j.add_(dS_ij.mT @ Q_i, alpha=tiling.scale * ds_factor)  # 16
 
     return dQ, dK, dV
 

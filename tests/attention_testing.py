@@ -270,6 +270,8 @@ def obstacle(variant: str, problem: Problem, device: str) -> str | None:
             return "has no dropout"
         if p.bias:
             return "has no bias"
+        if p.softcap > 2048:
+            return "has no softcap above 2048"
         if p.layout in UNALIGNED_LAYOUTS or p.head_dim % 8 or p.dim_v % 8:
             return "16-byte boundaries"
     return reason

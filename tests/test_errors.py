@@ -520,3 +520,51 @@ def test_a_named_variant_runs_or_raises(device: str) -> None:
         else:
             assert call("check", a | {"variant": variant}) == (index, index, "")
     assert VARIANTS[call("check", a)[0]] == fastest(Problem(head_dim=32), device)
+
+
+@pytest.mark.parametrize(
+    "name", ("k", "v", "sink", "bias", "alibi_slopes", "seqused_k", "rng_state", "cu_seqlens_q")
+)
+def test_a_meta_tensor_among_others_is_refused(name: str, device: str) -> None:
+    """The dispatcher would bring the call to the fake kernel, which computes nothing."""
+    make = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    packed = name == "cu_seqlens_q"
+    shape = (10, 2, 16) if packed else (1, 10, 2, 16)
+    tensors = {x: torch.randn(shape, **make) for x in "qkv"}
+    options = {
+        "sink": torch.zeros(2),
+        "bias": torch.zeros(1, 2, 10, 10),
+        "alibi_slopes": torch.zeros(2),
+        "seqused_k": torch.full((1,), 5, dtype=torch.int32),
+        "rng_state": torch.zeros(2, dtype=torch.int64),
+    }
+    options = {x: y.to("meta") for x, y in options.items() if x == name}
+    if name == "rng_state":
+        options["dropout_p"] = 0.5
+    offsets = torch.tensor([0, 10], dtype=torch.int32, device=device)
+    if packed:
+        options |= {"cu_seqlens_q": offsets.to("meta"), "cu_seqlens_k": offsets}
+    elif name in tensors:
+        tensors[name] = tensors[name].detach().to("meta")
+    call = flash_ext.attention_varlen if packed else flash_ext.attention
+    for window in ((-1, -1), (3, 3)):
+        with pytest.raises((ValueError, RuntimeError), match=f"{name} must be on q's device"):
+            call(*tensors.values(), **options, window=window)
+
+
+@pytest.mark.gpu
+def test_out_of_memory_is_what_torch_raises() -> None:
+    """Forward and backward, for `except torch.OutOfMemoryError` and batch-size finders."""
+    q = torch.randn(1, 4096, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = flash_ext.attention(q, q, q)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(q.device).total_memory
+    try:
+        reserved = torch.cuda.memory_reserved() + (1 << 20)
+        torch.cuda.set_per_process_memory_fraction(reserved / total)
+        for call in (lambda: flash_ext.attention(q, q, q), lambda: out.sum().backward()):
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+                call()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

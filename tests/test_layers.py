@@ -115,9 +115,14 @@ def private_names(code: str) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
+OF_TRANSFORMERS = "_supports_sdpa"
+"""A class attribute that transformers asks models to have, looked up with a default."""
+
+
 def test_private_names_of_torch_are_in_one_module() -> None:
     found = {path.name: list(private_names(path.read_text())) for path in PACKAGE.rglob("*.py")}
     assert found.pop(TORCH_PRIVATE)
+    found["transformers.py"] = [x for x in found["transformers.py"] if OF_TRANSFORMERS not in x]
     assert {name: names for name, names in found.items() if names} == {}
 
 

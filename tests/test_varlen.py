@@ -364,6 +364,47 @@ def test_bad_offsets_touch_nothing_else(side: str, deterministic: bool, variant:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("first", ((5, 0), (0, 130), (300, 70)), ids=str)
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_rows_before_the_first_sequence(
+    dim: int, first: tuple[int, int], deterministic: bool, variant: str
+) -> None:
+    """They belong to none: results and gradients are 0, those of the sequences as ever."""
+    lengths = (100, 0, 231, 40)
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    rows = [torch.randn(sum(lengths), 4, dim, **make) for _ in range(4)]
+    q, k, v, dout = rows
+    options = {"causal": True, "variant": variant, "return_lse": True,
+               "deterministic": deterministic, "sink": torch.ones(4, device="cuda")}  # fmt: skip
+
+    def call(before_q: int, before_k: int, after: int) -> list[torch.Tensor]:
+        pads = (before_q, before_k, before_k, before_q)
+        q, k, v, dout = (
+            torch.nn.functional.pad(x, (0, 0, 0, 0, pad, after), value=7.0)
+            for x, pad in zip(rows, pads, strict=True)
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        offsets = [
+            torch.tensor(list(itertools.accumulate(lengths, initial=pad)), device="cuda").int()
+            for pad in (before_q, before_k)
+        ]
+        with nan_filled_outputs():
+            out, lse = flash_ext.attention_varlen(*leaves, *offsets, **options)
+            gradients = torch.autograd.grad((out,), leaves, (dout,))
+        return [out.detach(), lse.detach().T, *gradients]
+
+    expected, actual = call(0, 0, 0), call(*first, 50)
+    total = sum(lengths)
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        pad = first[name in ("dk", "dv")]
+        torch.testing.assert_close(x[pad : pad + total], y, atol=2e-2, rtol=2e-2, msg=name)
+        nothing = -torch.inf if name == "lse" else 0
+        assert (x[:pad] == nothing).all() and (x[pad + total :] == nothing).all(), name
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("most_of_the_gpu")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_tensors_past_2_31_elements(variant: str) -> None:

@@ -42,7 +42,7 @@ __device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& par
     if (lse == -INFINITY) return {INFINITY, 0.f};
     const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
     RowStatistics statistics{lse * kLog2e,
-                             kGeneral ? (dot - dlse) * params.keep_probability : dot - dlse};
+                             kGeneral ? (dot - dlse) * params.inverse_ds_factor : dot - dlse};
     if (params.relative_lse != nullptr) {
         const RelativeLse relative = params.relative_lse[index];
         statistics.reference = relative.reference;

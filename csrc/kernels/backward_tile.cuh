@@ -239,15 +239,16 @@ struct BackwardTile {
             return;
         }
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
-        // p). The factor waits until the end of dQ, dK and dV, and delta comes without it: fp16
-        // holds dS then, however few entries are kept.
+        // p). dV's factor waits until its end, and so does a part of dS's
+        // (BackwardParams::ds_factor).
         const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
+            const float ds_factor = params.ds_factor;
             for_each_keep_transposed<Scores>(
                 dropout_mask(params, sequence, walk.head), first_key + warp_key, first_query,
                 [&](int m, int n, int i, bool keep) {
-                    if (!keep) rdS.v[m][n][i] = 0.f;
+                    rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * ds_factor : 0.f;
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
                 });
         }

@@ -115,7 +115,7 @@ struct BiasGradient {
             for (int i = query; i < Config::kBlockQ; i += queries)
                 for (int j = key; j < Config::kBlockKV; j += keys)
                     total += sSum[i * Config::kBlockKV + j];
-            total *= params.keep_scale;
+            total *= params.ds_factor;
             const int64_t matrix = int64_t{batch} * bias.sizes[1] + head;
             const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
             if (bias.type == BiasType::kFloat32) {

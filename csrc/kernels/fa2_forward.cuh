@@ -301,9 +301,9 @@ struct Fa2Forward {
 };
 
 // The rows of a warp whose scores are too large for P's one FMA (kLargeExponent), again: from
-// global memory, with P = 2^((S - m) scale). Not inlined, so that the kernel has its registers.
+// global memory, with P = 2^((S - m) scale).
 template <class Config>
-__device__ __noinline__ void recompute_large(const ForwardParams& params) {
+__device__ __forceinline__ void recompute_large(const ForwardParams& params) {
     using Kernel = Fa2Forward<Config>;
     using Element = typename Config::Element;
     constexpr int kRows = 16;
@@ -337,6 +337,13 @@ __device__ __noinline__ void recompute_large(const ForwardParams& params) {
         softmax.finish();
         cta.store(rO, softmax, scale, row);
     }
+}
+
+// As a function of its own, which leaves the kernel its registers. But it would have to save some
+// of its caller's where it needs all of them itself.
+template <class Config>
+__device__ __noinline__ void call_recompute_large(const ForwardParams& params) {
+    recompute_large<Config>(params);
 }
 
 template <class Config>
@@ -395,8 +402,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
     }
 
-    if (!Config::kGeneral && softmax.any_large(exponent_scale)) [[unlikely]]
-        return recompute_large<Config>(params);
+    if (!Config::kGeneral && softmax.any_large(exponent_scale)) [[unlikely]] {
+        if constexpr (Config::kRowsPerWarp == 16) {
+            recompute_large<Config>(params);
+        } else {
+            call_recompute_large<Config>(params);
+        }
+        return;
+    }
     softmax.finish();
     const Kernel kept = Kernel::kept(params);
     kept.store(rO, softmax, exponent_scale, kept.warp_row);

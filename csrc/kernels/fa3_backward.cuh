@@ -156,9 +156,11 @@ struct QTileStep {
     }
 };
 
-// The Q tiles that see all of `keys`. Queries past the sequence do not count.
-__device__ __forceinline__ Interval full_q_tiles(const BandMask& mask, const Interval& keys,
-                                                 int block_q) {
+// The Q tiles that see all of `keys`, and whose scores are used as they are. Queries past the
+// sequence do not count.
+__device__ __forceinline__ Interval full_q_tiles(const KeyTile& tile, const BandMask& mask,
+                                                 const Interval& keys, int block_q) {
+    if (tile.large_lse) return {0, 0};
     const Interval first = mask.query_range(keys.begin);
     const Interval last = mask.query_range(keys.end - 1);
     const int end = min_of(first.end, last.end);
@@ -186,12 +188,14 @@ __device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& pa
                 reinterpret_cast<Part&>(s.v[0][n]), first_key, first_query + 8 * n);
     }
     if (masked) [[unlikely]] {
+        if (!kGeneral && tile.large_lse) [[unlikely]]
+            subtract_references<Rows::kKeys>(s, params, sequence, head, first_query);
         const BandMask mask = mask_of(params, sequence);
         mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
     }
-    const float scale = kGeneral ? 1.f : params.scale_log2;
-    if (tile.large_lse) [[unlikely]]
+    if (kGeneral && tile.large_lse) [[unlikely]]  // ptxas finds no registers for it above
         subtract_references<Rows::kKeys>(s, params, sequence, head, first_query);
+    const float scale = kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
     for (int n = 0; n < Scores::kN; ++n) {
         const float2 x = column_pair(lse, n);
@@ -430,7 +434,7 @@ struct Fa3Backward {
     // The Q tiles that see all of this consumer's keys.
     __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
         const int first_key = tile.first_key + consumer * 64;
-        return full_q_tiles(mask_of(params, tile.sequence), {first_key, first_key + 64},
+        return full_q_tiles(tile, mask_of(params, tile.sequence), {first_key, first_key + 64},
                             Config::kBlockQ);
     }
 

@@ -433,7 +433,7 @@ struct Fa3BackwardKeys {
         while (find_tile(walk, params.dv, params.head_dim_v)) {
             const KeyTile& tile = tiles[walk.tile];
             full =
-                full_q_tiles(mask_of(params, tile.sequence),
+                full_q_tiles(tile, mask_of(params, tile.sequence),
                              {tile.first_key, tile.first_key + Config::kBlockKV}, Config::kBlockQ);
             k_ring.wait(k);
             wait(place.q(), place);

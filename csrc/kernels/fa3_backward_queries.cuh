@@ -329,14 +329,16 @@ struct Fa3BackwardQueries {
         }
         const BandMask mask = mask_of(params, tile.sequence);
         const int first_query = tile.first_query + warp_row();
-        if (!mask.is_full({first_query, first_query + 16},
-                          {first_key, first_key + Config::kBlockKV})) [[unlikely]] {
+        if (tile.large_lse || !mask.is_full({first_query, first_query + 16},
+                                            {first_key, first_key + Config::kBlockKV}))
+            [[unlikely]] {
             mask_scores(s, first_key, [&](int row) { return mask.key_range(first_query + row); });
+            if (tile.large_lse)
+                subtract_references<Rows::kQueries>(s, params, tile.sequence, tile.head,
+                                                    first_query);
         }
         const float scale = Config::kGeneral ? 1.f : params.scale_log2;
         const Statistics lse = statistics(Config::kLse);
-        if (tile.large_lse) [[unlikely]]
-            subtract_references<Rows::kQueries>(s, params, tile.sequence, tile.head, first_query);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll

@@ -99,7 +99,8 @@ struct Fa3ForwardConfig {
     static constexpr int kKBarriers = kQBarriers + QRing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kTileBarriers + Tiles::kBarrierBytes;
+    static constexpr int kLargeMax = kTileBarriers + Tiles::kBarrierBytes;
+    static constexpr int kSharedBytes = kLargeMax + kBlockQ * 4;
     static_assert(kSharedBytes <= 227 * 1024);
     // What matrix_descriptor() and the swizzle expect of every tile.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -359,8 +360,18 @@ struct Fa3Forward {
         return Config::kGeneral ? 1.f : params.scale_log2;
     }
 
+    // Where OptimisticSoftmax has the large maxima of this lane's rows. The lanes of a row share
+    // it.
+    __device__ __forceinline__ auto large_max() const {
+        return [this](int i) -> float& {
+            return reinterpret_cast<float*>(dynamic_shared() +
+                                            Config::kLargeMax)[warp_row() + lane_row() + 8 * i];
+        };
+    }
+
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
+        for (int i = 0; i < 2; ++i) large_max()(i) = -INFINITY;
         const bool first_part = !Config::kMayHaveParts || tile.part == 0;
         if (params.sink == nullptr || !first_part || !tile.sequence.is_owned(params))
             return softmax;
@@ -500,7 +511,7 @@ struct Fa3Forward {
                 release_and_advance(q_ring, q);
             finish_scores<steady>(rS, tiles[tile], kv_tile, full);
             if (!steady && first) softmax = begin_softmax(tiles[tile]);
-            return softmax.step(rS, rP, exponent_scale(), !steady && first);
+            return softmax.step(rS, rP, exponent_scale(), !steady && first, large_max());
         };
 
         if (!begin_tile()) return;
@@ -559,7 +570,10 @@ struct Fa3Forward {
             } else {
                 finish_output();
             }
-            if (last) done = softmax;
+            if (last) {
+                done = softmax;
+                done.fetch_max(large_max());
+            }
             began = kept = last;
             rescaling = probabilities(next_rP, last, steady);
             if constexpr (Config::kOverlap) finish_output();
@@ -590,6 +604,7 @@ struct Fa3Forward {
         pass_turn();
         ptx::wgmma_wait<0>();
         finished(rO);
+        softmax.fetch_max(large_max());
         store(rO, softmax, tiles[tile_done]);
     }
 };

@@ -19,10 +19,11 @@
 #include "../tile/gemm.cuh"
 #include "../tile/global_operand.cuh"
 #include "launch.cuh"
+#include "packed.cuh"
 
 namespace flash_ext {
 
-// Of the lane's rows of 16: the maximum and sum of their softmax.
+// Of 16 rows, of which a lane has two: the maximum and sum of their softmax.
 template <class Element, bool kGeneral>
 __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParams& params,
                                                              const Sequence& sequence, int head,
@@ -32,7 +33,7 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     const float scale = kGeneral ? 1.f : params.scale_log2;
     const int head_k = head / (params.heads_q / params.heads_k);
     OnlineSoftmax<16> softmax;
-    if (params.sink != nullptr) softmax.begin_with(params.sink[head] * kLog2e / scale);
+    if (params.sink != nullptr) softmax.begin_with(params.sink[head] * kLog2e * ptx::rcp(scale));
     RegisterTile<16, 8> none;  // no output
     none.clear();
     const Interval keys = mask.keys_of({first_query, first_query + 16});
@@ -66,53 +67,74 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
 }
 
 inline constexpr int kLargeLseThreads = 128;
-static_assert(kLargeLseThreads == kWorkspaceRows);
+inline constexpr int kLargeLseBlock = 1024;
 
-// A thread for each row of a block of the workspace.
+// Of query `position` of (batch, head) number flat_head, or of packed tensors, by a whole warp.
 template <class Element, bool kGeneral>
-__global__ void __launch_bounds__(kLargeLseThreads)
+__device__ __forceinline__ RelativeLse relative_lse(const BackwardParams& params, int flat_head,
+                                                    int position) {
+    int number = flat_head / params.heads_q;
+    if (params.cu_seqlens_q != nullptr) {
+        int end = sequence_count(params);
+        for (number = 0; end - number > 1;) {
+            const int middle = (number + end) / 2;
+            const int begin = packed_begin(params.cu_seqlens_q, middle, params.seqlen_q);
+            (begin <= position ? number : end) = middle;
+        }
+    }
+    const Sequence sequence = warp_uniform<true>(sequence_of<true>(params, number));
+    const OnlineSoftmax<16> softmax = softmax_of_rows<Element, kGeneral>(
+        params, sequence, flat_head % params.heads_q, position - sequence.q_begin);
+    return {softmax.row_max[0][0], log2f(softmax.row_sum[0][0])};  // lane 0 has the first row
+}
+
+// A CTA for every kLargeLseBlock queries of a head.
+template <class Element, bool kGeneral>
+__global__ void __launch_bounds__(kLargeLseThreads, 1)
     large_lse_kernel(const __grid_constant__ BackwardParams params) {
     ptx::launch_dependents();
-    const auto [tile, head] = q_tile_index<true, kWorkspaceRows>(params, blockIdx.x);
-    const Sequence& sequence = tile.sequence;
-    const int64_t offset = statistics_offset(params, sequence, head);
-    const int first_query = tile.tile * kWorkspaceRows + threadIdx.x / 32 * 32;
-    const int query = first_query + lane_id();
+    const int blocks = ceil_div(params.seqlen_q, kLargeLseBlock);
+    const int flat_head = blockIdx.x / blocks;
+    const int64_t head_rows = int64_t{flat_head} * params.seqlen_q;
+    const float* lse = params.lse + head_rows;
+    RelativeLse* relative = params.relative_lse + head_rows;
+    const auto is_large_row = [&](int row) {
+        const float x = row < params.seqlen_q ? lse[row] : 0.f;
+        return x != -INFINITY && is_large(x * kLog2e);
+    };
+    constexpr int kWarpRows = kLargeLseBlock / (kLargeLseThreads / 32);
+    const int first = blockIdx.x % blocks * kLargeLseBlock + warp_id() * kWarpRows;
     bool large = false;
-    if (query < sequence.seqlen_q) {
-        const float lse = params.lse[offset + query];
-        large = lse != -INFINITY && is_large(lse * kLog2e);
-        params.relative_lse[offset + query] = {};
+#pragma unroll
+    for (int i = 0; i < kWarpRows; i += 32) {
+        const int row = first + i + lane_id();
+        large |= is_large_row(row);
+        if (row < params.seqlen_q) relative[row] = {};
     }
-    const uint32_t large_rows = __ballot_sync(0xffffffff, large);
-    if (large_rows == 0) [[likely]]
+    if (!__any_sync(0xffffffff, large)) [[likely]]
         return;
     if (lane_id() == 0) *params.large_lse.word = params.large_lse.name;
 #pragma unroll 1
-    for (int first = 0; first < 32; first += 16) {
-        if ((large_rows >> first & 0xffff) == 0) continue;
-        const OnlineSoftmax<16> softmax =
-            softmax_of_rows<Element, kGeneral>(params, sequence, head, first_query + first);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = first + lane_row() + 8 * i;
-            if (lane_col() == 0 && (large_rows >> row & 1) != 0)
-                params.relative_lse[offset + first_query + row] = {softmax.row_max[0][i],
-                                                                   log2f(softmax.row_sum[0][i])};
+    for (int i = 0; i < kWarpRows; i += 32) {
+        uint32_t left = __ballot_sync(0xffffffff, is_large_row(first + i + lane_id()));
+#pragma unroll 1
+        for (; left != 0; left &= left - 1) {
+            const int row = first + i + __ffs(left) - 1;
+            const RelativeLse x = relative_lse<Element, kGeneral>(params, flat_head, row);
+            if (lane_id() == 0) relative[row] = x;
         }
-        __syncwarp();
     }
 }
 
-cudaError_t split_large_lse(BackwardParams params, cudaStream_t stream) {
-    params.q_blocks = tile_numbers(params, params.seqlen_q, kWorkspaceRows);
+cudaError_t split_large_lse(const BackwardParams& params, cudaStream_t stream) {
+    const int64_t heads = int64_t{params.heads_q} * tensor_batches(params);
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(
-        params, [&](auto element, auto features) {
-            constexpr bool kGeneral = features == Features::kGeneral;
-            status = launch_kernel<large_lse_kernel<decltype(element), kGeneral>>(
-                workspace_rows(params) / kWorkspaceRows, kLargeLseThreads, 0, params, stream);
-        });
+    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        constexpr bool kGeneral = features == Features::kGeneral;
+        status = launch_kernel<large_lse_kernel<decltype(element), kGeneral>>(
+            heads * ceil_div(params.seqlen_q, kLargeLseBlock), kLargeLseThreads, 0, params, stream);
+    });
     return status;
 }
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
         const RowStatistics statistics = row_statistics<Element, true>(params, all, head, query);
         const float reference = statistics.reference;
         const float exponent =
-            reference == 0.f ? sink_log2 : (sink_log2 / scale - reference) * scale;
+            reference == 0.f ? sink_log2 : (sink_log2 * ptx::rcp(scale) - reference) * scale;
         sum -= ptx::ex2(exponent - statistics.lse_log2) * statistics.delta;
     }
 
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
     __syncthreads();  // the sums of all warps are there
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < kSinkWarps; ++warp) sum += sums[warp];
-    params.dsink_parts[blockIdx.x] = sum * params.keep_scale;
+    params.dsink_parts[blockIdx.x] = sum * params.ds_factor;
 }
 
 __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams params) {
