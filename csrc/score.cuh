@@ -146,7 +146,7 @@ struct ScoreFunction {
             } else {
                 // Finite numbers stay finite in base 2, as the most negative one that masks have.
                 const float y = x + factor * ptx::to_float(b);
-                x = ptx::to_float(b) == -INFINITY ? y : fmaxf(y, -FLT_MAX);
+                x = y == -INFINITY && ptx::to_float(b) != -INFINITY ? -FLT_MAX : y;
             }
         };
         // Inside the bias, and with keys side by side, addresses differ by constants, so that many
