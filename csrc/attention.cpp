@@ -531,15 +531,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         params.lse_log2 =
             workspace.allocate<float>(rows * (3 + sum_columns) + turns + 3 + 2 * queries);
         params.delta = params.lse_log2 + rows;
-        params.reference = params.delta + rows;
-        params.dq_accum = params.reference + rows;
+        if (variant != Variant::kFa3) params.reference = params.delta + rows;
+        params.dq_accum = params.delta + 2 * rows;
         params.turn = reinterpret_cast<int*>(params.dq_accum + rows * sum_columns);
         params.large_lse = {reinterpret_cast<unsigned long long*>(params.turn + turns + turns % 2),
                             launch_name()};
-        if (variant != Variant::kFa3 || params.softcap == 0.f) {
+        if (variant != Variant::kFa3 || params.softcap == 0.f)
             params.relative_lse = reinterpret_cast<RelativeLse*>(params.large_lse.word + 1);
-            check_launch(split_large_lse(params, stream));
-        }
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa2) {

@@ -10,6 +10,13 @@
 
 namespace flash_ext {
 
+// Of the GPU code that is being compiled, compute capability 9.0 as 900; 0 on the host.
+#ifdef __CUDA_ARCH__
+inline constexpr int kCudaArch = __CUDA_ARCH__;
+#else
+inline constexpr int kCudaArch = 0;
+#endif
+
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 

@@ -132,7 +132,7 @@ struct ForwardParams : AttentionParams {
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
 
-// A row's lse, in base 2, relative to a reference in units of scores. Reference 0: it has none.
+// A row's lse, in base 2, relative to a reference in units of scores.
 struct alignas(8) RelativeLse {
     float reference;
     float lse_log2;
@@ -171,7 +171,7 @@ struct BackwardParams : AttentionParams {
     float* dsink = nullptr;  // (Hq)
 
     // See large_lse.cuh.
-    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), or null: no lse is large
+    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; or null: it never is
     Flag large_lse;                       // does any row have a reference?
 
     // Workspace; its rows R are those of scheduler.cuh's workspace_row().
@@ -179,7 +179,7 @@ struct BackwardParams : AttentionParams {
     float* dq_accum;      // (R, padded D), each Q tile in fragment order
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
     float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
-    float* reference;     // (R), of relative_lse; not for FA3
+    float* reference = nullptr;  // (R), of relative_lse, else 0; not for FA3
     int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ. FA3: always, it
                           // makes the zeros, and behind them come those of tiles_done()

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward_tile.cuh"
+#include "large_lse.cuh"
 
 namespace flash_ext {
 
@@ -29,9 +30,8 @@ __device__ __forceinline__ float row_dot(const Element* x, const Element* y, int
 }
 
 struct RowStatistics {
-    float lse_log2;         // +inf for a row that sees no key, which makes its P zero
-    float delta;            // without dropout's factor
-    float reference = 0.f;  // see large_lse.cuh
+    float lse_log2;  // +inf for a row that sees no key, which makes its P zero
+    float delta;     // without dropout's factor
 };
 
 // From rowsum(dO * O) of row `index` of lse.
@@ -41,14 +41,7 @@ __device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& par
     const float lse = params.lse[index];
     if (lse == -INFINITY) return {INFINITY, 0.f};
     const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
-    RowStatistics statistics{lse * kLog2e,
-                             kGeneral ? (dot - dlse) * params.inverse_ds_factor : dot - dlse};
-    if (params.relative_lse != nullptr) {
-        const RelativeLse relative = params.relative_lse[index];
-        statistics.reference = relative.reference;
-        if (relative.reference != 0.f) statistics.lse_log2 = relative.lse_log2;
-    }
-    return statistics;
+    return {lse * kLog2e, kGeneral ? (dot - dlse) * params.inverse_ds_factor : dot - dlse};
 }
 
 // Of one query, by a whole warp. A row past the sequence has P = 0 as well.
@@ -64,8 +57,7 @@ __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& pa
     return statistics_of<kGeneral>(params, statistics_offset(params, sequence, head) + query, dot);
 }
 
-// Fetches lse, delta and reference of a Q tile from where backward_delta_kernel, or FA1's first
-// visit, left them.
+// Fetches lse, delta and reference of a Q tile, which backward_delta_kernel has left in HBM.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                                                 const QTileWalk& walk) {
@@ -85,9 +77,9 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                      source + thread % kChunks * 4, true);
 }
 
-// The pass before FA2's main kernel: row statistics of one Q tile, and its dq_accum set to zero.
+// The pass before the main kernels of FA1 and FA2: row statistics of one Q tile, and its dq_accum set to zero.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     backward_delta_kernel(const __grid_constant__ BackwardParams params) {
     const auto [tile, head] =
         q_tile_index<Config::kMayBePacked, Config::kBlockQ>(params, blockIdx.x);
@@ -98,16 +90,21 @@ __global__ void __launch_bounds__(Config::kThreads)
     for (int i = threadIdx.x; i < Config::kBlockQ * Config::kHeadDim / 4; i += Config::kThreads)
         accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 
-#pragma unroll 2
+    bool large = false;
+#pragma unroll 4
     for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
         const RowStatistics statistics = row_statistics<typename Config::Element, Config::kGeneral>(
             params, sequence, head, q_tile * Config::kBlockQ + row);
         if (lane_id() == 0) {
             params.lse_log2[first + row] = statistics.lse_log2;
             params.delta[first + row] = statistics.delta;
-            params.reference[first + row] = statistics.reference;
+            params.reference[first + row] = 0.f;
         }
+        large |= is_large_lse(statistics.lse_log2);
     }
+    if (__syncthreads_or(large)) [[unlikely]]
+        split_large_lse<typename Config::Element, Config::kGeneral>(
+            params, sequence, head, q_tile * Config::kBlockQ, Config::kBlockQ, first);
 }
 
 }  // namespace flash_ext

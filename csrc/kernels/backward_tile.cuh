@@ -217,12 +217,19 @@ struct BackwardTile {
         const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
         if constexpr (kGeneral)
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
-        if (!mask.is_full(tile_interval(walk.q_tile, Config::kBlockQ),
-                          {first_key, first_key + Config::kBlockKV})) {
+        const auto is_full = [&] {
+            return mask.is_full(tile_interval(walk.q_tile, Config::kBlockQ),
+                                {first_key, first_key + Config::kBlockKV});
+        };
+        const bool large_lse = params.large_lse.is_raised();  // anew each time: registers are short
+        // The order decides whether ptxas finds registers.
+        if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
+            if (large_lse) [[unlikely]]
+                subtract_references(rP, reference(walk.step) + warp_query());
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        exponentiate(rP, lse_log2(walk.step) + warp_query(), reference(walk.step) + warp_query());
+        exponentiate(rP, lse_log2(walk.step) + warp_query());
     }
 
     // dS^T from P^T: the gradient of Q K^T scale, or, if not kThroughSoftcap, that of the scores
@@ -352,29 +359,38 @@ struct BackwardTile {
         load_tile<Tile, Config::kThreads, kGeneral>(shared, tile, params.aligned);
     }
 
-    // s = 2^((s - reference) scale - lse), both of its column's query. Rows without keys have lse =
-    // +inf, so p = 0; few rows have a reference other than 0 (large_lse.cuh). The general kernel
-    // has scaled the scores before masking them.
-    __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query,
-                                                 const float* reference_of_query) const {
+    // See large_lse.cuh. Most rows have the reference 0.
+    static __device__ __forceinline__ void subtract_references(Scores& s,
+                                                               const float* reference_of_query) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float reference = reference_of_query[8 * n + lane_col() + e];
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) s.v[m][n][2 * i + e] -= reference;
+            }
+    }
+
+    // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0. The
+    // general kernel has scaled the scores before masking them.
+    __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query) const {
         const float scale = kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            // Keeps loads apart, where two blocks of rows leave no registers for all of them.
-            if (kInRegisters && Scores::kM == 2 && n > 0) __syncwarp();
+        for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const float lse = lse_of_query[8 * n + lane_col() + e];
-                const float reference = reference_of_query[8 * n + lane_col() + e];
 #pragma unroll
                 for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& x = s.v[m][n][2 * i + e];
-                        x = ptx::ex2((x - reference) * scale - lse);
+                        x = ptx::ex2(x * scale - lse);
                     }
             }
-        }
     }
 
     // dP becomes dS = P * (dP - delta of its column's query).

@@ -2,10 +2,10 @@
 //
 // Loop order: one CTA per (batch, KV head), sequential over KV tiles; inner loop over the Q tiles
 // that see the KV tile, for each query head of the group. dQ is read from and written to HBM, in
-// float32, at every step; delta = rowsum(dO * O) is computed in the loop, at the first visit of a Q
-// tile, and kept in HBM for the later ones. Only this CTA ever touches its heads' dQ, so there are
-// no atomics and the result is deterministic by construction. The steps, warps and shared memory
-// are those of backward_tile.cuh.
+// float32, at every step; delta = rowsum(dO * O), which the paper computes in the loop, comes from
+// a pass before it (backward_delta.cuh). Only this CTA ever touches its heads' dQ, so there are no
+// atomics and the result is deterministic by construction. The steps, warps and shared memory are
+// those of backward_tile.cuh.
 //
 // Barriers, per Q tile: the first says that its Q, dO, lse and delta are there for all threads and
 // that all warps have left the tile before; the second that dS is complete.
@@ -28,41 +28,13 @@ struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeature
     static constexpr int kSharedBytes = kOldDQ + (kFetchesDQ ? Base::kBlockQ * kHeadDim * 4 : 0);
 };
 
-// Line 19: delta of a Q tile from O and dO, with lse, into shared memory and for later visits to
-// HBM.
+// Q, dO, lse and delta of a Q tile.
 template <class Config>
-__device__ __forceinline__ void compute_statistics(const BackwardTile<Config>& cta,
-                                                   const QTileWalk& walk) {
-    const int first_query = walk.q_tile * Config::kBlockQ;
-    const int64_t first_row = workspace_row(cta.params, cta.sequence, walk.head, first_query);
-#pragma unroll 1  // registers are scarce here
-    for (int row = warp_id(); row < Config::kBlockQ; row += Config::kWarps) {
-        const RowStatistics statistics = row_statistics<typename Config::Element, Config::kGeneral>(
-            cta.params, cta.sequence, walk.head, first_query + row);
-        if (lane_id() == 0) {
-            cta.lse_log2(walk.step)[row] = statistics.lse_log2;
-            cta.delta(walk.step)[row] = statistics.delta;
-            cta.reference(walk.step)[row] = statistics.reference;
-            cta.params.lse_log2[first_row + row] = statistics.lse_log2;
-            cta.params.delta[first_row + row] = statistics.delta;
-            cta.params.reference[first_row + row] = statistics.reference;
-        }
-    }
-}
-
-// Q, dO, lse and delta of a Q tile. The first KV tile that sees it finds delta, the others fetch
-// it.
-template <class Config>
-__device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta, int kv_tile,
+__device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
                                             const QTileWalk& walk) {
     cta.load_q(walk);
     cta.load_do(walk);
-    const Interval keys = cta.mask.keys_of(tile_interval(walk.q_tile, Config::kBlockQ));
-    if (kv_tile == keys.begin / Config::kBlockKV) {
-        compute_statistics<Config>(cta, walk);
-    } else {
-        load_statistics<Config>(cta, walk);
-    }
+    load_statistics<Config>(cta, walk);
 }
 
 // Where this lane keeps a fragment of the old dQ_i in shared memory.
@@ -118,7 +90,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                        warp_uniform<Config::kMayBePacked>(
                            sequence_of<Config::kMayBePacked>(params, flat_head / params.heads_k)),
                        head_k);
-        const int kv_tile = first_key / Config::kBlockKV;
         const int group = params.heads_q / params.heads_k;
         const Interval q_tiles = cta.q_tiles_seeing(first_key);
         typename Tile::GradientK rdK;
@@ -128,14 +99,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         QTileWalk walk(q_tiles, head_k * group, group);
         __syncthreads();  // dK and dV of the KV tile before have left shared memory
         cta.load_kv(first_key);
-        if (!walk.done()) load_q_tile<Config>(cta, kv_tile, walk);
+        if (!walk.done()) load_q_tile<Config>(cta, walk);
         ptx::cp_async_commit();
 
         while (!walk.done()) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // this Q tile is there; all warps have left the one before
             const QTileWalk next = walk.next();
-            if (!next.done()) load_q_tile<Config>(cta, kv_tile, next);
+            if (!next.done()) load_q_tile<Config>(cta, next);
             ptx::cp_async_commit();
 
             typename Tile::Scores rP;
@@ -180,14 +151,8 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        if (params.dbias != nullptr) {
-            // It needs the statistics of all rows, also of those that see no key.
-            status = launch_kernel<backward_delta_kernel<Config>>(
-                workspace_rows(params) / Config::kBlockQ, Config::kThreads, 0, params, stream);
-        } else {
-            status = cudaMemsetAsync(params.dq_accum, 0,
-                                     workspace_rows(params) * kHeadDim * sizeof(float), stream);
-        }
+        status = launch_kernel<backward_delta_kernel<Config>>(
+            workspace_rows(params) / Config::kBlockQ, Config::kThreads, 0, params, stream);
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,

@@ -74,6 +74,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
     // from overlapping that with the matmul before; but not where it would spill there.
     constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
+    // What the stores at the end need of the place lies in shared memory, where registers are
+    // short. ptxas decides: with 64 columns sm_90 spills without it, sm_80 with it.
+    constexpr bool kKeepsPlace = Config::kHeadDim > 64 || kCudaArch >= 900;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     rdK.clear();
     rdV.clear();
     Place& kept = kept_place(Config::kPlace);
-    if (threadIdx.x == 0) kept = {sequence, work.head, first_key};  // for the stores at the end
+    if (kKeepsPlace && threadIdx.x == 0) kept = {sequence, work.head, first_key};
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
@@ -155,7 +158,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the place is there
-    Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
+    if constexpr (kKeepsPlace) {
+        Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
+    } else {
+        cta.store_dk_dv(rdK, rdV, first_key);
+    }
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>

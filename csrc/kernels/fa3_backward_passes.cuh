@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
                 accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
     }
-    ptx::wait_for_grid_before();  // relative_lse is there
+    bool large = false;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const auto* x = reinterpret_cast<const Element*>(&o[i]);
@@ -86,6 +86,14 @@ __global__ void __launch_bounds__(kFa3PassThreads)
             r < rows ? statistics_of<false>(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
         params.lse_log2[first + r] = statistics.lse_log2;
         params.delta[first + r] = statistics.delta;
+        large |= is_large_lse(statistics.lse_log2);
+    }
+    if (params.relative_lse != nullptr && __syncthreads_or(large)) [[unlikely]] {
+        if (features_of(params) == Features::kGeneral) {
+            split_large_lse<Element, true>(params, sequence, head, first_query, kBlockQ, first);
+        } else {
+            split_large_lse<Element, false>(params, sequence, head, first_query, kBlockQ, first);
+        }
     }
 }
 
@@ -161,7 +169,7 @@ template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
 cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream) {
     return launch_kernel<fa3_prepare_kernel<Element, kBlockQ, kHeadDimV, kSumCols>>(
         workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kFa3PassThreads, 0, params,
-        stream, true);
+        stream);
 }
 
 template <class Config>

@@ -72,49 +72,6 @@ __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParam
     key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
 }
 
-// Scores relative to the references of their queries (large_lse.cuh). They do not pass 0 but by
-// rounding.
-template <Rows kRows, class Scores>
-__device__ __forceinline__ void subtract_references(Scores& s, const BackwardParams& params,
-                                                    const Sequence& sequence, int head,
-                                                    int first_query) {
-    const auto reference_of = [&](int query) {
-        if (query >= sequence.seqlen_q) [[likely]]  // it is not, but so ptxas finds registers
-            return 0.f;
-        return params.relative_lse[statistics_offset(params, sequence, head) + query].reference;
-    };
-    const auto subtract = [](float& x, float reference) {
-        if (reference != 0.f) x = fminf(x - reference, 0.f);
-    };
-    if constexpr (kRows == Rows::kQueries) {
-#pragma unroll
-        for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int query = first_query + 16 * m + lane_row() + 8 * i;
-                const float reference = reference_of(query);
-#pragma unroll
-                for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) subtract(s.v[m][n][2 * i + e], reference);
-            }
-    } else {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            __syncwarp();  // keeps loads apart: the kernels have no registers for many
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int query = first_query + 8 * n + lane_col() + e;
-                const float reference = reference_of(query);
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) subtract(s.v[m][n][2 * i + e], reference);
-            }
-        }
-    }
-}
-
 // The ring in which one producer describes tiles to all others of its CTA, at byte kOffset of
 // shared memory. Of its barriers the last says that the next tile may be drawn: a CTA that draws
 // early takes work from others that will be free sooner.

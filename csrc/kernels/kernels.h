@@ -30,8 +30,6 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
 
-// Before every backward: relative_lse and its flag.
-cudaError_t split_large_lse(const BackwardParams& params, cudaStream_t stream);
 
 // Before a deterministic backward of packed sequences: offsets (B + 1) that nobody can wait on
 // forever.

@@ -5,23 +5,25 @@
 //     lse' = log2 sum_j 2^((S_j - r) scale),    P = 2^((S - r) scale - lse')
 //
 // for which its Q K^T is computed once more, by the same sums of products as in the backward, so
-// that S - r is exact where it counts. Where no row has one, as usual, a flag tells the backward
-// kernels, and costs them a branch for each tile.
+// that S - r is exact where it counts. A flag tells the backward kernels that there are such rows:
+// they subtract the references where they mask scores, and treat every tile as a masked one.
 //
 // Not for fa3 with softcap: its kernels have no register for the reference where they find tanh
 // again, and take caps only that keep scores small.
 #pragma once
 
 #include "../mask.cuh"
-#include "../ptx/grid_dependency.cuh"
 #include "../score.cuh"
 #include "../softmax.cuh"
 #include "../tile/gemm.cuh"
 #include "../tile/global_operand.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
 
 namespace flash_ext {
+
+// Of an lse in base 2. A row without keys has an infinite one.
+__device__ __forceinline__ bool is_large_lse(float lse_log2) {
+    return is_large(lse_log2) && fabsf(lse_log2) != INFINITY;
+}
 
 // Of 16 rows, of which a lane has two: the maximum and sum of their softmax.
 template <class Element, bool kGeneral>
@@ -66,76 +68,84 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     return softmax;
 }
 
-inline constexpr int kLargeLseThreads = 128;
-inline constexpr int kLargeLseBlock = 1024;
-
-// Of query `position` of (batch, head) number flat_head, or of packed tensors, by a whole warp.
+// By a CTA, of the `rows` queries of a Q tile, which begins at row `first` of the workspace: their
+// relative_lse, and in its place in the workspace the lse relative to the reference.
 template <class Element, bool kGeneral>
-__device__ __forceinline__ RelativeLse relative_lse(const BackwardParams& params, int flat_head,
-                                                    int position) {
-    int number = flat_head / params.heads_q;
-    if (params.cu_seqlens_q != nullptr) {
-        int end = sequence_count(params);
-        for (number = 0; end - number > 1;) {
-            const int middle = (number + end) / 2;
-            const int begin = packed_begin(params.cu_seqlens_q, middle, params.seqlen_q);
-            (begin <= position ? number : end) = middle;
-        }
-    }
-    const Sequence sequence = warp_uniform<true>(sequence_of<true>(params, number));
-    const OnlineSoftmax<16> softmax = softmax_of_rows<Element, kGeneral>(
-        params, sequence, flat_head % params.heads_q, position - sequence.q_begin);
-    return {softmax.row_max[0][0], log2f(softmax.row_sum[0][0])};  // lane 0 has the first row
-}
-
-// A CTA for every kLargeLseBlock queries of a head.
-template <class Element, bool kGeneral>
-__global__ void __launch_bounds__(kLargeLseThreads, 1)
-    large_lse_kernel(const __grid_constant__ BackwardParams params) {
-    ptx::launch_dependents();
-    const int blocks = ceil_div(params.seqlen_q, kLargeLseBlock);
-    const int flat_head = blockIdx.x / blocks;
-    const int64_t head_rows = int64_t{flat_head} * params.seqlen_q;
-    const float* lse = params.lse + head_rows;
-    RelativeLse* relative = params.relative_lse + head_rows;
-    const auto is_large_row = [&](int row) {
-        const float x = row < params.seqlen_q ? lse[row] : 0.f;
-        return x != -INFINITY && is_large(x * kLog2e);
-    };
-    constexpr int kWarpRows = kLargeLseBlock / (kLargeLseThreads / 32);
-    const int first = blockIdx.x % blocks * kLargeLseBlock + warp_id() * kWarpRows;
-    bool large = false;
+__device__ __forceinline__ void split_large_lse(const BackwardParams& params,
+                                             const Sequence& sequence, int head, int first_query,
+                                             int rows, int64_t first) {
+    const int64_t statistics = statistics_offset(params, sequence, head);
+    rows = min_of(rows, sequence.seqlen_q - first_query);
+    if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.name;
+#pragma unroll 1
+    for (int row = 16 * warp_id(); row < rows; row += blockDim.x / 2) {
+        const auto is_large_row = [&](int i) {
+            const int r = row + lane_row() + 8 * i;
+            return r < rows && is_large_lse(params.lse[statistics + first_query + r] * kLog2e);
+        };
+        if (!__any_sync(0xffffffff, is_large_row(0) || is_large_row(1))) continue;
+        const OnlineSoftmax<16> softmax =
+            softmax_of_rows<Element, kGeneral>(params, sequence, head, first_query + row);
 #pragma unroll
-    for (int i = 0; i < kWarpRows; i += 32) {
-        const int row = first + i + lane_id();
-        large |= is_large_row(row);
-        if (row < params.seqlen_q) relative[row] = {};
-    }
-    if (!__any_sync(0xffffffff, large)) [[likely]]
-        return;
-    if (lane_id() == 0) *params.large_lse.word = params.large_lse.name;
-#pragma unroll 1
-    for (int i = 0; i < kWarpRows; i += 32) {
-        uint32_t left = __ballot_sync(0xffffffff, is_large_row(first + i + lane_id()));
-#pragma unroll 1
-        for (; left != 0; left &= left - 1) {
-            const int row = first + i + __ffs(left) - 1;
-            const RelativeLse x = relative_lse<Element, kGeneral>(params, flat_head, row);
-            if (lane_id() == 0) relative[row] = x;
+        for (int i = 0; i < 2; ++i) {
+            if (lane_col() != 0 || !is_large_row(i)) continue;
+            const int r = row + lane_row() + 8 * i;
+            const float lse_log2 = log2f(softmax.row_sum[0][i]);
+            params.relative_lse[statistics + first_query + r] = {softmax.row_max[0][i], lse_log2};
+            params.lse_log2[first + r] = lse_log2;
+            if (params.reference != nullptr) params.reference[first + r] = softmax.row_max[0][i];
         }
     }
 }
 
-cudaError_t split_large_lse(const BackwardParams& params, cudaStream_t stream) {
-    const int64_t heads = int64_t{params.heads_q} * tensor_batches(params);
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
-                                                                       auto features) {
-        constexpr bool kGeneral = features == Features::kGeneral;
-        status = launch_kernel<large_lse_kernel<decltype(element), kGeneral>>(
-            heads * ceil_div(params.seqlen_q, kLargeLseBlock), kLargeLseThreads, 0, params, stream);
-    });
-    return status;
+// The reference of a query whose lse is large, else 0; and its lse relative to that.
+__device__ __forceinline__ RelativeLse relative_lse(const BackwardParams& params, int64_t index) {
+    const float lse_log2 = params.lse[index] * kLog2e;
+    if (params.relative_lse == nullptr || !is_large_lse(lse_log2)) return {0.f, lse_log2};
+    return params.relative_lse[index];
+}
+
+// Scores relative to the references of their queries (large_lse.cuh). They do not pass 0 but by
+// rounding.
+template <Rows kRows, class Scores>
+__device__ __forceinline__ void subtract_references(Scores& s, const BackwardParams& params,
+                                                    const Sequence& sequence, int head,
+                                                    int first_query) {
+    const auto reference_of = [&](int query) {
+        if (query >= sequence.seqlen_q) [[likely]]  // it is not, but so ptxas finds registers
+            return 0.f;
+        return relative_lse(params, statistics_offset(params, sequence, head) + query).reference;
+    };
+    const auto subtract = [](float& x, float reference) {
+        if (reference != 0.f) x = fminf(x - reference, 0.f);
+    };
+    if constexpr (kRows == Rows::kQueries) {
+#pragma unroll
+        for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int query = first_query + 16 * m + lane_row() + 8 * i;
+                const float reference = reference_of(query);
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) subtract(s.v[m][n][2 * i + e], reference);
+            }
+    } else {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            __syncwarp();  // keeps loads apart: the kernels have no registers for many
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int query = first_query + 8 * n + lane_col() + e;
+                const float reference = reference_of(query);
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) subtract(s.v[m][n][2 * i + e], reference);
+            }
+        }
+    }
 }
 
 }  // namespace flash_ext

@@ -32,10 +32,13 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
         const Sequence all{batch, 0, 0, 0, params.seqlen_q, 0, 0};
         const int query = static_cast<int>(row % params.seqlen_q);
         const RowStatistics statistics = row_statistics<Element, true>(params, all, head, query);
-        const float reference = statistics.reference;
-        const float exponent =
-            reference == 0.f ? sink_log2 : (sink_log2 * ptx::rcp(scale) - reference) * scale;
-        sum -= ptx::ex2(exponent - statistics.lse_log2) * statistics.delta;
+        float exponent = sink_log2 - statistics.lse_log2;
+        if (is_large_lse(statistics.lse_log2)) [[unlikely]] {
+            const auto [reference, lse_log2] =
+                relative_lse(params, statistics_offset(params, all, head) + query);
+            exponent = (sink_log2 * ptx::rcp(scale) - reference) * scale - lse_log2;
+        }
+        sum -= ptx::ex2(exponent) * statistics.delta;
     }
 
     __shared__ float sums[kSinkWarps];

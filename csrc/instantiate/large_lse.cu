@@ -1,1 +1,0 @@
-#include "../kernels/large_lse.cuh"
