@@ -5,10 +5,6 @@
 // the proof. As long as that stays below kLimit no element was far above m, and the maximum of the
 // tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with
 // the maximum; S is kept for that.
-//
-// A maximum too large for P's one FMA (kLargeExponent) lies in shared memory, and the row looks as
-// if it had none: so every step is done again for it, with scores that are made relative to the
-// maximum first. large_max(i) is that place for the lane's row i; none is -inf.
 #pragma once
 
 #include "softmax.cuh"
@@ -37,16 +33,14 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         }
     };
 
-    // From scores, which may be lost, to P; l, and what O must be multiplied by. `fresh`: m is not
-    // known yet.
-    template <class LargeMax>
-    __device__ __forceinline__ Rescaling step(RegisterTile<16, kCols>& s, RegisterOperand<kCols>& p,
-                                              float scale, bool fresh, LargeMax large_max) {
+    // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet.
+    __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
+                                              RegisterOperand<kCols>& p, float scale, bool fresh) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]]
-                rescaling = advance(s, scale, large_max);
+                rescaling = advance(s, scale);
             exponentiate(s, p, sum, scale);
             if (fresh || proven) break;
             const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
@@ -59,37 +53,17 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
-    // After the last step: row_max, wherever it was.
-    template <class LargeMax>
-    __device__ __forceinline__ void fetch_max(LargeMax large_max) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (row_max[0][i] == -INFINITY) row_max[0][i] = large_max(i);
-    }
-
  private:
     // row_max and row_sum move on to the scores' maximum.
-    template <class LargeMax>
-    __device__ __forceinline__ Rescaling advance(RegisterTile<16, kCols>& s, float scale,
-                                                 LargeMax large_max) {
+    __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float old_max = fmaxf(row_max[0][i], large_max(i));
-            const float new_max = fmaxf(old_max, row_maximum(s, 0, i));
-            rescaling.factor[i] = ptx::ex2((old_max - finite_max(new_max)) * scale);
+            const float new_max = fmaxf(row_max[0][i], row_maximum(s, 0, i));
+            rescaling.factor[i] = ptx::ex2((row_max[0][i] - finite_max(new_max)) * scale);
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
-            if (!is_large(finite_max(new_max) * scale)) [[likely]]
-                continue;
-            large_max(i) = new_max;
-            row_max[0][i] = -INFINITY;
-#pragma unroll
-            for (int n = 0; n < kCols / 8; ++n) {
-                s.v[0][n][2 * i] -= new_max;
-                s.v[0][n][2 * i + 1] -= new_max;
-            }
         }
         return rescaling;
     }

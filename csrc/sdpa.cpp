@@ -12,7 +12,9 @@
 #include <array>
 #include <atomic>
 #include <exception>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <vector>
 
@@ -158,11 +160,19 @@ bool is_plain(const std::optional<Tensor>& x, int64_t size) {
 // --- What the ops return besides ---
 
 // The state of the random generator, an unused tensor and the debug mask, of a call without
-// dropout.
+// dropout. Nothing reads or writes what is in them: all calls on a device share them.
 std::tuple<Tensor, Tensor, Tensor> random_state(const Tensor& like) {
-    return {empty_strided(like, {2}, {1}, ScalarType::UInt64),
-            empty_strided(like, {}, {}, ScalarType::UInt64),
-            empty_strided(like, {0}, {1}, like.scalar_type())};
+    using Tensors = std::tuple<Tensor, Tensor, Tensor>;
+    static std::mutex mutex;
+    // Never destroyed, for CUDA is gone when the process ends.
+    static auto& made = *new std::map<std::pair<int32_t, ScalarType>, Tensors>;
+    const std::lock_guard lock(mutex);
+    Tensors& tensors = made[{like.get_device_index(), like.scalar_type()}];
+    if (!std::get<0>(tensors).defined())
+        tensors = {empty_strided(like, {2}, {1}, ScalarType::UInt64),
+                   empty_strided(like, {}, {}, ScalarType::UInt64),
+                   empty_strided(like, {0}, {1}, like.scalar_type())};
+    return tensors;
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
@@ -172,17 +182,22 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 constexpr const char* kForward = "flash_ext::original_scaled_dot_product_flash_attention";
 constexpr const char* kBackward = "flash_ext::original_scaled_dot_product_flash_attention_backward";
 
-bool sdpa_runs(const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p) {
-    if (dropout_p != 0) return false;
+// q, k and v as the ops take them, or none where torch's kernel is to run.
+std::optional<std::array<Tensor, 3>> sdpa_inputs(const Tensor& query, const Tensor& key,
+                                                 const Tensor& value, double dropout_p) {
+    if (dropout_p != 0) return std::nullopt;
     for (const Tensor* x : {&query, &key, &value})
-        if (x->dim() != 4) return false;
-    return runs(transposed(query), transposed(key), transposed(value), /*packed=*/false);
+        if (x->dim() != 4) return std::nullopt;
+    std::array<Tensor, 3> inputs = {transposed(query), transposed(key), transposed(value)};
+    if (!runs(inputs[0], inputs[1], inputs[2], /*packed=*/false)) return std::nullopt;
+    return inputs;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> sdpa_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p, bool is_causal,
     bool return_debug_mask, std::optional<double> scale) {
-    if (return_debug_mask || !sdpa_runs(query, key, value, dropout_p)) {
+    const auto inputs = sdpa_inputs(query, key, value, dropout_p);
+    if (return_debug_mask || !inputs) {
         const auto [out, lse, cum_seq_q, cum_seq_k, state, unused, debug_mask] =
             call_original<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
                 kForward, query, key, value, dropout_p, is_causal, return_debug_mask, scale);
@@ -190,9 +205,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Ten
                 key.size(2), state, unused,    debug_mask};
     }
     const Tensor out = empty_as(query);
-    const auto lse =
-        std::get<1>(attention_forward(transposed(query), transposed(key), transposed(value),
-                                      {.scale = scale, .causal = is_causal}, transposed(out)));
+    const auto& [q, k, v] = *inputs;
+    const auto lse = std::get<1>(attention_forward(
+        q, k, v, {.scale = scale, .causal = is_causal}, transposed(out)));
     const auto [state, unused, debug_mask] = random_state(query);
     const Tensor none;
     return {out, lse, none, none, query.size(2), key.size(2), state, unused, debug_mask};
@@ -203,15 +218,16 @@ Gradients sdpa_backward(const Tensor& grad_out, const Tensor& query, const Tenso
                         const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
                         int64_t max_k, double dropout_p, bool is_causal, const Tensor& philox_seed,
                         const Tensor& philox_offset, std::optional<double> scale) {
-    if (!grad_out.defined() || !sdpa_runs(query, key, value, dropout_p))
+    const auto inputs = sdpa_inputs(query, key, value, dropout_p);
+    if (!grad_out.defined() || !inputs)
         return call_original<Tensor, Tensor, Tensor>(
             kBackward, grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q, max_k,
             dropout_p, is_causal, philox_seed, philox_offset, scale);
     const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
     const auto& [dq, dk, dv] = into;
-    attention_backward(transposed(with_contiguous_rows(grad_out)), std::nullopt, transposed(query),
-                       transposed(key), transposed(value), transposed(out),
-                       torch::stable::contiguous(lse),
+    const auto& [q, k, v] = *inputs;
+    attention_backward(transposed(with_contiguous_rows(grad_out)), std::nullopt, q, k, v,
+                       transposed(out), torch::stable::contiguous(lse),
                        {.scale = scale, .causal = is_causal, .deterministic = deterministic()},
                        /*need_dbias=*/false, {transposed(dq), transposed(dk), transposed(dv)});
     return into;

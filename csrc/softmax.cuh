@@ -162,17 +162,6 @@ struct OnlineSoftmax {
         return log_sum_exp(max(m, i), sum(m, i), scale);
     }
 
-    // Does any row of the warp have a maximum with which update() is not exact enough? It is near
-    // the maximum all the same.
-    __device__ __forceinline__ bool any_large(float scale) const {
-        bool large = false;
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) large |= is_large(finite_max(row_max[m][i]) * scale);
-        return __any_sync(0xffffffff, large);
-    }
-
     __device__ __forceinline__ float inverse_sum(int m, int i) const {
         return row_sum[m][i] == 0.f ? 0.f : ptx::rcp(row_sum[m][i]);
     }

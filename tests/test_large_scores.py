@@ -132,6 +132,21 @@ def test_options(name: str, variant: str, device: str) -> None:
     assert_right(actual, inputs, **options)
 
 
+@pytest.mark.parametrize("queries", (1, 70))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_maximum_that_was_large(variant: str, queries: int, device: str) -> None:
+    """Keys of scores about -1e10, which rows see first or last, and usual ones."""
+    if device == "cpu" and variant not in flash_ext.CPU_VARIANTS:
+        pytest.skip("not on the CPU")
+    q, k, v, dout = tensors(device, torch.bfloat16, 1.0, 4000, False, queries, 4)
+    q = 1 + q / 16
+    for below in (slice(100, None), slice(0, -100)):
+        low = k.clone()
+        low[:, below] = -1e9
+        inputs = [q, low, v, dout]
+        assert_right(results(flash_ext, *inputs, variant=variant), inputs, 0.01)
+
+
 @pytest.mark.parametrize("queries", (1, 5))
 @pytest.mark.parametrize("heads", (1, 4))
 @pytest.mark.parametrize("equal", (True, False), ids=("equal", "random"))

@@ -471,20 +471,34 @@ def test_what_else_sdpa_is_given(tensors, torchs):
     else:
         x = torch.randn(2, 4, 70, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = x
-    with sdpa.activated(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = F.scaled_dot_product_attention(y, y, y, dropout_p=0.3 * (tensors == "dropout"))
-        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+
+    def run():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(y, y, y, dropout_p=0.3 * (tensors == "dropout"))
+            (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        return out.detach(), gradient
+
+    with sdpa.activated():
+        out, gradient = run()
     if tensors == "dropout":
         assert {FORWARD, BACKWARD} <= set(torchs) and gradient.isfinite().all()
         return
     assert not torchs
-    results = out.detach().transpose(1, 2).unbind(), gradient.unbind()
-    for part, o, g in zip(parts, *results, strict=True):
+    torch_out, torch_gradient = run()
+    # One tensor is q, k and v: its gradient is a sum of three, rounded, in which delta's rounding
+    # error, of out's, counts for each column. Torch's kernels have the same.
+    for n, part in enumerate(parts):
         leaf = part.double()[None].requires_grad_()
         expected = flash_ext.reference.attention(leaf, leaf, leaf)[0]
         (expected_gradient,) = torch.autograd.grad(expected.sum(), leaf)
-        assert_like(o, expected[0].detach(), torch.bfloat16)
-        assert_like(g, expected_gradient[0], torch.bfloat16)
+        for ours, theirs, truth in (
+            (out.transpose(1, 2), torch_out.transpose(1, 2), expected.detach()),
+            (gradient, torch_gradient, expected_gradient),
+        ):
+            error, torchs_error = (
+                (y.unbind()[n].double() - truth[0]).abs().max().item() for y in (ours, theirs)
+            )
+            assert error <= 1.5 * torchs_error + 1e-3
 
 
 @pytest.mark.gpu

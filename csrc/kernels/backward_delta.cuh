@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
 
 // The pass before the main kernels of FA1 and FA2: row statistics of one Q tile, and its dq_accum set to zero.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, 896 / Config::kThreads)
     backward_delta_kernel(const __grid_constant__ BackwardParams params) {
     const auto [tile, head] =
         q_tile_index<Config::kMayBePacked, Config::kBlockQ>(params, blockIdx.x);

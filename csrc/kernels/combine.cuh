@@ -5,7 +5,7 @@
 //
 // The parts are attention over some of the keys each, in float32, with the row maxima m_p and sums
 // l_p of their softmax. A part in which a row sees no key has l_p = 0 and does not count. Each row
-// is a warp's.
+// is a warp's. One that a part has marked is computed anew (recompute_rows.cuh).
 #pragma once
 
 #include "../ptx/grid_dependency.cuh"
@@ -13,13 +13,14 @@
 #include "../softmax.cuh"
 #include "../tile/copy.cuh"
 #include "launch.cuh"
+#include "recompute_rows.cuh"
 
 namespace flash_ext {
 
 inline constexpr int kCombineWarps = 4;
 
 template <class Element, int kHeadDimV>
-__global__ void __launch_bounds__(32 * kCombineWarps)
+__global__ void __launch_bounds__(32 * kCombineWarps, 7)
     combine_kernel(const __grid_constant__ ForwardParams params) {
     const int64_t row = int64_t{blockIdx.x} * kCombineWarps + warp_id();
     const int64_t rows = statistics_rows(params);
@@ -29,8 +30,20 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
 
     const float scale = exponent_scale(params);
     float max = -INFINITY;
-    for (int part = lane; part < params.key_parts; part += 32)
-        max = fmaxf(max, params.part_statistics[part * rows + row].max);
+    bool marked = false;
+    for (int part = lane; part < params.key_parts; part += 32) {
+        const float part_max = params.part_statistics[part * rows + row].max;
+        max = fmaxf(max, part_max);
+        marked |= is_marked(part_max);
+    }
+    if (__any_sync(0xffffffff, marked)) [[unlikely]] {
+        const int flat_head = static_cast<int>(row / params.seqlen_q);
+        const int query = static_cast<int>(row % params.seqlen_q);
+        const Sequence sequence = sequence_at(params, flat_head / params.heads_q, query);
+        recompute_rows<Element>(params, sequence, flat_head % params.heads_q,
+                                query - sequence.q_begin, 1);
+        return;
+    }
     max = finite_max(warp_max(max));
     // Of a part: 2^((m_p - m) scale) l_p.
     const auto share = [&](int64_t index) {

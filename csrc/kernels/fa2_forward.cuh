@@ -15,7 +15,7 @@
 //
 // m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
 // which saves most rescalings of O and changes no result, since l and O share the same m. A warp
-// that ends with an m too large for P's one FMA (kLargeExponent) does its rows again.
+// that ends with an m too large for P's one FMA (kLargeExponent) does such rows again.
 //
 // Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
 // Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
@@ -35,12 +35,12 @@
 #include "../softmax.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/gemm.cuh"
-#include "../tile/global_operand.cuh"
 #include "../tile/ring.cuh"
 #include "../tuning.h"
 #include "launch.cuh"
 #include "packed.cuh"
 #include "place.cuh"
+#include "recompute_rows.cuh"
 
 namespace flash_ext {
 
@@ -225,48 +225,41 @@ struct Fa2Forward {
                                         BFromColumns<VTile>(sV(stage)));
     }
 
-    // The sink comes first, in the first part of the keys.
-    template <class RowsSoftmax>
-    __device__ __forceinline__ void begin(RowsSoftmax& softmax, float exponent_scale) const {
-        if (params.sink != nullptr && part() == 0 && sequence.is_owned(params))
-            softmax.begin_with(params.sink[head] * kLog2e / exponent_scale);
-    }
-
     // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp; or those of a
-    // part of the keys, straight from registers.
-    // `row`: the first within the Q tile.
-    template <class Rows, class RowsSoftmax>
-    __device__ __forceinline__ void store(Rows& rO, const RowsSoftmax& softmax,
-                                          float exponent_scale, int tile_row) const {
-        const int first_row = first_query + tile_row;
+    // part of the keys, straight from registers. True where rows of this lane are marked.
+    __device__ __forceinline__ bool store(Output& rO, const Softmax& softmax,
+                                          float exponent_scale) const {
+        const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
+        const bool parts = has_parts(params);
+        const int64_t first = statistics + (parts ? part() * statistics_rows(params) : 0);
+        // One pointer for both, which saves registers.
+        float* target = parts ? &params.part_statistics[first].max : params.lse + first;
+        bool marked = false;
 #pragma unroll
-        for (int m = 0; m < Rows::kM; ++m)
+        for (int m = 0; m < Output::kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float factor = softmax.inverse_sum(m, i);
                 if constexpr (kGeneral) factor *= params.keep_scale;
 #pragma unroll
-                for (int n = 0; n < Rows::kN; ++n) {
+                for (int n = 0; n < Output::kN; ++n) {
                     rO.v[m][n][2 * i] *= factor;
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
-            }
-        const bool parts = has_parts(params);
-        const int64_t first = statistics + (parts ? part() * statistics_rows(params) : 0);
-        // One pointer for both, which saves registers.
-        float* target = parts ? &params.part_statistics[first].max : params.lse + first;
-#pragma unroll
-        for (int m = 0; m < Rows::kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
+                const float lse = softmax.lse(m, i, exponent_scale);
+                float statistic = parts ? softmax.row_max[m][i] : lse;
+                if (!kGeneral && needs_recomputing(lse)) [[unlikely]] {
+                    statistic = __uint_as_float(kRecompute);
+                    marked = true;
+                }
                 const int row = first_row + 16 * m + lane_row() + 8 * i;
                 if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
                 if (parts) {
-                    target[2 * row] = softmax.row_max[m][i];
+                    target[2 * row] = statistic;
                     target[2 * row + 1] = softmax.row_sum[m][i];
                 } else {
-                    target[row] = softmax.lse(m, i, exponent_scale);
+                    target[row] = statistic;
                 }
             }
         if (parts) {
@@ -274,15 +267,16 @@ struct Fa2Forward {
                 const int query = first_row + row;
                 return query < sequence.seqlen_q ? first + query : -1;
             });
-            return;
+            return false;
         }
         __syncwarp();  // the warp has read its rows of Q
-        store_to_shared<Element, OTile>(sQ, rO, tile_row);
+        store_to_shared<Element, OTile>(sQ, rO, warp_row);
         __syncwarp();  // O's rows are complete
         const auto gO =
             global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
                                  sequence.seqlen_q - first_row, params.head_dim_v);
-        store_tile<OTile, 32, Rows::kRows, kGeneral>(gO, sQ, tile_row, params.aligned);
+        store_tile<OTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
+        return marked;
     }
 
  private:
@@ -299,52 +293,6 @@ struct Fa2Forward {
         return ring.slot(stage) + VTile::kBytes;
     }
 };
-
-// The rows of a warp whose scores are too large for P's one FMA (kLargeExponent), again: from
-// global memory, with P = 2^((S - m) scale).
-template <class Config>
-__device__ __forceinline__ void recompute_large(const ForwardParams& params) {
-    using Kernel = Fa2Forward<Config>;
-    using Element = typename Config::Element;
-    constexpr int kRows = 16;
-    const Kernel cta = Kernel::kept(params);
-    const Sequence& s = cta.sequence;
-    const Interval tiles = cta.kv_tiles();
-    const float scale = params.scale_log2;
-    for (int row = cta.warp_row; row < cta.warp_row + Config::kRowsPerWarp; row += kRows) {
-        RegisterTile<kRows, Config::kHeadDimV> rO;
-        OnlineSoftmax<kRows> softmax;
-        rO.clear();
-        cta.begin(softmax, scale);
-        const AFromRows<typename Config::QTile> q(cta.sQ, row);
-#pragma unroll 1
-        for (int key = tiles.begin * Config::kBlockKV; key < tiles.end * Config::kBlockKV;
-             key += 16) {
-            const auto rows = [&](const TensorView& view, int cols) {
-                return global_tile<const Element>(view, s.batch, s.k_begin + key, cta.head_k(),
-                                                  s.seqlen_k - key, cols);
-            };
-            RegisterTile<kRows, 16> rS;
-            rS.clear();
-            gemm<Element, Config::kHeadDim>(
-                rS, q, BFromGlobalRows<Element>{rows(params.k, params.head_dim)});
-            mask_scores(rS, key,
-                        [&](int i) { return cta.mask.key_range(cta.first_query + row + i); });
-            softmax.template update<true>(rS, rO, scale);
-            gemm<Element, 16>(rO, AFromRegisters<Element, decltype(rS)>{rS},
-                              BFromGlobalColumns<Element>{rows(params.v, params.head_dim_v)});
-        }
-        softmax.finish();
-        cta.store(rO, softmax, scale, row);
-    }
-}
-
-// As a function of its own, which leaves the kernel its registers. But it would have to save some
-// of its caller's where it needs all of them itself.
-template <class Config>
-__device__ __noinline__ void call_recompute_large(const ForwardParams& params) {
-    recompute_large<Config>(params);
-}
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
@@ -383,7 +331,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Softmax softmax;
     // The general kernel scales the scores before it masks them; the others inside the exponent.
     const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
-    cta.begin(softmax, exponent_scale);
+    if (params.sink != nullptr && cta.part() == 0 && cta.sequence.is_owned(params))
+        softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
 
@@ -402,17 +351,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
     }
 
-    if (!Config::kGeneral && softmax.any_large(exponent_scale)) [[unlikely]] {
-        if constexpr (Config::kRowsPerWarp == 16) {
-            recompute_large<Config>(params);
-        } else {
-            call_recompute_large<Config>(params);
-        }
-        return;
-    }
     softmax.finish();
-    const Kernel kept = Kernel::kept(params);
-    kept.store(rO, softmax, exponent_scale, kept.warp_row);
+    const bool marked = Kernel::kept(params).store(rO, softmax, exponent_scale);
+    if (__any_sync(0xffffffff, marked)) [[unlikely]] {
+        const Kernel kept = Kernel::kept(params);
+#pragma unroll 1
+        for (int row = 0; row < Config::kRowsPerWarp; row += 16)
+            recompute_marked<typename Config::Element>(
+                params, kept.sequence.batch * params.heads_q + kept.head,
+                kept.sequence.q_begin + kept.first_query + kept.warp_row + row);
+    }
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>

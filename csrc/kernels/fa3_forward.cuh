@@ -53,6 +53,7 @@
 #include "../tuning.h"
 #include "fa3_tiles.cuh"
 #include "launch.cuh"
+#include "recompute_rows.cuh"
 
 namespace flash_ext {
 
@@ -99,8 +100,8 @@ struct Fa3ForwardConfig {
     static constexpr int kKBarriers = kQBarriers + QRing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kLargeMax = kTileBarriers + Tiles::kBarrierBytes;
-    static constexpr int kSharedBytes = kLargeMax + kBlockQ * 4;
+    static constexpr int kMarks = kTileBarriers + Tiles::kBarrierBytes;  // a number of each warp
+    static constexpr int kSharedBytes = kMarks + kConsumers * 4 * 4;
     static_assert(kSharedBytes <= 227 * 1024);
     // What matrix_descriptor() and the swizzle expect of every tile.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -360,18 +361,13 @@ struct Fa3Forward {
         return Config::kGeneral ? 1.f : params.scale_log2;
     }
 
-    // Where OptimisticSoftmax has the large maxima of this lane's rows. The lanes of a row share
-    // it.
-    __device__ __forceinline__ auto large_max() const {
-        return [this](int i) -> float& {
-            return reinterpret_cast<float*>(dynamic_shared() +
-                                            Config::kLargeMax)[warp_row() + lane_row() + 8 * i];
-        };
+    // Has this warp marked a row (recompute_rows.cuh)?
+    __device__ __forceinline__ int& has_marked() const {
+        return reinterpret_cast<int*>(dynamic_shared() + Config::kMarks)[warp_row() / 16];
     }
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
-        for (int i = 0; i < 2; ++i) large_max()(i) = -INFINITY;
         const bool first_part = !Config::kMayHaveParts || tile.part == 0;
         if (params.sink == nullptr || !first_part || !tile.sequence.is_owned(params))
             return softmax;
@@ -455,13 +451,20 @@ struct Fa3Forward {
             if (has_row && index >= 0)
                 params.part_statistics[index] = {softmax.max(0, i), softmax.sum(0, i)};
             store_rows(params.part_out, rO, index_of);
+            if (!Config::kGeneral && has_row && index >= 0 &&
+                needs_recomputing(softmax.lse(0, i, exponent_scale()))) [[unlikely]]
+                params.part_statistics[index].max = __uint_as_float(kRecompute);
         } else {
             const int first_row = tile.first_query + warp_row();
             const auto gO =
                 global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
                                      s.seqlen_q - first_row, params.head_dim_v);
-            if (has_row && row < gO.rows)
-                params.lse[statistics + first_row + row] = softmax.lse(0, i, exponent_scale());
+            float lse = softmax.lse(0, i, exponent_scale());
+            if (!Config::kGeneral && needs_recomputing(lse)) [[unlikely]] {
+                lse = __uint_as_float(kRecompute);
+                has_marked() = true;
+            }
+            if (has_row && row < gO.rows) params.lse[statistics + first_row + row] = lse;
             store_rows(gO, rO);
         }
     }
@@ -511,9 +514,10 @@ struct Fa3Forward {
                 release_and_advance(q_ring, q);
             finish_scores<steady>(rS, tiles[tile], kv_tile, full);
             if (!steady && first) softmax = begin_softmax(tiles[tile]);
-            return softmax.step(rS, rP, exponent_scale(), !steady && first, large_max());
+            return softmax.step(rS, rP, exponent_scale(), !steady && first);
         };
 
+        has_marked() = false;
         if (!begin_tile()) return;
         if (consumer == Config::kConsumers - 1) pass_turn();  // the first one's
         k_ring.wait(k);
@@ -570,10 +574,7 @@ struct Fa3Forward {
             } else {
                 finish_output();
             }
-            if (last) {
-                done = softmax;
-                done.fetch_max(large_max());
-            }
+            if (last) done = softmax;
             began = kept = last;
             rescaling = probabilities(next_rP, last, steady);
             if constexpr (Config::kOverlap) finish_output();
@@ -604,8 +605,14 @@ struct Fa3Forward {
         pass_turn();
         ptx::wgmma_wait<0>();
         finished(rO);
-        softmax.fetch_max(large_max());
         store(rO, softmax, tiles[tile_done]);
+        if constexpr (!Config::kGeneral && !Config::kMayHaveParts) {
+            __syncwarp();
+            if (has_marked()) [[unlikely]] {
+                const int warp = blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
+                recompute_all_marked<Element>(params, warp, gridDim.x * (Config::kConsumers * 4));
+            }
+        }
     }
 };
 

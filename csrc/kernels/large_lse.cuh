@@ -12,11 +12,7 @@
 // again, and take caps only that keep scores small.
 #pragma once
 
-#include "../mask.cuh"
-#include "../score.cuh"
-#include "../softmax.cuh"
-#include "../tile/gemm.cuh"
-#include "../tile/global_operand.cuh"
+#include "recompute_rows.cuh"
 
 namespace flash_ext {
 
@@ -33,7 +29,6 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     const BandMask mask{sequence.seqlen_q, sequence.seqlen_k, params.window_left,
                         params.window_right};
     const float scale = kGeneral ? 1.f : params.scale_log2;
-    const int head_k = head / (params.heads_q / params.heads_k);
     OnlineSoftmax<16> softmax;
     if (params.sink != nullptr) softmax.begin_with(params.sink[head] * kLog2e * ptx::rcp(scale));
     RegisterTile<16, 8> none;  // no output
@@ -41,23 +36,7 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     const Interval keys = mask.keys_of({first_query, first_query + 16});
 #pragma unroll 1
     for (int key = keys.begin / 16 * 16; key < keys.end; key += 16) {
-        RegisterTile<16, 16> rS;
-        rS.clear();
-#pragma unroll 1
-        for (int col = 0; col < params.head_dim; col += 16) {
-            const auto block = [&](const TensorView& view, int64_t row, int of_head, int rows) {
-                auto tile = global_tile<const Element>(view, sequence.batch, row, of_head, rows,
-                                                       params.head_dim - col);
-                tile.data += col;
-                return tile;
-            };
-            gemm<Element, 16>(
-                rS,
-                AFromGlobalRows<Element>{block(params.q, sequence.q_begin + first_query, head,
-                                               sequence.seqlen_q - first_query)},
-                BFromGlobalRows<Element>{
-                    block(params.k, sequence.k_begin + key, head_k, sequence.seqlen_k - key)});
-        }
+        auto rS = scores_of_rows<Element>(params, sequence, head, first_query, key);
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(rS, first_query,
                                                                                  key);
