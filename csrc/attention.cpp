@@ -527,17 +527,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         const int64_t rows = workspace_rows(params, block);
         const int sum_columns = variant != Variant::kFa3 ? dim : dim > 128 ? 0 : kFa3Dim;
         const int64_t turns = 1 + rows / tuning::kMinBackwardBlockQ;
-        const int64_t queries = statistics_rows(params);
-        params.lse_log2 =
-            workspace.allocate<float>(rows * (3 + sum_columns) + turns + 3 + 2 * queries);
+        params.lse_log2 = workspace.allocate<float>(rows * (3 + sum_columns) + turns + 3);
         params.delta = params.lse_log2 + rows;
-        if (variant != Variant::kFa3) params.reference = params.delta + rows;
-        params.dq_accum = params.delta + 2 * rows;
+        params.reference = params.delta + rows;
+        params.dq_accum = params.reference + rows;
         params.turn = reinterpret_cast<int*>(params.dq_accum + rows * sum_columns);
         params.large_lse = {reinterpret_cast<unsigned long long*>(params.turn + turns + turns % 2),
                             launch_name()};
-        if (variant != Variant::kFa3 || params.softcap == 0.f)
-            params.relative_lse = reinterpret_cast<RelativeLse*>(params.large_lse.word + 1);
+        params.may_have_large_lse = variant != Variant::kFa3 || params.softcap == 0.f;
+        if (options.sink && params.may_have_large_lse)
+            params.relative_lse = workspace.allocate<RelativeLse>(statistics_rows(params));
         if (variant == Variant::kFa1) {
             check_launch(fa1_backward<dim, dim_v>(params, stream));
         } else if (variant == Variant::kFa2) {
