@@ -95,8 +95,8 @@ inline constexpr int kPrepareThreads = 256;
 // The pass before the main kernels, a CTA per Q tile: row statistics, and zeros in params.turn and,
 // if that is wanted, in dq_accum, of kSumCols columns; none where that is 0. A row takes as many
 // lanes as it has 16-byte chunks. Where lse is large, references (large_lse.cuh).
-template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
-__global__ void __launch_bounds__(kPrepareThreads, kBlockQ <= 64 && kHeadDimV <= 128 ? 3 : 2)
+template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
+__global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
     constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
     static_assert(kHeadDimV <= kLanes * 8);
@@ -158,18 +158,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kBlockQ <= 64 && kHeadDimV <=
         params.reference[first + r] = 0.f;
         large |= is_large_lse(statistics.lse_log2);
     }
-    if (params.may_have_large_lse && __syncthreads_or(large)) [[unlikely]] {
-        if (features_of(params) == Features::kGeneral) {
-            split_large_lse<Element, true>(params, sequence, head, first_query, kBlockQ, first);
-        } else {
-            split_large_lse<Element, false>(params, sequence, head, first_query, kBlockQ, first);
-        }
-    }
+    if (params.may_have_large_lse && __syncthreads_or(large)) [[unlikely]]
+        split_large_lse<Element, kGeneral, kBlockQ>(params);
 }
 
-template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
+template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
 cudaError_t launch_prepare(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<backward_prepare_kernel<Element, kBlockQ, kHeadDimV, kSumCols>>(
+    return launch_kernel<backward_prepare_kernel<Element, kGeneral, kBlockQ, kHeadDimV, kSumCols>>(
         workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kPrepareThreads, 0, params,
         stream);
 }
@@ -178,8 +173,8 @@ cudaError_t launch_prepare(const BackwardParams& params, cudaStream_t stream) {
 template <class Config>
 cudaError_t launch_prepare(BackwardParams params, cudaStream_t stream) {
     params.dq_zeros = true;
-    return launch_prepare<typename Config::Element, 64, Config::kHeadDimV, Config::kHeadDim>(
-        params, stream);
+    return launch_prepare<typename Config::Element, Config::kGeneral, 64, Config::kHeadDimV,
+                          Config::kHeadDim>(params, stream);
 }
 
 }  // namespace flash_ext

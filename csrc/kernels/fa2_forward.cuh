@@ -247,10 +247,9 @@ struct Fa2Forward {
                     rO.v[m][n][2 * i] *= factor;
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
-                float statistic =
-                    parts ? softmax.row_max[m][i] : softmax.lse(m, i, exponent_scale);
-                if (!kGeneral && needs_recomputing(softmax.row_max[m][i], softmax.row_sum[m][i],
-                                                   exponent_scale)) [[unlikely]] {
+                const float lse = softmax.lse(m, i, exponent_scale);
+                float statistic = parts ? softmax.row_max[m][i] : lse;
+                if (!kGeneral && needs_recomputing(softmax.row_max[m][i], lse)) [[unlikely]] {
                     statistic = mark_of(0);
                     marked = true;
                 }

@@ -754,8 +754,8 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     params.dq_zeros = params.lead == 0 && !params.deterministic;
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
-        status = launch_prepare<typename Config::Element, Config::kBlockQ, Config::kHeadDimV,
-                                    Config::kHeadDim>(params, stream);
+        status = launch_prepare<typename Config::Element, Config::kGeneral, Config::kBlockQ,
+                                Config::kHeadDimV, Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,

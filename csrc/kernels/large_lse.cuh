@@ -47,34 +47,37 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     return softmax;
 }
 
-// By a CTA, of the `rows` queries of a Q tile, which begins at row `first` of the workspace: where
-// lse is large, the reference and the lse relative to it.
-template <class Element, bool kGeneral>
-__device__ __forceinline__ void split_large_lse(const BackwardParams& params,
-                                             const Sequence& sequence, int head, int first_query,
-                                             int rows, int64_t first) {
-    const int64_t statistics = statistics_offset(params, sequence, head);
-    rows = min_of(rows, sequence.seqlen_q - first_query);
+// By a CTA of the pass before, of its Q tile's queries: where lse is large, the reference and the
+// lse relative to it. All is found anew from the CTA's index, for registers are the pass's.
+template <class Element, bool kGeneral, int kBlockQ>
+__device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
     if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.name;
 #pragma unroll 1
-    for (int row = 16 * warp_id(); row < rows; row += blockDim.x / 2) {
+    for (int row = 16 * warp_id(); row < kBlockQ; row += blockDim.x / 2) {
+        const int linear = ptx::not_hoisted(blockIdx.x);
+        const auto [tile, head] = q_tile_index<true, kBlockQ>(params, linear);
+        const Sequence sequence = warp_uniform<true>(tile.sequence);
+        const int first_query = ptx::warp_uniform(tile.tile * kBlockQ + row);
         const auto is_large_row = [&](int i) {
-            const int r = row + lane_row() + 8 * i;
-            return r < rows && is_large_lse(params.lse[statistics + first_query + r] * kLog2e);
+            const int query = first_query + lane_row() + 8 * i;
+            return query < sequence.seqlen_q &&
+                   is_large_lse(params.lse[statistics_offset(params, sequence, head) + query] *
+                                kLog2e);
         };
         if (!__any_sync(0xffffffff, is_large_row(0) || is_large_row(1))) continue;
         const OnlineSoftmax<16> softmax =
-            softmax_of_rows<Element, kGeneral>(params, sequence, head, first_query + row);
+            softmax_of_rows<Element, kGeneral>(params, sequence, head, first_query);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (lane_col() != 0 || !is_large_row(i)) continue;
-            const int r = row + lane_row() + 8 * i;
-            const float lse_log2 = log2f(softmax.row_sum[0][i]);
-            params.lse_log2[first + r] = lse_log2;
-            params.reference[first + r] = softmax.row_max[0][i];
+            const int r = lane_row() + 8 * i;
+            const RelativeLse relative{softmax.row_max[0][i], log2f(softmax.row_sum[0][i])};
+            const int64_t index = int64_t{linear} * kBlockQ + row + r;  // of the workspace
+            params.lse_log2[index] = relative.lse_log2;
+            params.reference[index] = relative.reference;
             if (params.relative_lse != nullptr)
-                params.relative_lse[statistics + first_query + r] = {softmax.row_max[0][i],
-                                                                     lse_log2};
+                params.relative_lse[statistics_offset(params, sequence, head) + first_query + r] =
+                    relative;
         }
     }
 }

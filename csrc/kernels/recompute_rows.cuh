@@ -25,10 +25,10 @@ __device__ __forceinline__ bool is_marked(float statistic) {
     return __float_as_uint(statistic) - kMark < kMarkWarps;
 }
 
-// Must a row with this maximum and sum of exponentials be done again? The maximum may have been
-// large, and the sum infinite since.
-__device__ __forceinline__ bool needs_recomputing(float max, float sum, float scale) {
-    return is_large(finite_max(max) * scale) || !(sum < INFINITY);
+// Must a row with this maximum and lse be done again? One without keys need not; the lse may be
+// infinite or no number because of a maximum that is not large any more.
+__device__ __forceinline__ bool needs_recomputing(float max, float lse) {
+    return !(fabsf(lse) <= kLargeExponent * kLn2) && max != -INFINITY;
 }
 
 // The 16 x 16 scores of queries and keys that begin there.
@@ -135,7 +135,7 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& params, i
 // Of `rows` rows of a head, 16 at most, those that this warp has marked. Here packed sequences are
 // one: `row` counts from the tensors' first.
 template <class Element>
-__device__ __forceinline__ void recompute_marked(const ForwardParams& params, int flat_head,
+__device__ __noinline__ void recompute_marked(const ForwardParams& params, int flat_head,
                                                  int row, int rows, int warp) {
     __syncwarp();  // its lanes have written all results
     const float* lse = params.lse + int64_t{flat_head} * params.seqlen_q + row;
