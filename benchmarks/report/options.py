@@ -109,7 +109,7 @@ def options_section() -> str:
             parts.append(
                 f"Packed self-attention, {len(result['lengths'])} sequences of"
                 f" {min(result['lengths'])} to {max(result['lengths'])} tokens,"
-                f" {result['tokens']} in all, {HIDDEN} // d heads; torch's varlen_attn besides,"
+                f" {result['tokens']} in all, {HIDDEN} // d heads; torch's varlen_attn beside them,"
                 f" where this torch has it. Dense: B {result['dense_batch']}, S"
                 f" {result['dense_seqlen']}, about as many FLOPs."
             )
