@@ -324,10 +324,10 @@ def numerics_pairs(results: Results) -> Iterator[tuple[Json, str, float, float]]
         for name in flash_ext.VARIANTS:
             for tensor in ("out", "dq", "dk", "dv"):
                 mine = c["providers"].get(name, {}).get(tensor, {})
-                yardstick = c["providers"].get("standard", {}).get(tensor, {})
-                if mine and yardstick:
+                reference = c["providers"].get("standard", {}).get(tensor, {})
+                if mine and reference:
                     error = math.inf if "finite" in mine else mine["rms"]
-                    yield c, name, error / yardstick["rms"], error
+                    yield c, name, error / reference["rms"], error
 
 
 def exact(results: Results) -> Finding | None:
