@@ -30,8 +30,8 @@ def front_section() -> str:
             ]
             if values:
                 words.append(
-                    f"{direction} {geometric_mean(values):.2f}× the speed of the {BEST_LABEL} (geometric mean"
-                    f" of {len(values)} shapes), up to {max(speeds):.0f} TFLOP/s"
+                    f"{direction} {geometric_mean(values):.2f}× the speed of the {BEST_LABEL}"
+                    f" (geometric mean of {len(values)} shapes), up to {max(speeds):.0f} TFLOP/s"
                 )
         line = "; ".join(words) or UNKNOWN
         parts.append(
