@@ -130,7 +130,7 @@ bench: build
 
 report: $(ENVIRONMENT)
 	$(need) matplotlib
-	$(PY) benchmarks/report.py $(ARGS)
+	cd benchmarks && $(PY) -m report $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info flash_ext/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """What the benchmarks and the evidence files claim about themselves: FLOPs, completeness.
 
 Would catch a FLOP formula that flatters, evidence written by a run that left tests out, a wrong
-result that is timed or called supported, and a table of README that does not follow from the
+result that is timed or called supported, and a table that does not follow from the
 results.
 """
 
@@ -29,9 +29,12 @@ import compare  # noqa: E402
 import memory  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
-import report  # noqa: E402
 import support  # noqa: E402
 import train  # noqa: E402
+from report import compare as compare_report  # noqa: E402
+from report import options as options_report  # noqa: E402
+from report import support as support_report  # noqa: E402
+from report import train as train_report  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -121,15 +124,15 @@ def test_spread_of_ratios() -> None:
     cell = SHAPES[0] | {"providers": times}
     assert compare.ratio_range(cell, "fa2", "flash") == pytest.approx((2 / 1.1, 2.2 / 0.9))
     assert compare.ratio_spread([cell], "fa2", "flash") == pytest.approx(2.2 / 0.9 / 2 - 1)
-    (note,) = [report.spread_note([cell | {"gpu": {"sm_mhz": 1500.0, "power_w": 690.0}}])]
+    (note,) = [compare_report.spread_note([cell | {"gpu": {"sm_mhz": 1500.0, "power_w": 690.0}}])]
     assert "22.2% at most" in note and "1500 to 1500 MHz" in note and "690" in note
-    assert report.spread_note([]) == ""
+    assert compare_report.spread_note([]) == ""
 
 
 def test_table_of_few_queries() -> None:
     cell = dataclasses.asdict(compare.Cell("bf16", 128, False, 8192, 16, 32, "forward", 1, 8))
     times = {"fa2": {"ms": 1.0, "tflops": 2.0, "tbps": 3.456}}
-    text = report.other_table([cell | {"providers": times}], {"fa2": "flash_ext fa2"})
+    text = compare_report.other_table([cell | {"providers": times}], {"fa2": "flash_ext fa2"})
     assert "16 x 1 x 8192, heads 32/8, TB/s of K and V | 3.46 |" in text
 
 
@@ -327,10 +330,10 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         json.dumps(setup | {"cells": cells, "labels": labels, "host": host})
     )
     assert "fa3 over best peer, forward, every cell of the grid: at least 0.98× | not" in (
-        report.results_section()
+        compare_report.results_section()
     ), "of cuDNN alone nobody knows whether it is the best"
     (folder / recorded.name).write_text(recorded.read_text())
-    text = report.results_section()
+    text = compare_report.results_section()
     assert "| fa3 over best peer, forward, geometric mean: at least 1.08× | 1.0" in text
     assert "marked r below" in text and " r |" in text
     assert "| fa3, forward, d 64 full, S 16384: at least 560 TFLOP/s | 2443 | holds |" in text
@@ -348,7 +351,7 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = setup | {"cells": [*cells, one, decode], "labels": labels}
     (folder / "compare.json").write_text(json.dumps(more))
     assert "B·H ≥ 132: at least 1.5× | 2.00× – 2.00×, in 1 cells | holds |" in (
-        report.results_section()
+        compare_report.results_section()
     ), "a decoding step is no self-attention"
 
     for c in cells:
@@ -356,13 +359,13 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels["flash_attn_4"] = "flash-attn 4"
     both = setup | {"cells": cells, "labels": labels, "versions": {"flash_attn_4": "4.0"}}
     (folder / "compare.json").write_text(json.dumps(both))
-    text = report.results_section()
+    text = compare_report.results_section()
     assert "Both were measured in the same process, flash-attn 4 is 4.0." in text
     assert "recorded ratio" not in text and " r |" not in text
 
 
 def test_lengths_of_the_mix() -> None:
-    """What README says of them: 16,384 tokens, 1k in the mean, 8,192 at most, a long tail."""
+    """What the documents say of them: 16,384 tokens, 1k in the mean, 8,192 at most, a long tail."""
     lengths = options.draw_lengths(options.GPU.tokens, options.GPU.longest)
     assert lengths == options.draw_lengths(options.GPU.tokens, options.GPU.longest)
     assert sum(lengths) == 16384 and len(lengths) == 16 and max(lengths) == 8192
@@ -378,13 +381,13 @@ def run(main: Callable[[], int], *arguments: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_options_and_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small run on the CPU, taken for a GPU's, and README's tables of it."""
+    """A small run on the CPU, taken for a GPU's, and its tables."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    assert report.options_section() == "On a GPU: not measured yet."
+    assert options_report.options_section() == "On a GPU: not measured yet."
     path = tmp_path / "gpu" / "options.json"
     path.parent.mkdir()
     (path.parent / "tests.json").write_text("{}")
-    assert report.options_section() == "gpu: not measured yet."
+    assert options_report.options_section() == "gpu: not measured yet."
 
     arguments = ("--device", "cpu", "--rounds", "1", "--d", "64", "--out", str(path))
     assert run(options.main, *arguments, monkeypatch=monkeypatch) == 0
@@ -401,7 +404,7 @@ def test_options_and_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         speeds = {n: r["over_dense"] for n, r in cell["results"].items() if "tflops" in r}
         assert {"dense", "as drawn", "ascending", "descending"} <= set(speeds)
         assert speeds["dense"] == 1
-    text = report.options_section()
+    text = options_report.options_section()
     assert all(f"| {name}: " in text for name in options.OPTIONS if name != options.PLAIN)
     assert "| fa2 forward, d 64, causal |" in text
     assert [c["causal"] for c in result["deterministic"]] == [False, True]
@@ -456,13 +459,13 @@ def train_on_the_cpu(
 
 
 def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small run on the CPU, taken for a GPU's, and README's table of it."""
+    """A small run on the CPU, taken for a GPU's, and its table."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    assert report.training_section() == "On a GPU: not measured yet."
+    assert train_report.training_section() == "On a GPU: not measured yet."
     path = tmp_path / "gpu" / "train.json"
     path.parent.mkdir()
     (path.parent / "tests.json").write_text("{}")
-    assert report.training_section() == "gpu: not measured yet."
+    assert train_report.training_section() == "gpu: not measured yet."
 
     found = train_on_the_cpu(path, monkeypatch, "fa2", "sdpa", "standard")
     result = json.loads(path.read_text())
@@ -475,7 +478,7 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(r["losses"]) == train.WARM_UP + 2 * (1 + 1) and r["losses"][-1] < r["losses"][0]
         assert r["loss_difference"] < 1e-5, "float32: the same but for the order of sums"
     ratio = found["fa2"]["tokens_per_second"] / found["sdpa"]["tokens_per_second"]
-    text = report.training_section()
+    text = train_report.training_section()
     assert f"| flash_ext fa2 | {found['fa2']['tokens_per_second']:,.0f} | {ratio:.2f} |" in text
     assert "| tiny, S 64 | SDPA |" in text
 
@@ -553,7 +556,7 @@ def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.Monke
         found = train_on_the_cpu(path, monkeypatch, *names)
     assert found["standard"]["skipped"].endswith("Tried to allocate 96.00 GiB.")
     assert found["fa2"]["loss_difference"] < 1e-5 and found["sdpa"]["loss_difference"] == 0
-    table = report.training_table(json.loads(path.read_text()))
+    table = train_report.training_table(json.loads(path.read_text()))
     assert "| standard attention | no memory | – | – | – |" in table
     assert train.loss_difference([1.0, float("nan")], [1.0, 1.0]) == float("inf")
 
@@ -591,14 +594,16 @@ def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "float16": {v: dict.fromkeys(support.BOTH) for v in flash_ext.VARIANTS},
         "gradient of lse": {v: {"backward": "no time"} for v in flash_ext.VARIANTS},
     }
-    monkeypatch.setattr(report, "probe", lambda device: asked)
+    monkeypatch.setattr(support_report, "probe", lambda device: asked)
     names = ("float16", "gradient of lse", "softcap", support.PTX)
-    monkeypatch.setattr(report, "features", lambda: {n: support.features()[n] for n in names})
+    monkeypatch.setattr(
+        support_report, "features", lambda: {n: support.features()[n] for n in names}
+    )
     setup = {"device": "A GPU", "torch": "2", "date": "2000-01-01", "digest": "0" * 16}
     path = tmp_path / "gpu" / "support.json"
     path.parent.mkdir()
     path.write_text(json.dumps(setup | {"support": asked}))
-    lines = report.support_section().splitlines()
+    lines = support_report.support_section().splitlines()
     variants, on_cpu = len(flash_ext.VARIANTS), len(flash_ext.CPU_VARIANTS)
 
     def row(name: str, *answers: str) -> str:

@@ -212,7 +212,7 @@ class Attention(nn.Module):
 
 
 def check_model(mesh: DeviceMesh) -> None:
-    """README's tensor parallelism: a training step has the same loss and the same gradients."""
+    """As in docs/integrations/distributed.md: a training step has the same loss and gradients."""
     for use_local_output in (False, True):  # DTensors in the attention, or this rank's heads
         torch.manual_seed(1)
         model = Attention().to(mesh.device_type, torch.bfloat16)

@@ -1,12 +1,14 @@
 """README's and the docs' numbers, tables and figures are those of the committed results.
 
 Would catch a table edited by hand, a figure of older results, a result file that does not say what
-it was measured with, a number typed into the walkthrough, and a verdict that does not follow.
+it was measured with, a number typed into a document, a verdict that does not follow or lacks its
+reason, a dead link, an option that no document has, and a front page that grows.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 import sys
@@ -15,24 +17,29 @@ from pathlib import Path
 import evidence
 import pytest
 
+import flash_ext
+
 common = evidence.common
-import claims  # noqa: E402
 import everything  # noqa: E402
-import figures  # noqa: E402
-import report  # noqa: E402
+from report import claims, documents, figures, goals, moved, support, tables  # noqa: E402
+from report.__main__ import main as write_report  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-GPUS = [folder.name for folder in report.gpu_folders()]
+GPUS = [folder.name for folder in tables.gpu_folders()]
+# All but docs/notes, which are logs of development, and say so.
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"] + [
+    path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "notes"
+]
 GENERATED = re.compile(r"<!-- generated:(.*?) begin -->.*?<!-- generated:\1 end -->", re.DOTALL)
 
 
 def test_documents_are_the_generated_ones() -> None:
-    assert not [path.name for path in report.outdated(ROOT)], "run: python benchmarks/report.py"
+    assert not [path.name for path in documents.outdated(ROOT)], "run: make report"
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_figures_belong_to_the_results(gpu: str) -> None:
-    assert not figures.stale(gpu), "run: python benchmarks/report.py"
+    assert not figures.stale(gpu), "run: make report"
     files = {path.stem for path in (figures.FOLDER / gpu).glob("*.svg")}
     results = figures.load(common.RESULTS / gpu)
     assert files == {f.name for f in figures.FIGURES if f.data(results) is not None}
@@ -90,28 +97,97 @@ def test_results_say_what_they_were_measured_with(path: Path) -> None:
         assert re.match(r"\d{4}-\d\d-\d\dT", result["date"])
 
 
-@pytest.mark.parametrize("path", ("README.md", "docs/design.md", "docs/walkthrough.md"))
-def test_documents_have_no_typed_measurement(path: str) -> None:
-    """docs/notes have: they are logs of development, and say so."""
-    text = GENERATED.sub("", (ROOT / path).read_text())
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def typed_measurements(text: str) -> list[str]:
+    """Numbers with a unit of speed, time or share, outside of generated parts and code."""
+    text = GENERATED.sub("", text)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    units = r"(×|%|\s?(TFLOP|TB/s|ms|µs|us|tokens/s)\b)"
-    assert not re.findall(rf"\d[\d.,]*\s?{units}", text)
+    units = r"(?:×|%|\s?(?:TFLOP|TB/s|ms|µs|us|tokens/s)\b)"
+    return re.findall(rf"\d[\d.,]*\s?{units}", text)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_documents_have_no_typed_measurement(path: Path) -> None:
+    assert not typed_measurements(path.read_text())
+
+
+def test_what_counts_as_typed() -> None:
+    begin, end = (f"<!-- generated:x {word} -->" for word in ("begin", "end"))
+    generated = f"{begin}\n2.5×\n{end}"
+    assert not typed_measurements(f"1,024 keys\n{generated}\n```\n7 ms\n```\n")
+    assert typed_measurements(f"is 2.5× as fast\n{generated}, 700 TFLOP/s, 12 µs, 3 %") == [
+        "2.5×", "700 TFLOP", "12 µs", "3 %",
+    ]  # fmt: skip
+
+
+def test_the_front_page_is_short_and_has_no_red_row() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert "not reached" not in text and " failed" not in GENERATED.sub("", text)
+    assert "TFLOP/s" in text and "](docs/figures/" in text, "a line and a picture of speed"
+
+
+def test_the_changelog_has_this_version() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+def test_every_option_is_documented() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "options.md").read_text(), re.M)
+    parameters = inspect.signature(flash_ext.attention).parameters.values()
+    assert rows == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def test_the_walkthrough_shows_every_step() -> None:
     text = (ROOT / "docs" / "walkthrough.md").read_text()
-    assert set(report.STEPS) == {m[1] for m in GENERATED.finditer(text)}
+    assert set(documents.STEPS) == {m[1] for m in GENERATED.finditer(text)}
     sizes = r"\d[\d.,]*\s?(GB|MB|MiB|KiB|tokens)"
     assert not re.findall(sizes, GENERATED.sub("", text))
 
 
-def test_links_of_documents_lead_somewhere() -> None:
-    for name in report.DOCUMENTS:
-        text = (ROOT / name).read_text()
-        for target in re.findall(r"!?\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            if not target.startswith("http"):
-                assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
+def anchors(text: str) -> set[str]:
+    """Those that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def dead_links(path: Path, text: str) -> list[str]:
+    """Targets that do not exist: files, and headings in them."""
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        name, _, anchor = target.partition("#")
+        if name.startswith(("http://", "https://")):
+            continue
+        file = path.parent / name if name else path
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "docs/notes").glob("*.md"))], ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    assert not dead_links(path, path.read_text())
+
+
+def test_what_is_a_dead_link() -> None:
+    text = "[a](LICENSE) [b](README.md#use) [c](https://x.y) [d](none.md) [e](README.md#none)"
+    assert dead_links(ROOT / "README.md", text) == ["none.md", "README.md#none"]
+
+
+def test_every_page_is_reached_from_the_front_page() -> None:
+    found, new = set(), {ROOT / "README.md"}
+    while new:
+        found |= new
+        links = {
+            (page.parent / target).resolve()
+            for page in new
+            for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())
+        }
+        new = {link for link in links if link.is_file()} - found
+    assert set(PAGES) <= found
 
 
 def test_every_claim_has_its_row() -> None:
@@ -119,9 +195,17 @@ def test_every_claim_has_its_row() -> None:
     assert len(rows) == len(claims.CLAIMS) and all(len(row) == 5 and all(row[:2]) for row in rows)
     starts = ("holds", "not reached", "not measured")
     assert all(row[4].startswith(starts) for row in rows)
+    assert all(": " in row[4] for row in rows if re.match("not|holds partly", row[4]))
     assert [row[4] for row in claims.rows({})].count(claims.UNKNOWN) == len(rows) - 4, (
         "without results only what needs none has a verdict"
     )
+
+
+def test_a_goal_that_is_not_reached_has_a_reason() -> None:
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    verdicts = [row[2] for row in goals.rows(results["compare"], results["memory"])]
+    assert "holds" in verdicts
+    assert all(v in ("holds", "") or v.startswith("**not reached**: ") for v in verdicts)
 
 
 def io_case(method: str, seqlen: int, sm: float, theta: float, **other: object) -> dict:
@@ -177,29 +261,29 @@ def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
     """Cells are found by what they are, wherever they stand; noise and other keys are left out."""
     results = figures.load(common.RESULTS / "nvidia-h200")
     for name in ("compare", "memory", "io", "numerics", "options"):
-        where = [w for w, _, _ in everything.numbers(results[name])]
+        where = [w for w, _, _ in moved.numbers(results[name])]
         assert len(where) == len(set(where)) > 10, f"{name}: numbers that have one name"
-        assert everything.moved(results[name], results[name])[0] == []
+        assert moved.moved(results[name], results[name])[0] == []
 
     old, new = results["compare"], copy.deepcopy(results["compare"])
     new["cells"].reverse()
-    assert everything.moved(old, new)[0] == []
+    assert moved.moved(old, new)[0] == []
     times = new["cells"][0]["providers"]["fa2"]
     times["ms"] *= 1.03
     times["host_us"] *= 9
-    assert everything.moved(old, new)[0] == []
+    assert moved.moved(old, new)[0] == []
     times["ms"] *= 1.1
-    ((change, line),) = everything.moved(old, new)[0]
+    ((change, line),) = moved.moved(old, new)[0]
     assert change == pytest.approx(0.133) and "fa2, ms" in line and "(+13.3%)" in line
     new["digest"] = "0" * 16
-    everything.print_moved("compare.json", old, new)
+    moved.print_moved("compare.json", old, new)
     printed = capsys.readouterr().out
     assert "1 of " in printed and f"digest {old['digest']} -> {'0' * 16}" in printed
 
     io = copy.deepcopy(results["io"])
     io["cases"][3]["sm"] *= 1.5
-    assert len(everything.moved(results["io"], io)[0]) == 1
-    everything.print_moved("x.json", None, io)
+    assert len(moved.moved(results["io"], io)[0]) == 1
+    moved.print_moved("x.json", None, io)
     assert "x.json: new" in capsys.readouterr().out
 
 
@@ -207,7 +291,7 @@ def test_what_moved_where_there_are_no_speeds(capsys: pytest.CaptureFixture[str]
     results = figures.load(common.RESULTS / "nvidia-h200")
     new = copy.deepcopy(results["support"])
     new["support"]["dropout"]["fa2"]["forward"] = "no time"
-    everything.print_moved("support.json", results["support"], new)
+    moved.print_moved("support.json", results["support"], new)
     assert "dropout, fa2, forward: None -> no time" in capsys.readouterr().out
 
 
@@ -224,22 +308,25 @@ def test_report_draws_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Without results the documents say so; a change by hand is found."""
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(figures, "FOLDER", tmp_path / "figures")
-    monkeypatch.setattr(report, "probe", lambda device: {})
+    monkeypatch.setattr(support, "probe", lambda device: {})
     (tmp_path / "docs").mkdir()
-    for name in report.DOCUMENTS:
+    for name in documents.DOCUMENTS:
         (tmp_path / name).write_text((ROOT / name).read_text())
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["report", "--root", str(tmp_path), *arguments])
-        return report.main()
+        return write_report()
 
     assert run("--check") == 1
     assert run() == 0 and run("--check") == 0
-    readme = tmp_path / "README.md"
-    text = readme.read_text()
-    assert text.count(report.NOWHERE) == len(report.SECTIONS) - 1, "CPU support needs no GPU"
-    readme.write_text(text.replace(report.NOWHERE, "fast", 1))
-    assert run("--check") == 1
+    for name, sections in documents.DOCUMENTS.items():
+        text = (tmp_path / name).read_text()
+        empty = 0 if "support" in sections else len(sections)  # CPU support needs no GPU
+        assert text.count(tables.NOWHERE) == empty, name
+        (tmp_path / name).write_text(text.replace(" begin -->\n", " begin -->\nfast ", 1))
+        assert run("--check") == 1
+        (tmp_path / name).write_text(text)
+        assert run("--check") == 0
 
 
 def test_benchmarks_side_by_side(

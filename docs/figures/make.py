@@ -98,7 +98,7 @@ def tunings():
     names = [
         ("64, few queries or options", 64, 64),
         (f"64, from {keys} keys on", 64, 64),
-        ("64, else", 64, 64),
+        ("64, otherwise", 64, 64),
         ("96", 96, 96),
         ("128", 128, 128),
         ("192 / 128", 192, 128),
@@ -110,7 +110,7 @@ def tunings():
 
 
 def shared_memory(tuning):
-    """Slots of (letter, count, bytes), as Fa3ForwardConfig lays them out."""
+    """Stages of (letter, count, bytes), as Fa3ForwardConfig lays them out."""
     _, d, dv, consumers, block_kv, q, k, v, _ = tuning
     slots = [
         ("Q", q, consumers * 64 * d * 2),
@@ -157,7 +157,7 @@ def draw_roles():
         svg.box(lanes[name] - width / 2, y, width, height, lines, fill)
 
     consumers = ["C0", "C1"]
-    action(72, "K", "draw a Q tile")
+    action(72, "K", "fetch a Q tile")
     signal(124, ["K"], ["Q", "V", *consumers], "full(tiles)", 452)
     signal(150, ["Q"], ["K"], "empty(tiles)", 155, "empty")
     signal(172, ["V"], ["K"], "empty(tiles)", 295, "empty")
@@ -167,7 +167,7 @@ def draw_roles():
     signal(240, ["Q"], consumers, "full(Q): all bytes are there", 452)
     signal(266, ["K"], consumers, "full(K)", 155)
     action(280, "C0", "S = Q K\u2082\u1d40", SKY)
-    signal(326, ["C0"], ["C1"], "turn", 625, "turn")
+    signal(326, ["C0"], ["C1"], "ping-pong", 625, "turn")
     action(338, "C1", "S = Q K\u2082\u1d40", SKY)
     signal(390, ["C1", "C0"], ["K"], "empty(K)", 452, "empty")
     action(400, "K", "K of tile 1, 0, ...")
@@ -176,7 +176,7 @@ def draw_roles():
     signal(452, ["K"], consumers, "full(K)", 155)
     signal(476, ["V"], consumers, "full(V)", 452)
     action(488, "C0", ["S' = Q K\u2081\u1d40", "O += P V\u2082"], SKY, height=40)
-    signal(550, ["C0"], ["C1"], "turn", 625, "turn")
+    signal(550, ["C0"], ["C1"], "ping-pong", 625, "turn")
     action(562, "C1", ["S' = Q K\u2081\u1d40", "O += P V\u2082"], SKY, height=40)
     signal(628, ["C1", "C0"], ["K"], "empty(K): S' is there", 452, "empty")
     action(640, "C0", "P' = softmax(S')", GREEN)
@@ -193,7 +193,7 @@ def draw_roles():
     for x, color, dash, label in [
         (30, BLUE, "", "full: TMA's bytes, or the tile is written"),
         (390, ORANGE, "7 4", "empty: one arrival a warp"),
-        (620, PURPLE, "2 4", "turn, where taken"),
+        (620, PURPLE, "2 4", "ping-pong"),
     ]:
         svg.arrow(x, 848, x + 34, 848, color, dash)
         svg.text(x + 42, 852, label, 12, fill=color)
@@ -261,7 +261,7 @@ def draw_shared_memory():
     limit = left + SHARED_LIMIT * scale
     svg.line(limit, 14, limit, bottom + 8, RED, 2, "6 3")
     svg.text(limit - 6, 24, "227 KB", 12, "end", RED)
-    svg.text(left, 24, "one slot of a ring each; the black rim: tile descriptions and barriers", 12)
+    svg.text(left, 24, "one stage of a pipeline each; the black rim: work tiles and barriers", 12)
     for kb in (0, 50, 100, 150, 200):
         x = left + kb * 1024 * scale
         svg.line(x, bottom, x, bottom + 6)
@@ -347,7 +347,7 @@ def draw_fragment():
 def draw_swizzle():
     svg = Svg("swizzle", 330, "Where the 16-byte chunks of a row lie")
     for left, chunks, title, xor, pitch in [
-        (60, 8, "128-byte swizzle: panels of 64 columns", lambda r: r & 7, 128),
+        (60, 8, "128-byte swizzle: atoms of 64 columns", lambda r: r & 7, 128),
         (530, 4, "64-byte swizzle (d 96)", lambda r: (r >> 1) & 3, 64),
     ]:
         w, h, top = 50, 26, 64
@@ -406,13 +406,13 @@ def draw_descriptor():
         y = top + 8 * h
         notes = [
             [
-                "k step: + 32 bytes (+2); next panel:",
+                "k step: + 32 bytes (+2); next atom:",
                 "+ rows x 128 bytes",
                 "8 rows on: 1,024 bytes",
             ],
             [
                 "k step: 16 rows, + 2,048 bytes (+128)",
-                "next panel along n: rows x 128 bytes",
+                "next atom along n: rows x 128 bytes",
                 "8 rows on: 1,024 bytes",
             ],
         ][0 if major else 1]
@@ -466,7 +466,7 @@ def draw_tensor_map():
 
 def tables():
     rows = [
-        "| d | rows x keys | Q | K | V | tile slots | barriers | all | of 232,448 |",
+        "| d | rows x keys | Q | K | V | work tiles | barriers | all | of 232,448 |",
         "| --- | --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for tuning in tunings():

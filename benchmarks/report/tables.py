@@ -1,4 +1,4 @@
-"""What the parts of report.py share: Markdown tables, words, and where results lie."""
+"""What the parts share: Markdown tables, words, and where results lie."""
 
 from __future__ import annotations
 

@@ -1,0 +1,194 @@
+"""The tables of speed, by what compare.py measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+
+import common
+from common import Json
+from compare import (
+    HIDDEN,
+    HOST_ROWS,
+    SEQLENS,
+    TOKENS,
+    geometric_mean,
+    is_plain,
+    on_grid,
+    ratio_spread,
+    ratios,
+    with_best,
+)
+from providers import BEST, BEST_LABEL
+from support import BOTH
+
+import flash_ext
+
+from . import goals
+from .sections import picture
+from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, select, table
+
+# The providers that are shown, and who is held against whom.
+ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", "flash_attn_4", BEST, "standard")
+PAIRS = (
+    *(("fa3", peer) for peer in (BEST, "cudnn", "flash_attn_4", "flash", "fa2")),
+    *(("fa2", peer) for peer in ("flash", "cudnn", "fa1", "standard")),
+    ("fa1", "standard"),
+)
+
+
+def speed_table(cells: list[Json], labels: dict[str, str]) -> str:
+    """TFLOP/s of one direction: rows are head dim, mask and provider, columns are S."""
+    lengths = sorted({c["seqlen"] for c in cells})
+    rows = []
+    for d, causal in itertools.product(sorted({c["d"] for c in cells}), (False, True)):
+        same = {c["seqlen"]: c for c in select(cells, d=d, causal=causal)}
+        for name in ROWS:
+            results = [same[s]["providers"].get(name, {}) if s in same else {} for s in lengths]
+            if any("ms" in r for r in results):
+                speeds = [
+                    f"{r['tflops']:.0f}" + " r" * ("recorded" in r) if "ms" in r else NO
+                    for r in results
+                ]
+                rows.append([f"{d} {'causal' if causal else 'full'}", labels[name], *speeds])
+    return table(["d, mask", "", *(f"S {s}" for s in lengths)], rows)
+
+
+def ratio_table(cells: list[Json], labels: dict[str, str]) -> str:
+    """Geometric means of ratios over S, with the smallest in brackets; pairs that never met are
+    left out."""
+    pairs = [pair for pair in PAIRS if ratios(cells, *pair)]
+    rows = []
+    dtypes, dims = ({c[key] for c in cells} for key in ("dtype", "d"))
+    groups = itertools.product(sorted(dtypes), BOTH, sorted(dims), (False, True))
+    for dtype, direction, d, causal in groups:
+        found = select(cells, dtype=dtype, direction=direction, d=d, causal=causal)
+        values = [ratios(found, ours, peer) for ours, peer in pairs]
+        if any(values):
+            row = [f"{geometric_mean(v):.2f} ({min(v):.2f})" if v else NO for v in values]
+            other = "" if dtype == "bf16" else f", {dtype}"
+            rows.append([f"{direction}, d {d}, {'causal' if causal else 'full'}{other}", *row])
+    return table(["", *(f"{a} / {labels.get(b, b)}" for a, b in pairs)], rows)
+
+
+def spread_note(cells: list[Json]) -> str:
+    """How far the quartiles of times move a cell's ratio, and what the GPU did meanwhile."""
+    spreads = [s for c in cells for pair in PAIRS if not math.isnan(s := ratio_spread([c], *pair))]
+    if not spreads:
+        return ""
+    note = (
+        f"The quartiles of the times keep a cell's ratio within {statistics.median(spreads):.1%}"
+        f" (median of {len(spreads)} ratios), {max(spreads):.1%} at most."
+    )
+    states = [c["gpu"] for c in cells if "gpu" in c]
+    if states:
+        clocks, watts = ([s[k] for s in states if k in s] for k in ("sm_mhz", "power_w"))
+        note += (
+            f" Meanwhile the SM clock was {min(clocks):.0f} to {max(clocks):.0f} MHz, the power"
+            f" {min(watts):.0f} to {max(watts):.0f} W, medians of each cell."
+        )
+    return note
+
+
+def other_table(cells: list[Json], labels: dict[str, str]) -> str:
+    """Few heads, in TFLOP/s, and few queries, in TB/s of K and V."""
+    names = [n for n in ROWS if any("ms" in c["providers"].get(n, {}) for c in cells)]
+    rows = []
+    for c in sorted(cells, key=lambda c: (
+        c.get("seqlen_q", 0), c["direction"] != "forward", c["dtype"], c["d"], c["batch"],
+        c["seqlen"],
+    )):  # fmt: skip
+        few = bool(c.get("seqlen_q"))
+        queries = f"{c['seqlen_q']} x " if few else ""
+        speeds = [c["providers"].get(n, {}).get("tbps" if few else "tflops") for n in names]
+        size = f"{c['batch']} x {queries}{c['seqlen']}, heads {c['heads']}/{c['kv_heads']}"
+        rows.append([
+            f"{c['direction']}, {c['dtype']}, d {c['d']}, {'causal' if c['causal'] else 'full'},"
+            f" {size}, {'TB/s of K and V' if few else 'TFLOP/s'}",
+            *(NO if s is None else f"{s:.2f}" if few else f"{s:.0f}" for s in speeds),
+        ])  # fmt: skip
+    return table(["few heads or queries", *(labels.get(n, n) for n in names)], rows)
+
+
+def best_note(cells: list[Json], compare: Json, folder: Path) -> str:
+    """What "best peer" means, and where not all of it was measured here; "" where none is."""
+    found = [c["providers"][BEST] for c in cells if BEST in c["providers"]]
+    if not found:
+        return ""
+    note = "The best peer is the faster of SDPA cuDNN and flash-attn 4 in a cell."
+    recorded = sum("recorded" in r for r in found)
+    source = common.read_json(folder / "recorded_peers.json")
+    if recorded and source is not None:
+        return (
+            f"{note} In {recorded} of {len(found)} cells, marked r below, that is flash-attn 4"
+            f" {source['flash_attn_4']} by a recorded ratio: its time is cuDNN's, measured here,"
+            f" over the ratio of the two on {source['date']} ({source['device']}, torch"
+            f" {source['torch']}, cuDNN {source['cudnn']})."
+        )
+    version = compare.get("versions", {}).get("flash_attn_4", "of unknown version")
+    return f"{note} Both were measured in the same process, flash-attn 4 is {version}."
+
+
+def host_table(host: Json, labels: dict[str, str]) -> str:
+    """The CPU's time per call."""
+
+    def us(result: Json) -> str:
+        return f"{result['us']:.1f}" if "us" in result else NO
+
+    found = [n for n in ("auto", *ROWS) if "us" in host["providers"].get(n, {})]
+    shape = ", ".join(map(str, host["shape"]))
+    rows = [
+        [f"host time per call, {what}, µs", *(us(host[results].get(n, {})) for n in found)]
+        for what, results in HOST_ROWS.items()
+        if results in host
+    ]
+    return table([f"(B, S, H, D) = ({shape})", *(labels.get(n, n) for n in found)], rows)
+
+
+def tests_line(tests: Json | None) -> str:
+    """One line on the GPU tests' evidence file."""
+    if tests is None:
+        return f"GPU tests: {UNKNOWN}."
+    counts = ", ".join(f"{number} {kind}" for kind, number in tests["counts"].items())
+    return f"GPU tests: {counts} (exit status {tests['exit_status']}); {provenance(tests)}."
+
+
+def results_section() -> str:
+    """The tables of goals and speeds, one part per GPU."""
+    parts = []
+    for folder in gpu_folders():
+        compare = common.read_json(folder / "compare.json")
+        if compare is not None:
+            recorded = common.read_json(folder / "recorded_peers.json")
+            compare["cells"] = with_best(compare["cells"], recorded)
+        memory = common.read_json(folder / "memory.json")
+        tests = common.read_json(folder / "tests.json")
+        device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
+        parts.append(f"### {device}\n\n{tests_line(tests)}")
+        parts.append(table(["goal", "measured", ""], list(goals.rows(compare, memory)), words=3))
+        if compare is None:
+            continue
+        cells = [c for c in select(compare["cells"], seqlen=SEQLENS) if on_grid(c)]
+        labels = compare["labels"] | {BEST: BEST_LABEL}
+        parts.append(
+            f"Speed: {provenance(compare)}. {TOKENS} tokens, {HIDDEN} // d heads, cold L2, medians;"
+            " bf16 where not said otherwise. How many times faster, as the geometric mean over S,"
+            " and the smallest in brackets:"
+        )
+        parts += picture(folder, "speedup", "speed_forward", "speed_backward")
+        parts.append(ratio_table(cells, labels))
+        parts += [note] if (note := spread_note(cells)) else []
+        parts += [note] if (note := best_note(cells, compare, folder)) else []
+        others = [c for c in compare["cells"] if not is_plain(c)]
+        parts += [other_table(others, labels)] if others else []
+        parts += [host_table(compare["host"], labels)] if "host" in compare else []
+        for direction in ("forward", "backward"):
+            found = select(cells, direction=direction, dtype="bf16")
+            if found:
+                parts.append(
+                    f"<details><summary>{direction.capitalize()}, TFLOP/s</summary>\n\n"
+                    f"{speed_table(found, labels)}\n\n</details>"
+                )
+    return "\n\n".join(parts) or NOWHERE
