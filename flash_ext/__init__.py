@@ -10,10 +10,14 @@
 VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too.
 """
 
-from . import dropout, reference, tiled
-from ._options import CPU_VARIANTS, VARIANTS
-from .explain import Explanation, explain
+import sys
+
+from . import dropout, explanation, reference
+from .cpu import tiled
+from .explanation import Explanation, explain
+from .flash_attn import bert_padding as bert_padding
 from .functional import attention, attention_varlen
+from .ops.options import CPU_VARIANTS, VARIANTS
 
 __version__ = "0.1.0"
 
@@ -28,3 +32,11 @@ __all__ = [
     "reference",
     "tiled",
 ]
+
+# Import paths from before these modules had other names. (`flash_ext.explain` is the function.)
+for _path, _module in (
+    ("bert_padding", bert_padding),
+    ("explain", explanation),
+    ("tiled", tiled),
+):
+    sys.modules[f"{__name__}.{_path}"] = _module

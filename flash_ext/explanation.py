@@ -1,4 +1,7 @@
-"""Which variant runs for these inputs, whose kernels compute its gradients, and why not others."""
+"""Which variant runs for these inputs, whose kernels compute its gradients, and why not others.
+
+The module has another name than its function, so that `flash_ext.explain` is always the function.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._checks import require_tensors
-from ._options import VARIANTS
-from .functional import attention, op_options
+from .functional import attention, attention_options
+from .ops.checks import require_tensors
+from .ops.options import VARIANTS
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def explain(
     options.pop("return_lse", None)
     if options.get("rng_state") is None:  # lest one be drawn, which would advance the generator
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
-    given = op_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
     found = {name: _check(q, k, v, name, given) for name in (*VARIANTS, wanted)}
     chosen = found.pop("auto") if wanted == "auto" else found[wanted]

@@ -25,10 +25,10 @@ from attention_testing import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import tiled
-from flash_ext._checks import check_forward
-from flash_ext._options import BackwardTensors, Options
-from flash_ext.functional import op_options
-from flash_ext.tiling import SCORES_BYTES, block_sizes, fast_block_sizes
+from flash_ext.cpu.checks import check_forward
+from flash_ext.cpu.tiling import SCORES_BYTES, block_sizes, fast_block_sizes
+from flash_ext.functional import attention_options
+from flash_ext.ops.options import BackwardTensors, Options
 
 
 def run_tiled(
@@ -38,7 +38,7 @@ def run_tiled(
     inputs = inputs or make_inputs(problem, "cpu")
     cu_seqlens = {name: getattr(inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     options = Options(
-        **op_options(inputs.q, **options_of(problem), **inputs.options(), **cu_seqlens)
+        **attention_options(inputs.q, **options_of(problem), **inputs.options(), **cu_seqlens)
     )
     with torch.no_grad():
         q, k, v = inputs.q, inputs.k, inputs.v
