@@ -8,6 +8,7 @@
 
 `flash_ext.reference` is standard attention, `flash_ext.tiled` the papers' algorithms in torch.
 VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too.
+KERNEL_DIMS are the head dims that the CUDA kernels are compiled for; others are padded to these.
 """
 
 import sys
@@ -17,12 +18,13 @@ from .cpu import tiled
 from .explanation import Explanation, explain
 from .flash_attn import bert_padding as bert_padding
 from .functional import attention, attention_varlen
-from .ops.options import CPU_VARIANTS, VARIANTS
+from .ops.options import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CPU_VARIANTS",
+    "KERNEL_DIMS",
     "VARIANTS",
     "Explanation",
     "attention",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from . import ops
 from .ops.checks import require_pair, require_tensors, statistics_dtype
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -100,14 +98,11 @@ def attention_options(
 
 def _with_options(function: _F) -> _F:
     """Let `help` and `inspect.signature` show every option of the function, with its default."""
-    taken = inspect.signature(function).parameters.values()
-    positional = [x for x in taken if x.kind is x.POSITIONAL_OR_KEYWORD]
-    return_lse = [x for x in taken if x.name == "return_lse"]
-    names = AttentionOptions.__annotations__
-    options = [
-        x for x in inspect.signature(attention_options).parameters.values() if x.name in names
-    ]
-    function.__signature__ = inspect.Signature([*positional, *options, *return_lse])  # type: ignore[attr-defined]
+    *tensors, return_lse, _ = inspect.signature(function).parameters.values()
+    known = inspect.signature(attention_options).parameters
+    options = [known[name] for name in AttentionOptions.__annotations__]
+    signature = inspect.Signature([*tensors, *options, return_lse])
+    function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 
 

@@ -17,6 +17,7 @@ from attention_testing import (
     KERNEL_DIMS,
     LAYOUTS,
     VARIANTS,
+    Expected,
     Problem,
     assert_accurate,
     backward_of,
@@ -98,7 +99,7 @@ def head_groups(device: str) -> Iterator[Problem]:
 
 
 def dropout(device: str) -> Iterator[Problem]:
-    """Dropout with each kind of mask; the yardstick drops the same elements."""
+    """Dropout with each kind of mask; the reference drops the same elements."""
     dims = (32, 40, 64, 96, 128, 160, 192, 256) if device == "cuda" else (40, 64)
     lengths = ((113, 203), (256, 130)) if device == "cuda" else ((65, 130),)
     masks = (*MASKS, {"window": (33, 9)})
@@ -457,7 +458,7 @@ def run_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Ten
 
 
 def assert_batch_accurate(index: int, tensors: tuple, results: tuple) -> None:
-    """One batch of the results of `run_whole` against the yardstick of that batch alone."""
+    """One batch of the results of `run_whole` against standard attention of that batch alone."""
     # Compact copies: cuBLAS refuses the strides that our kernels are tested with here.
     q, k, v, dout = (
         x[index : index + 1].detach().clone(memory_format=torch.contiguous_format) for x in tensors
@@ -470,7 +471,7 @@ def assert_batch_accurate(index: int, tensors: tuple, results: tuple) -> None:
         names = ("out", "lse", "dq", "dk", "dv")
         sides.append(dict(zip(names, (out.detach(), lse.detach(), *gradients), strict=True)))
     actual = {name: x[index : index + 1] for name, x in zip(sides[0], results, strict=True)}
-    assert_accurate(actual, *sides, q.dtype)
+    assert_accurate(actual, Expected(*sides), q.dtype)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_testing import VARIANTS, Problem, device_obstacle, fastest
+from attention_testing import VARIANTS, Problem, device_unsupported_reason, fastest
 from torch._subclasses import FakeTensorMode
 
 import flash_ext
@@ -33,7 +33,7 @@ def test_what_runs(device: str) -> None:
     assert explanation.why_backward is None
     assert tuple(explanation.reasons) == VARIANTS
     for variant, reason in explanation.reasons.items():
-        expected = device_obstacle(variant, device)
+        expected = device_unsupported_reason(variant, device)
         assert reason is None if expected is None else expected in reason
     assert device in explanation.device
     text = str(explanation)

@@ -23,11 +23,11 @@ from attention_testing import (
     assert_all_bitwise_equal,
     assert_is_sink,
     check,
+    expected_results,
     make_inputs,
     nan_filled_outputs,
+    reference_results,
     run,
-    standard_attention,
-    yardstick,
 )
 from grids import MASKS, alternate, every_case
 
@@ -206,8 +206,7 @@ def test_each_sequence_as_if_alone(options: dict, variant: str, device: str) -> 
         if device == "cpu":
             assert_all_bitwise_equal(actual, expected)
         else:
-            sides = (standard_attention(dense, alone, x) for x in (torch.float64, packed.dtype))
-            assert_accurate(actual, *sides, packed.dtype)
+            assert_accurate(actual, expected_results(dense, alone), packed.dtype)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -282,7 +281,7 @@ def test_graph_replay_with_other_lengths(
             results = captured
         else:
             results = call()
-        assert_accurate(results, *yardstick(problem, device), problem.dtype)
+        assert_accurate(results, reference_results(problem, device), problem.dtype)
 
 
 BAD_OFFSETS = {
@@ -429,9 +428,8 @@ def test_packed_tensors_past_2_31_elements(variant: str) -> None:
         dense = Problem(1, lengths[index], lengths[index], causal=True, loss="out")
         tensors = (x.detach()[None, rows].requires_grad_() for x in (q, k, v))
         inputs = Inputs(*tensors, dout=dout[None, rows])
-        sides = (standard_attention(dense, inputs, x) for x in (torch.float64, torch.bfloat16))
         actual = {name: x.detach()[None, rows] for name, x in results.items() if name != "lse"}
         actual["lse"] = lse.detach()[None, :, rows]
-        assert_accurate(actual, *sides, torch.bfloat16)
+        assert_accurate(actual, expected_results(dense, inputs), torch.bfloat16)
     for name in ("out", "dq", "dk", "dv"):
         assert not results[name][offsets[-1] :].any(), name

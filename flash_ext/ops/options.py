@@ -7,7 +7,7 @@ loops of `flash_ext.cpu`, and csrc/.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -22,6 +22,9 @@ CPU_VARIANTS = ("fa1", "fa2")
 KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """Head dims, of q and of v, with CUDA kernels, as csrc/ has them (tests/test_native.py compares).
 Others are padded to the first that holds them."""
+
+FA3_ROW_BYTES = 16
+"""fa3 takes rows of q, k and v that start and end on boundaries of so many bytes, as TMA does."""
 
 # The kernels have scale · log2(e), softcap · log2(e), its inverse and scale / softcap in float32:
 # within these bounds they are finite.
@@ -42,6 +45,9 @@ class About:
     dims: tuple[str, ...] = ()
     """Of a tensor: what its dimensions run over, "batch" and "heads" by these names. Leading ones
     may be missing."""
+
+    most: Mapping[str, float] = field(default_factory=dict)
+    """The largest value that a variant takes, where that is less than others do."""
 
     wanted: str = ""
     """The values that are allowed, in words, where `allows` restricts them."""
@@ -76,7 +82,8 @@ class Options:
     )
     softcap: float = _option(
         0.0,
-        "c > 0 bounds the scores: c tanh(s / c); 0: no bound; fa3: at most 2048",
+        "c > 0 bounds the scores: c tanh(s / c); 0: no bound",
+        most={"fa3": 2048},
         wanted="0 (none), or at least 2^-126 and below 2^127",
         allows=lambda c: c == 0 or _MIN_SOFTCAP <= c < MAX_FACTOR,
     )
@@ -172,6 +179,7 @@ def table() -> str:
     for name, x in FIELDS.items():
         about = ABOUT[name]
         variants = "all" if about.variants == VARIANTS else ", ".join(about.variants)
+        variants += "".join(f"; {name} up to {most:g}" for name, most in about.most.items())
         kind = str(x.type).removesuffix(" | None")
         lines.append(f"| `{name}` | {kind} | `{x.default!r}` | {variants} | {about.meaning} |")
     return "\n".join(lines)
