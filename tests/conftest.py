@@ -16,7 +16,7 @@ import fcntl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,15 +82,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def most_of_the_gpu() -> Iterator[None]:
-    """100 GiB of GPU memory for one test at a time, of all processes of xdist; else it skips."""
-    attention_testing.reference_results.cache_clear()
-    with (Path(tempfile.gettempdir()) / "flash_ext_most_of_the_gpu.lock").open("w") as lock:
+def claim_gpu_memory() -> Iterator[Callable[[int], None]]:
+    """Claims bytes of GPU memory, and half as many again for workspaces, or skips the test.
+
+    For tests of large tensors: of all processes of xdist, one such test runs at a time.
+    """
+    with (Path(tempfile.gettempdir()) / "flash_ext_gpu_memory.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        attention_testing.reference_results.cache_clear()
         torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info()[0] < 100 << 30:
-            pytest.skip("needs 100 GiB of free GPU memory")
-        yield
+
+        def claim(size: int) -> None:
+            needed, free = size * 3 // 2, torch.cuda.mem_get_info()[0]
+            if free < needed:
+                pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+
+        yield claim
         torch.cuda.empty_cache()
 
 

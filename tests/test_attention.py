@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -475,12 +476,12 @@ def assert_batch_accurate(index: int, tensors: tuple, results: tuple) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("most_of_the_gpu")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tensors_past_2_31_elements(variant: str) -> None:
+def test_tensors_past_2_31_elements(variant: str, claim_gpu_memory: Callable[[int], None]) -> None:
     """Offsets beyond int32, and more (batch, head) pairs than a grid's second dimension holds."""
     batch = (1 << 31) // (128 * 16 * 128) + 8
     shape = (batch, 128, 16, 128)
+    claim_gpu_memory(12 * 2 * math.prod(shape))  # q, k, v, out, their gradients, two in float32
     generator = torch.Generator("cuda").manual_seed(0)
     tensors = [
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -496,13 +497,14 @@ def test_tensors_past_2_31_elements(variant: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dim", (0, 1, 2))
-def test_strides_past_2_31_elements(dim: int, variant: str) -> None:
+def test_strides_past_2_31_elements(
+    dim: int, variant: str, claim_gpu_memory: Callable[[int], None]
+) -> None:
     """A stride that int32 does not hold, of the batch, the row or the head."""
-    if torch.cuda.mem_get_info()[0] < 20 << 30:
-        pytest.skip("needs 20 GiB of free GPU memory")
     shape, strides = [8, 8, 8, 64], [64 * 512, 8 * 512, 512, 1]
     shape[dim], strides[dim] = 2, (1 << 31) + 4096
     size = 512 + sum((n - 1) * stride for n, stride in zip(shape[:3], strides[:3], strict=True))
+    claim_gpu_memory(2 * size)
     buffer = torch.full((size,), float("nan"), device="cuda", dtype=torch.bfloat16)
     generator = torch.Generator("cuda").manual_seed(dim)
     tensors = []

@@ -49,6 +49,7 @@ PROBLEMS = {
     "one by one": Problem(1, 1, 1),
     "window": dataclasses.replace(BASE, window=(20, -1)),
     "softcap": dataclasses.replace(BASE, softcap=5.0),
+    "large softcap": dataclasses.replace(BASE, softcap=3000.0),
     "alibi": dataclasses.replace(BASE, alibi="bh"),
     "sink": dataclasses.replace(BASE, sink=True),
     "used keys": dataclasses.replace(BASE, seqused_k=(0, 99)),

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -404,15 +405,17 @@ def test_rows_before_the_first_sequence(
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("most_of_the_gpu")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_tensors_past_2_31_elements(variant: str) -> None:
+def test_packed_tensors_past_2_31_elements(
+    variant: str, claim_gpu_memory: Callable[[int], None]
+) -> None:
     """Rows whose offset int32 does not hold: the first, a middle and the last sequence."""
     heads, dim = 16, 128
     lengths = (300, *(4096,) * ((1 << 31) // (4096 * heads * dim)), 200)
     offsets = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (int(offsets[-1]) + 100, heads, dim)
+    claim_gpu_memory(12 * 2 * math.prod(shape))  # q, k, v, out, their gradients, two in float32
     make = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     q, k, v, dout = (torch.randn(shape, **make) for _ in range(4))
     for x in (q, k, v):
