@@ -33,7 +33,7 @@ def _load_binary() -> str | None:
         if hidden := _hidden_binary():
             return (
                 f"not in {_PACKAGE}, which Python imports in place of {hidden.parent}, where they"
-                f" are. Start Python in another folder than {_PACKAGE.parent}, or build them there:"
+                f" are. Start Python outside {_PACKAGE.parent}, or build them there with:"
                 " make build"
             )
         why = f": {_WHY_NOT_BUILT.read_text()}" if _WHY_NOT_BUILT.exists() else ""
