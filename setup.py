@@ -173,9 +173,28 @@ def cuda_options(cuda_home: Path) -> dict:
     )
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildExtension},
+        "cmdclass": {"build_ext": BuildExtension, "build_py": BuildPy},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
+
+
+class BuildPy(build_py):
+    """Copies the package as it is now: what was moved or deleted since the last build goes."""
+
+    why_no_kernels = ""
+
+    def run(self) -> None:
+        if self.editable_mode:  # which installs the source folder itself
+            return super().run()
+        package, binary = Path(self.build_lib, "flash_ext"), "_C.abi3.so"
+        for path in package.glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != binary or self.why_no_kernels:
+                path.unlink()
+        super().run()
+        if self.why_no_kernels:
+            Path(package, "_C.missing.txt").write_text(self.why_no_kernels)
 
 
 def cpu_options(why: str) -> dict:
@@ -186,12 +205,7 @@ def cpu_options(why: str) -> dict:
             file=sys.stderr,
         )
 
-    class BuildPy(build_py):
-        def run(self) -> None:
-            super().run()
-            if not self.editable_mode:  # which installs the source folder itself
-                Path(self.build_lib, "flash_ext/_C.missing.txt").write_text(why)
-
+    BuildPy.why_no_kernels = why
     return {"cmdclass": {"build_py": BuildPy}}
 
 

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -32,14 +31,6 @@ BOTH = ("forward", "backward")
 LIMITS = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-4}
 HALF = torch.float16
 PTX_SECONDS = 400
-
-
-def head_dim_pairs() -> list[tuple[int, int]]:
-    """The head dims (of q and k, of v) that have kernels of their own, from csrc/variants.h."""
-    text = (common.ROOT / "csrc" / "variants.h").read_text()
-    found = re.search(r"kHeadDims\[\] = \{(.*?)\};", text, re.DOTALL)
-    assert found, "csrc/variants.h has no kHeadDims"
-    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+), (\d+)\}", found[1])]
 
 
 def variants(device: torch.device) -> tuple[str, ...]:
@@ -255,14 +246,14 @@ def captured(call: Call, variant: str, direction: str) -> str | None:
 
 
 def head_dims(ask: Ask) -> Iterator[Call]:
-    largest = max(d for d, _ in head_dim_pairs())
+    largest = max(d for d, _ in flash_ext.KERNEL_DIMS)
     return (ask.dense(d=d, seqlens=(9, 17)) for d in range(1, largest + 1))
 
 
 def features() -> dict[str, Feature]:
     """The rows, in the order of the table."""
-    sizes = ", ".join(str(d) if d == v else f"{d}/{v}" for d, v in head_dim_pairs())
-    largest = max(d for d, _ in head_dim_pairs())
+    sizes = ", ".join(str(d) if d == v else f"{d}/{v}" for d, v in flash_ext.KERNEL_DIMS)
+    largest = max(d for d, _ in flash_ext.KERNEL_DIMS)
     return {
         "float16": Feature(),
         "bfloat16": Feature(lambda a: [a.dense(dtype=torch.bfloat16)]),

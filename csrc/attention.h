@@ -1,4 +1,4 @@
-// The three ops, apart from their registration. See flash_ext/ops.py for their contract.
+// The three ops, apart from their registration. See flash_ext/ops/ for their contract.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,7 +14,7 @@ namespace flash_ext {
 using torch::stable::Tensor;
 
 // The keyword options of all ops, in the order of the schema and with its defaults
-// (flash_ext/_options.py).
+// (flash_ext/ops/options.py).
 struct Options {
     std::optional<double> scale;
     bool causal = false;

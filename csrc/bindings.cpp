@@ -1,4 +1,4 @@
-// Registers the CUDA kernels of the ops that flash_ext/ops.py defines, and names their targets.
+// Registers the CUDA kernels of the ops that flash_ext/ops/ defines, and names their targets.
 #include <torch/csrc/stable/ops.h>
 
 #include "attention.h"
@@ -28,7 +28,7 @@ std::tuple<int64_t, int64_t, std::string> check(Tensor q, Tensor k, Tensor v, OP
 }  // namespace
 }  // namespace flash_ext
 
-// What the build compiled for, as FLASH_EXT_CUDA_ARCHS has it. Read by flash_ext/ops.py.
+// What the build compiled for, as FLASH_EXT_CUDA_ARCHS has it. Read by flash_ext/ops/binary.py.
 extern "C" __attribute__((visibility("default"))) const char* flash_ext_targets() {
     return FLASH_EXT_TARGETS;
 }

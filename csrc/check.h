@@ -1,6 +1,6 @@
 // Argument checks. A message names the argument, what was wanted and what came. Nothing is
 // allocated or launched before all of them have passed. The CPU kernels' are in
-// flash_ext/_checks.py, alike.
+// flash_ext/cpu/checks.py, alike.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,7 +1,7 @@
 // An autograd node in C++. The stable ABI has no way to write one, but ATen has an op for the
 // kernels of other packages, _scaled_dot_product_fused_attention_overrideable, with a generated
 // node; on CUDA nobody else's kernels are there. The node hands tensors on as they are, so here
-// they have flash_ext's layout. flash_ext/_node.py says which calls go this way.
+// they have flash_ext's layout. flash_ext/ops/node.py says which calls go this way.
 //
 // The op has no place for most options. `node_options_CUDA` keeps those of the call that follows
 // on the same thread, whose dropout_p says that they are meant. The forward kernel gives them to

@@ -8,17 +8,23 @@
 
 `flash_ext.reference` is standard attention, `flash_ext.tiled` the papers' algorithms in torch.
 VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too.
+KERNEL_DIMS are the head dims that the CUDA kernels are compiled for; others are padded to these.
 """
 
-from . import dropout, reference, tiled
-from ._options import CPU_VARIANTS, VARIANTS
-from .explain import Explanation, explain
+import sys
+
+from . import dropout, explanation, reference
+from .cpu import tiled
+from .explanation import Explanation, explain
+from .flash_attn import bert_padding as bert_padding
 from .functional import attention, attention_varlen
+from .ops.options import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CPU_VARIANTS",
+    "KERNEL_DIMS",
     "VARIANTS",
     "Explanation",
     "attention",
@@ -28,3 +34,11 @@ __all__ = [
     "reference",
     "tiled",
 ]
+
+# Import paths from before these modules had other names. (`flash_ext.explain` is the function.)
+for _path, _module in (
+    ("bert_padding", bert_padding),
+    ("explain", explanation),
+    ("tiled", tiled),
+):
+    sys.modules[f"{__name__}.{_path}"] = _module

@@ -3,6 +3,7 @@
     python -m flash_ext                                        # versions, devices, an example
     python -m flash_ext --q 2 4096 32 128 --k 2 4096 8 128 --causal
     python -m flash_ext --q 1 1 32 128 --k 1 9000 8 128 --softcap 50 --sink
+    python -m flash_ext --options                              # all options
 
 Shapes are (batch, seqlen, heads, head_dim); `flash_ext.explain` says the same of your own tensors.
 """
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import __version__, _torch_private, ops
-from .explain import Explanation, explain
+from . import __version__, ops
+from .explanation import Explanation, explain
+from .ops import torch_private
+from .ops.options import ABOUT, FIELDS, TENSOR_OPTIONS, table
 
 _SHAPE = ("B", "S", "H", "D")
+_SCALARS = tuple(n for n in FIELDS if n not in {*TENSOR_OPTIONS, "window_left", "window_right"})
 
 
 def usable_device(text: str) -> str:
@@ -46,14 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--v", **shape, help="values; default: as k")
     add("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32", "float64"])
     add("--device", type=usable_device, help="default: cuda where there is a GPU, else cpu")
-    add("--causal", action="store_true")
     add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1))
-    add("--softcap", type=float, default=0.0)
-    add("--dropout-p", type=float, default=0.0)
+    for name in _SCALARS:
+        x, about = FIELDS[name], ABOUT[name].meaning.replace("%", "%%")
+        taken: dict[str, Any] = {"action": "store_true"}
+        if x.default is not False:
+            taken = {"default": x.default, "type": str if x.type == "str" else float}
+        add(f"--{name.replace('_', '-')}", help=about, **taken)
     add("--alibi", action="store_true", help="with alibi_slopes")
     add("--bias", action="store_true", help="with a bias of (1, H, Sq, Sk)")
     add("--sink", action="store_true", help="with a sink")
-    add("--variant", default="auto")
+    add("--options", action="store_true", help="print the table of all options, in Markdown")
     return parser
 
 
@@ -62,8 +69,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "flash_ext", __version__
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield "torch", f"{torch.__version__}, {cuda}"
-    if _torch_private.missing:
-        yield "slower without", ", ".join(_torch_private.missing)
+    if torch_private.missing:
+        yield "slower without", ", ".join(torch_private.missing)
     yield "Python", platform.python_version()
     yield "compiled for", ops.cuda_targets() or "no GPU"
     for index in range(torch.cuda.device_count()):
@@ -86,20 +93,20 @@ def _explained(args: argparse.Namespace) -> Explanation:
         q,
         k,
         v,
-        causal=args.causal,
         window=tuple(args.window),
-        softcap=args.softcap,
-        dropout_p=args.dropout_p,
         alibi_slopes=tensor(heads) if args.alibi else None,
         bias=tensor(1, heads, rows, k.shape[1], dtype=dtype) if args.bias else None,
         sink=tensor(heads) if args.sink else None,
-        variant=args.variant,
+        **{name: getattr(args, name) for name in _SCALARS},
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report. Returns the exit status: 1 where no variant runs."""
     args = _parser().parse_args(arguments)
+    if args.options:
+        print(table())
+        return 0
     facts = list(_facts())
     width = max(len(name) for name, _ in facts) + 2
     for name, value in facts:

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from . import ops
-from ._checks import require_pair, require_tensors, statistics_dtype
+from .ops.checks import require_pair, require_tensors, statistics_dtype
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def op_options(
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of `attention` and `attention_varlen`, but return_lse, for checkers."""
+
+    scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+    seqused_k: Tensor | None
+    dropout_p: float
+    rng_state: Tensor | None
+    deterministic: bool | None
+    variant: str
+
+
+def attention_options(
     q: Tensor,
     *,
     scale: float | None = None,
@@ -74,25 +96,53 @@ def op_options(
     return options
 
 
+def _with_options(function: _F) -> _F:
+    """Let `help` and `inspect.signature` show every option of the function, with its default."""
+    *tensors, return_lse, _ = inspect.signature(function).parameters.values()
+    known = inspect.signature(attention_options).parameters
+    options = [known[name] for name in AttentionOptions.__annotations__]
+    signature = inspect.Signature([*tensors, *options, return_lse])
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    deterministic: bool | None = None,
-    variant: str = "auto",
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@_with_options
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
     return_lse: bool = False,
-) -> Any:
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(S) V, in memory linear in the sequence length.
 
     The score of query i and key j is, where Sq and Sk are the lengths of their sequences,
@@ -140,8 +190,9 @@ def attention(
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
         variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 where it can, fa2
-            elsewhere (on a CPU with larger tiles than the paper's). A named one runs or raises with
-            the reason. See `flash_ext.explain`.
+            elsewhere (on a CPU with larger tiles than the paper's). It chooses without a warning:
+            the result is as exact, and `flash_ext.explain` says what runs and why not the others. A
+            named one runs or raises with the reason.
         return_lse: return lse too.
 
     alibi_slopes and sink may be of any floating dtype: they are converted to float32 (with float64
@@ -157,25 +208,12 @@ def attention(
         ValueError, RuntimeError: an argument is wrong; the message names it, what was wanted and
             what came.
     """
-    options = op_options(
-        q,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sink=sink,
-        seqused_k=seqused_k,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        deterministic=deterministic,
-        variant=variant,
-    )
-    out, lse = ops.forward(q, k, v, need_lse=return_lse, **options)
+    given = attention_options(q, **options)
+    out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)
     return (out, lse) if return_lse else out
 
 
+@overload
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -183,20 +221,48 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    deterministic: bool | None = None,
-    variant: str = "auto",
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@_with_options
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
     return_lse: bool = False,
-) -> Any:
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of B sequences of any lengths, packed one after the other.
 
     No maximum length is needed and nothing waits for the device.
@@ -219,22 +285,6 @@ def attention_varlen(
         out (total_q, Hq, Dv), or with return_lse (out, lse), lse (Hq, total_q). In rows that belong
         to no sequence out = 0, lse = −inf, and gradients are 0.
     """
-    options = op_options(
-        q,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sink=sink,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        deterministic=deterministic,
-        variant=variant,
-    )
-    out, lse = ops.forward(q, k, v, need_lse=return_lse, **options)
+    given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)
     return (out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""Standard attention: three passes over memory. The yardstick of every test and benchmark.
+"""Standard attention: three passes over memory. The reference of every test and benchmark.
 
 It holds the whole (Sq, Sk) score matrix, which is what the FlashAttention papers do without.
 """
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cpu.mask import band
+from .cpu.sequences import Span, spans
 from .dropout import keep_mask, keep_scale
-from .mask import band
-from .sequences import Span, spans
 
 
 def attention(
@@ -37,7 +37,7 @@ def attention(
     """Standard attention (FlashAttention, Algorithm 0), in q's dtype, differentiable at will.
 
     Args:
-        q: (B, Sq, Hq, D), any floating dtype. Upcast it yourself for a float64 yardstick.
+        q: (B, Sq, Hq, D), any floating dtype. Upcast it yourself for a float64 reference.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk.
         scale, causal, window, softcap, alibi_slopes, bias, sink, seqused_k, dropout_p, rng_state:
             as in `flash_ext.attention`.

@@ -1,23 +1,32 @@
-"""What every numerical test shares: a problem, its poisoned inputs, the yardstick and the rule.
+"""What every numerical test shares: a problem, its poisoned inputs, the reference and the rule.
 
 A `Problem` fixes the numbers of one attention call; `run` puts it through `flash_ext.attention`
-and autograd; `yardstick` computes the same in float64 and in the input type; `assert_accurate`
-applies the rule
+and autograd; `reference_results` has the same by standard attention: `ref` in float64 on the upcast
+inputs, `pt` in the input type. `assert_accurate` applies the rule to out, lse and every gradient:
 
     max|x - ref|  <=  2 max|pt - ref|  +  2 max|(ref + 0.3 - 0.3) - ref|
 
-to out, lse and every gradient. `ref` is standard attention in float64 on the upcast inputs, `pt`
-standard attention in the input type. The second term is evaluated in the input type, which makes
-it that type's rounding error: without it a result that `pt` happens to hit exactly would have to
-be exact too.
+over all of a tensor, where the second term is evaluated in the input type, which makes it that
+type's rounding error: without it a result that `pt` happens to hit exactly would have to be exact
+too. Rows may be of very different size: of a causal mask the first are much larger than the last,
+which could be anything within this bound. So
+
+    max|x - ref|  <=  2 max|pt - ref|  +  2 eps max(size)
+
+over each row, and
+
+    1 - 2<x, ref> / (<x, x> + <ref, ref>)
+
+which a small error in one direction everywhere makes large, is at most twice that of pt, but for
+rounding. `size` is what a result would be if nothing in it cancelled (`sizes`).
 
 Every input is a view into a larger buffer filled with NaN and every output starts as NaN, so that
 a stray read, or an element that is never written, reaches the result as a NaN. Rows that no
 sequence uses (past cu_seqlens[-1], keys past seqused_k, the bias there) are NaN as well.
 
-`obstacle` says which variant runs which problem where, `backward_of` whose kernels then compute the
-gradients. conftest.py leaves out the tests that the former rules out, and tests/test_variants.py
-holds the package against both.
+`unsupported_reason` says which variant runs which problem where, from what the package declares,
+`backward_of` whose kernels then compute the gradients. conftest.py leaves out the tests that the
+former rules out, and tests/test_variants.py holds the kernels against both.
 """
 
 from __future__ import annotations
@@ -29,12 +38,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 import flash_ext
 import flash_ext.reference
-from flash_ext import CPU_VARIANTS, VARIANTS
+from flash_ext import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
+from flash_ext.ops.options import ABOUT, FA3_ROW_BYTES
 
 __all__ = [
     "CPU_VARIANTS",
@@ -42,6 +53,7 @@ __all__ = [
     "LAYOUTS",
     "UNALIGNED_LAYOUTS",
     "VARIANTS",
+    "Expected",
     "Inputs",
     "Problem",
     "assert_accurate",
@@ -52,16 +64,17 @@ __all__ = [
     "backward_of",
     "check",
     "dense_mask",
-    "device_obstacle",
+    "device_unsupported_reason",
+    "expected_results",
     "fastest",
     "make_inputs",
     "nan_filled_outputs",
-    "obstacle",
     "options_of",
+    "reference_results",
     "run",
     "runnable",
     "standard_attention",
-    "yardstick",
+    "unsupported_reason",
 ]
 
 LAYOUTS = (
@@ -75,9 +88,6 @@ LAYOUTS = (
     "expanded_batch",  # one K/V sequence broadcast over the batch: batch stride 0
 )
 UNALIGNED_LAYOUTS = ("odd_row", "odd_offset")
-
-KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-"""Head dims, of q and of v, that have kernels; others are padded to the first that holds them."""
 
 HANDFUL = 32
 """Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
@@ -247,7 +257,7 @@ class Problem:
 
 
 @functools.lru_cache
-def device_obstacle(variant: str, device: str) -> str | None:
+def device_unsupported_reason(variant: str, device: str) -> str | None:
     """Why a variant runs nothing on a device: part of the message; None where it may run."""
     if device == "cpu":
         return None if variant in CPU_VARIANTS else "on the CPU"
@@ -258,29 +268,29 @@ def device_obstacle(variant: str, device: str) -> str | None:
     return None
 
 
-def obstacle(variant: str, problem: Problem, device: str) -> str | None:
-    """Why a variant does not run a problem on a device: part of the message; None where it runs.
-
-    The mirror of `obstacle` in csrc/attention.cpp.
-    """
+def unsupported_reason(variant: str, problem: Problem, device: str) -> str | None:
+    """Why a variant does not run a problem on a device: part of the message; None where it runs."""
     p = problem
-    reason = device_obstacle(variant, device)
-    if reason is None and variant == "fa3":
-        if p.dropout_p:
-            return "has no dropout"
-        if p.bias:
-            return "has no bias"
-        if p.softcap > 2048:
-            return "has no softcap above 2048"
-        if p.layout in UNALIGNED_LAYOUTS or p.head_dim % 8 or p.dim_v % 8:
-            return "16-byte boundaries"
-    return reason
+    if reason := device_unsupported_reason(variant, device):
+        return reason
+    for name, about in ABOUT.items():
+        value = getattr(p, name, None)
+        if value and variant not in about.variants:
+            return f"has no {name.removesuffix('_p')}"
+        if value and value > about.most.get(variant, value):
+            return f"has no {name} above {about.most[variant]}"
+    multiple = FA3_ROW_BYTES // p.dtype.itemsize
+    if variant == "fa3" and (
+        p.layout in UNALIGNED_LAYOUTS or p.head_dim % multiple or p.dim_v % multiple
+    ):
+        return f"{FA3_ROW_BYTES}-byte boundaries"
+    return None
 
 
 def backward_of(variant: str, problem: Problem) -> str:
     """The variant whose kernels compute the gradients, where `variant` runs the problem.
 
-    The mirror of `choose_backward` in csrc/attention.cpp, for inputs of `make_inputs`.
+    For inputs of `make_inputs`: of these fa3 has no gradients where a tensor is empty.
     """
     p = problem
     empty = p.heads_q == 0 or not all(p.used_rows(side).numel() for side in "qk")
@@ -289,19 +299,20 @@ def backward_of(variant: str, problem: Problem) -> str:
 
 def fastest(problem: Problem, device: str) -> str:
     """What "auto" stands for."""
-    return next(v for v in reversed(VARIANTS) if obstacle(v, problem, device) is None)
+    return next(v for v in reversed(VARIANTS) if unsupported_reason(v, problem, device) is None)
 
 
 def runnable(variant: str, problem: Problem) -> Problem:
     """The problem without what a variant leaves to others."""
     if variant != "fa3":
         return problem
+    multiple = FA3_ROW_BYTES // problem.dtype.itemsize
+    dims = {name: getattr(problem, name) for name in ("head_dim", "head_dim_v")}
+    others = {n: getattr(Problem, n) for n, about in ABOUT.items() if variant not in about.variants}
     return dataclasses.replace(
         problem,
-        head_dim=-(-problem.head_dim // 8) * 8,
-        head_dim_v=problem.head_dim_v and -(-problem.head_dim_v // 8) * 8,
-        dropout_p=0.0,
-        bias="",
+        **{name: dim and -(-dim // multiple) * multiple for name, dim in dims.items()},
+        **others,
         layout="bshd" if problem.layout in UNALIGNED_LAYOUTS else problem.layout,
     )
 
@@ -567,42 +578,117 @@ def standard_attention(
     return _results(out, lse, inputs, allow_unused=True, materialize_grads=True)
 
 
+class Expected(NamedTuple):
+    """What results are held against, each by name."""
+
+    ref: dict[str, torch.Tensor]
+    """Standard attention in float64."""
+    pt: dict[str, torch.Tensor]
+    """Standard attention in the input type."""
+    size: dict[str, torch.Tensor] = {}
+    """`sizes`, of the results whose rows are judged one by one."""
+
+
+def sizes(
+    problem: Problem, inputs: Inputs, ref: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """How large the results would be if nothing cancelled: rounding errors are relative to it.
+
+    P |V| for out, and P^T |dO| for dV. In dS = P (dP - D) an error of D = rowsum(dO * O) meets each
+    P, and the sum of P K is the gradient of lse: so dQ, dK and dbias have that much in addition.
+    """
+    inputs = inputs.upcast(torch.float64)
+    leaves = inputs.leaves()
+    leaves["dv"] = inputs.v = inputs.v.detach().abs().requires_grad_()
+    out, lse = attend(problem, inputs, flash_ext.reference)
+    found = {"out": out.detach()}
+    names = [name for name in ("dq", "dk", "dbias") if name in leaves]
+    if inputs.dout is None:
+        return found | {name: ref[name].abs() for name in names}
+    options = {"allow_unused": True, "materialize_grads": True}
+    dout = inputs.dout.abs()
+    (found["dv"],) = torch.autograd.grad(out, leaves["dv"], dout, retain_graph=True, **options)
+    delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of so many products
+    shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
+    return found | {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
+
+
+def expected_results(problem: Problem, inputs: Inputs) -> Expected:
+    """What the problem gives with these inputs."""
+    ref, pt = (standard_attention(problem, inputs, x) for x in (torch.float64, problem.dtype))
+    return Expected(ref, pt, sizes(problem, inputs, ref))
+
+
 @functools.lru_cache(maxsize=2)
-def yardstick(problem: Problem, device: str) -> tuple[dict, dict]:
-    """(float64 results, input-type results); cached because the variants are tested in turn."""
-    inputs = make_inputs(problem, device)
-    return tuple(standard_attention(problem, inputs, x) for x in (torch.float64, problem.dtype))
+def reference_results(problem: Problem, device: str) -> Expected:
+    """`expected_results` with its own inputs; cached because the variants are tested in turn."""
+    return expected_results(problem, make_inputs(problem, device))
 
 
 def _largest(x: torch.Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-def assert_accurate(
-    actual: dict[str, torch.Tensor],
-    ref: dict[str, torch.Tensor],
-    pt: dict[str, torch.Tensor],
+def _apart(x: torch.Tensor, ref: torch.Tensor) -> float:
+    """1 - 2<x, ref> / (<x, x> + <ref, ref>): half the squared distance, for a small one."""
+    squares = float((x * x).sum() + (ref * ref).sum())
+    return float(((x - ref) ** 2).sum()) / squares if squares > 0 else 0.0
+
+
+def _assert_rows_accurate(
+    name: str,
+    x: torch.Tensor,
+    ref: torch.Tensor,
+    pt: torch.Tensor,
+    size: torch.Tensor,
     dtype: torch.dtype,
+) -> None:
+    """The rule for each row, and for the direction of all of them. In float64."""
+    if x.numel() == 0:
+        return
+    # P = exp(S - lse) is as wrong as S - lse, whose rounding error grows with it.
+    eps = torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
+    tiny = torch.finfo(dtype).tiny
+    # The sizes of out and dv bound each error; those of the others, only all of some together.
+    if name in ("out", "dv") or x.shape[-1] >= HANDFUL:
+        error, plain, allowed = (t.abs().amax(-1) for t in (x - ref, pt - ref, size))
+        excess = error - (2 * plain + 2 * eps * allowed + tiny)
+        worst = int(excess.argmax())
+        assert excess.flatten()[worst] <= 0, (
+            f"{name}: row {worst} of {excess.numel()} is off by {error.flatten()[worst]:.3e},"
+            f" more than its bound by {excess.flatten()[worst]:.3e}"
+        )
+    if x.numel() >= HANDFUL and _largest(ref) > 0:
+        cancelled = 0.0 if name in ("out", "dv") else float((size - ref.abs()).norm() / ref.norm())
+        bound = 2 * _apart(pt, ref) + eps**2 * (1 / 4 + cancelled**2 / 8)
+        assert _apart(x, ref) <= bound, f"{name}: {_apart(x, ref):.3e} apart, more than {bound:.3e}"
+
+
+def assert_accurate(
+    actual: dict[str, torch.Tensor], expected: Expected, dtype: torch.dtype
 ) -> None:
     """Apply the rule of this file to every result; never a NaN, and the same -inf in lse."""
     for name, x in actual.items():
-        expected, plain = ref[name], pt[name].double()
-        assert x.shape == expected.shape, f"{name}: shape {x.shape}, expected {expected.shape}"
-        assert x.dtype == pt[name].dtype, f"{name}: {x.dtype}, expected {pt[name].dtype}"
+        ref, pt = expected.ref[name], expected.pt[name].double()
+        assert x.shape == ref.shape, f"{name}: shape {x.shape}, expected {ref.shape}"
+        given = expected.pt[name].dtype
+        assert x.dtype == given, f"{name}: {x.dtype}, expected {given}"
         x = x.double()
         assert not x.isnan().any(), f"{name}: {int(x.isnan().sum())} of {x.numel()} are NaN"
         if name == "lse":
-            masked = expected == -torch.inf
+            masked = ref == -torch.inf
             assert torch.equal(x == -torch.inf, masked), "lse is -inf in the wrong rows"
-            x, expected, plain = (t.masked_fill(masked, 0.0) for t in (x, expected, plain))
-        rounded = expected.to(dtype)
+            x, ref, pt = (t.masked_fill(masked, 0.0) for t in (x, ref, pt))
+        rounded = ref.to(dtype)
         rounding = _largest((rounded + 0.3 - 0.3).double() - rounded.double())
-        bound = 2 * _largest(plain - expected) + 2 * rounding
-        error = _largest(x - expected)
+        bound = 2 * _largest(pt - ref) + 2 * rounding
+        error = _largest(x - ref)
         assert error <= bound, f"{name}: max error {error:.3e} is above the bound {bound:.3e}"
         if name == "lse":  # lse is a float32 result, whatever the input type
-            bound = 1e-4 * (1 + _largest(expected))
-            assert error <= bound, f"lse: max error {error:.3e} is not float32 ({bound:.3e})"
+            excess = (x - ref).abs() - 1e-4 * (1 + ref.abs()) - 4e-6 * _largest(ref)
+            assert (excess <= 0).all(), f"lse: not float32, by {_largest(excess.relu()):.3e}"
+        if name in expected.size:
+            _assert_rows_accurate(name, x, ref, pt, expected.size[name], dtype)
 
 
 def check(
@@ -613,21 +699,21 @@ def check(
     deterministic: bool = False,
     inputs: Inputs | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run one problem on one variant and hold every result against the yardstick; returns them.
+    """Run one problem on one variant and hold every result against the reference; returns them.
 
     `inputs` replaces those that `make_inputs` makes.
     """
     actual = run(problem, variant, device, deterministic=deterministic, inputs=inputs)
     if inputs is None:
-        ref, pt = yardstick(problem, device)
+        expected = reference_results(problem, device)
     else:
-        ref, pt = (standard_attention(problem, inputs, x) for x in (torch.float64, problem.dtype))
+        expected = expected_results(problem, inputs)
     judged = dict(actual)
     if problem.sink:
         assert_sink_gradient(actual, inputs or make_inputs(problem, device))
         if problem.heads_q < HANDFUL:
             del judged["dsink"]
-    assert_accurate(judged, ref, pt, problem.dtype)
+    assert_accurate(judged, expected, problem.dtype)
     if problem.loss == "lse":
         assert not actual["dv"].any(), "lse does not depend on v: dv must be exactly 0"
     assert_unused_rows_are_zero(problem, actual)

@@ -50,7 +50,7 @@ def load_host_side() -> None:
     """Gives the host's side of the CUDA kernels, node.cpp and sdpa.cpp, to the CPU's."""
     import torch
 
-    from flash_ext._options import schema_options
+    from flash_ext.ops.options import schema_options
 
     home = Path(torch.__file__).parent
     library = shared_library(

@@ -4,8 +4,9 @@ A test that takes the argument `device` runs once per device: "cpu", and "cuda" 
 `gpu`, which skips, saying why, where there is no GPU or no compiled library.
 
 A test with the argument `variant` is left out where that variant does not run the test's problem:
-`attention_testing.obstacle` knows. The problem is the argument `problem`, or has for its fields the
-arguments of their names, what is in the argument `options`, and what the marker `options` names.
+`attention_testing.unsupported_reason` knows. The problem is the argument `problem`, or has for its
+fields the arguments of their names, what is in the argument `options`, and what the marker
+`options` names.
 Where a variant runs nothing on this GPU its tests skip, saying why.
 """
 
@@ -15,7 +16,7 @@ import fcntl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ import flash_ext  # noqa: E402
 
 STARTED = pytest.StashKey[float]()
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-# The fields of a problem that may be in a variant's way.
-OBSTRUCTING = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
+# The fields of a problem that decide which variants run it.
+DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
 LIBRARY = Path(flash_ext.__file__).resolve().parent / "_C.abi3.so"
 
 
@@ -81,20 +82,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def most_of_the_gpu() -> Iterator[None]:
-    """100 GiB of GPU memory for one test at a time, of all processes of xdist; else it skips."""
-    attention_testing.yardstick.cache_clear()
-    with (Path(tempfile.gettempdir()) / "flash_ext_most_of_the_gpu.lock").open("w") as lock:
+def claim_gpu_memory() -> Iterator[Callable[[int], None]]:
+    """Claims bytes of GPU memory, and half as many again for workspaces, or skips the test.
+
+    For tests of large tensors: of all processes of xdist, one such test runs at a time.
+    """
+    with (Path(tempfile.gettempdir()) / "flash_ext_gpu_memory.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        attention_testing.reference_results.cache_clear()
         torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info()[0] < 100 << 30:
-            pytest.skip("needs 100 GiB of free GPU memory")
-        yield
+
+        def claim(size: int) -> None:
+            needed, free = size * 3 // 2, torch.cuda.mem_get_info()[0]
+            if free < needed:
+                pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+
+        yield claim
         torch.cuda.empty_cache()
 
 
 def problem_of(item: pytest.Function) -> Problem:
-    """The problem of a test, as far as an obstacle may lie in it."""
+    """The problem of a test, as far as it decides which variants run it."""
     arguments = item.callspec.params
     if isinstance(arguments.get("problem"), Problem):
         return arguments["problem"]
@@ -102,7 +110,7 @@ def problem_of(item: pytest.Function) -> Problem:
     for marker in item.iter_markers("options"):
         fields |= marker.kwargs
     fields |= arguments.get("options", {}) | arguments
-    return Problem(**{name: fields[name] for name in OBSTRUCTING if name in fields})
+    return Problem(**{name: fields[name] for name in DECISIVE if name in fields})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -119,10 +127,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if variant not in VARIANTS:
             continue
         device = "cuda" if on_gpu else "cpu"
-        obstacle = attention_testing.device_obstacle(variant, device)
-        if on_gpu and obstacle:
-            item.add_marker(pytest.mark.skip(reason=f"{variant} {obstacle}"))
-        elif attention_testing.obstacle(variant, problem_of(item), device):
+        unsupported = attention_testing.device_unsupported_reason(variant, device)
+        if on_gpu and unsupported:
+            item.add_marker(pytest.mark.skip(reason=f"{variant} {unsupported}"))
+        elif attention_testing.unsupported_reason(variant, problem_of(item), device):
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

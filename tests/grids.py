@@ -44,7 +44,7 @@ def alternate(problems: Iterable[Problem]) -> Iterator[Problem]:
 def every_case(*grids: Callable[[str], Iterable[Problem]]) -> list[object]:
     """(device, problem, variant) for each problem of grid(device), as parameters of a test.
 
-    The variants of a problem are neighbours, to share its yardstick.
+    The variants of a problem are neighbours, to share its reference.
     """
     return [
         pytest.param(

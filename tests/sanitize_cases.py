@@ -17,10 +17,11 @@ from collections.abc import Iterator
 
 import torch
 from attention_testing import (
+    KERNEL_DIMS,
     VARIANTS,
     Inputs,
     Problem,
-    device_obstacle,
+    device_unsupported_reason,
     make_inputs,
     nan_filled_outputs,
     options_of,
@@ -30,13 +31,13 @@ from grids import BIAS_PATTERNS
 
 import flash_ext
 
-HEAD_DIMS = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HEAD_DIMS = ((40, 40), *KERNEL_DIMS)
 LENGTHS = ((33, 70), (130, 65), (40, 530))  # the last: several KV tiles of every kernel
 
 
 def variants() -> list[str]:
     """Those that run on this GPU."""
-    return [v for v in VARIANTS if device_obstacle(v, "cuda") is None]
+    return [v for v in VARIANTS if device_unsupported_reason(v, "cuda") is None]
 
 
 def options(seqlen_q: int, seqlen_k: int, pattern: str) -> Iterator[dict]:

@@ -1,7 +1,7 @@
 """The CPU-side cores of benchmarks/io.py and numerics.py.
 
 Would catch a prediction that forgets a tensor, counters given to the wrong call, an error that is
-measured against the wrong yardstick or hides what is not a number, and distributions that do not do
+measured against the wrong reference or hides what is not a number, and distributions that do not do
 what they are for.
 """
 

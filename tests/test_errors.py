@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_testing import VARIANTS, Problem, device_obstacle, fastest
+from attention_testing import VARIANTS, Problem, device_unsupported_reason, fastest
 
 import flash_ext
 
@@ -514,7 +514,7 @@ def test_a_named_variant_runs_or_raises(device: str) -> None:
     """`check` returns the indices of what fwd and bwd run."""
     a = good(device)
     for index, variant in enumerate(VARIANTS):
-        if reason := device_obstacle(variant, device):
+        if reason := device_unsupported_reason(variant, device):
             with pytest.raises(ERRORS, match=reason):
                 call("check", a | {"variant": variant})
         else:

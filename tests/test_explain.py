@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_testing import VARIANTS, Problem, device_obstacle, fastest
+from attention_testing import VARIANTS, Problem, device_unsupported_reason, fastest
 from torch._subclasses import FakeTensorMode
 
 import flash_ext
-from flash_ext import _torch_private, ops
+from flash_ext import ops
 from flash_ext.__main__ import main
+from flash_ext.ops import torch_private
 
 
 def some_inputs(device: str, **make) -> list[torch.Tensor]:
@@ -32,7 +33,7 @@ def test_what_runs(device: str) -> None:
     assert explanation.why_backward is None
     assert tuple(explanation.reasons) == VARIANTS
     for variant, reason in explanation.reasons.items():
-        expected = device_obstacle(variant, device)
+        expected = device_unsupported_reason(variant, device)
         assert reason is None if expected is None else expected in reason
     assert device in explanation.device
     text = str(explanation)
@@ -238,7 +239,7 @@ def test_command_line(device: str, capsys: pytest.CaptureFixture) -> None:
 def test_command_line_names_what_torch_lacks(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_private, "missing", ["torch._C._gone"])
+    monkeypatch.setattr(torch_private, "missing", ["torch._C._gone"])
     main(["--device", "cpu"])
     assert "slower without: torch._C._gone" in " ".join(capsys.readouterr().out.split())
 

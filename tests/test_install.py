@@ -73,6 +73,41 @@ def test_the_reason_is_installed(source: Path, environment: dict[str, str], why:
     assert asked.stdout.startswith(f"not built: {why}. ")
 
 
+def test_what_is_gone_from_the_source_is_gone_from_the_build(source: Path) -> None:
+    """Also what a build with the kernels left."""
+    package = source.parent / "lib" / "flash_ext"
+    gone = ("old.py", "_C.abi3.so", "old/__init__.py", "ops/old.py")
+    for name in gone:
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    for _ in range(2):
+        done = build(source, FLASH_EXT_SKIP_CUDA="1")
+        assert done.returncode == 0, done.stderr
+        built = {str(x.relative_to(package)) for x in package.rglob("*") if x.is_file()}
+        there = {str(x.relative_to(source / "flash_ext")) for x in source.rglob("flash_ext/**/*.*")}
+        assert built == there | {"_C.missing.txt"}
+
+
+def test_a_source_folder_that_hides_the_installation(source: Path) -> None:
+    """Python finds the folder where it was started first; that has no kernels, the other has."""
+    assert build(source, FLASH_EXT_SKIP_CUDA="1").returncode == 0
+    installed = source.parent / "lib" / "flash_ext"
+    (installed / "_C.missing.txt").unlink()
+    (installed / "_C.abi3.so").touch()
+    asked = subprocess.run(
+        [sys.executable, "-m", "flash_ext", "--device", "cpu"],
+        cwd=source,
+        env=os.environ | {"PYTHONPATH": str(installed.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        f"not in {source}/flash_ext, which Python imports in place of {installed}" in asked.stdout
+    )
+    assert "not built" not in asked.stdout
+
+
 def test_a_wrong_cuda_home_is_an_error(source: Path) -> None:
     done = build(source, CUDA_HOME="/nowhere")
     assert done.returncode != 0

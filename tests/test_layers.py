@@ -1,6 +1,7 @@
 """The layers of csrc/: who may include whom, where torch and where `asm` may appear.
 
-And of flash_ext/: one module alone has private names of torch, which any release may rename.
+And of flash_ext/: which package may import which, and one module alone has private names of torch,
+which any release may rename.
 
 `make lint` runs this file alone; it needs neither torch nor the binary.
 """
@@ -16,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "flash_ext"
-TORCH_PRIVATE = "_torch_private.py"
+TORCH_PRIVATE = "torch_private.py"
 TORCH_FILES = {
     *("bindings.cpp", "node.cpp", "sdpa.cpp", "boxing.h"),
     *("attention.h", "attention.cpp", "check.h"),
@@ -87,6 +88,54 @@ def test_a_breach_is_found(tmp_path: Path, file: str, code: str, complaint: str)
     assert file in found and complaint in found
 
 
+PYTHON_LAYERS = (
+    ("ops", "dropout"),
+    ("cpu", "functional"),
+    ("reference", "explanation", "flash_attn", "integrations"),
+    ("__init__", "__main__"),
+)
+
+
+def python_layer(module: str) -> int:
+    """The layer of a module, given relative to flash_ext; none imports from a higher layer."""
+    top = module.partition(".")[0]
+    return next(number for number, names in enumerate(PYTHON_LAYERS) if top in names)
+
+
+def python_violations(file: Path, code: str) -> Iterator[str]:
+    """The imports of a file, given relative to flash_ext/, from higher layers.
+
+    Those in functions are left out: they are for what a call alone needs.
+    """
+    package, here = file.parts[:-1], python_layer(file.with_suffix("").parts[0])
+    for node in ast.parse(code).body:
+        if not isinstance(node, ast.ImportFrom) or node.level == 0:
+            continue
+        parts = package[: len(package) + 1 - node.level]
+        base = ".".join((*parts, node.module or "")).strip(".")
+        for module in [base] if base else [x.name for x in node.names]:
+            if module != "__version__" and python_layer(module) > here:
+                yield f"{file}: imports {module}, which is of a higher layer"
+
+
+def test_the_package_keeps_its_layers() -> None:
+    files = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert [x for file, code in files.items() for x in python_violations(file, code)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("ops/call.py", "from ..cpu import tiled"),
+        ("cpu/tiled.py", "from .. import reference"),
+        ("functional.py", "from .explanation import explain"),
+        ("dropout.py", "from . import cpu"),
+    ],
+)
+def test_a_breach_in_python_is_found(file: str, code: str) -> None:
+    assert len(list(python_violations(Path(file), code))) == 1
+
+
 def is_private(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"_(?!_).*|__.*(?<!__)", name) is not None
 
@@ -144,5 +193,5 @@ def test_a_private_name_is_found(code: str) -> None:
 
 
 def test_other_names_are_not() -> None:
-    code = "from ._vmap import _rule; self._mesh; x._asdict(); q.__class__; from torch import nn"
+    code = "from .vmap import _rule; self._mesh; x._asdict(); q.__class__; from torch import nn"
     assert list(private_names(code)) == []

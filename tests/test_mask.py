@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_testing import dense_mask
 
-from flash_ext.mask import band, blocks
+from flash_ext.cpu.mask import band, blocks
 
 LENGTHS = ((1, 1), (4, 7), (7, 4), (6, 6), (1, 9), (9, 1))
 SIDES = (-1, 0, 1, 3, 20)

@@ -23,7 +23,7 @@ from attention_testing import (
     VARIANTS,
     Problem,
     dense_mask,
-    obstacle,
+    unsupported_reason,
 )
 from compiled import ROOT, shared_library
 from dropout_bits import is_kept, philox4x32_10
@@ -456,7 +456,7 @@ def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
     """With every option that the variant's kernels for parts take."""
     reached = set()
     for p in few_tiles("cuda"):
-        if p.lengths_q is not None or obstacle(variant, p, "cuda"):
+        if p.lengths_q is not None or unsupported_reason(variant, p, "cuda"):
             continue
         assert parts_of(native, variant, p) > 1, p
         default = Problem()

@@ -1,4 +1,4 @@
-"""The autograd node in C++ (`flash_ext/_node.py`): which calls have it, and that it is as good.
+"""The autograd node in C++ (`flash_ext/ops/node.py`): which calls have it, and that it is as good.
 
 Would catch an op of ATen that has changed, gradients unlike those of `bwd`, a mode that no longer
 sees flash_ext's ops, an lse without a gradient, a checkpoint that gets k for q where it recomputes
@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
-from flash_ext import _node, ops
 from flash_ext.flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_ext.ops import call, node
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile's, anomaly mode's
 
@@ -40,7 +40,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield
         return
     load_host_side()
-    monkeypatch.setattr(ops, "_node_forward", _node.find("CPU"))
+    monkeypatch.setattr(call, "node_forward", node.find("CPU"))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     yield
 
@@ -80,12 +80,12 @@ def gradients(tensors, dout, **options) -> tuple[torch.Tensor, ...]:
 
 
 def test_torch_has_the_op_as_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else flash_ext does without, at a cost: see whether _node.py and bindings.cpp can follow."""
-    assert _node.find() is not None
-    monkeypatch.setattr(_node, "_BACKWARD_SCHEMA", "another")
-    assert _node.find() is None
-    monkeypatch.setattr(_node, "NAME", "no_such_op")
-    assert _node.find() is None
+    """Else flash_ext does without, at a cost: see whether node.py and bindings.cpp can follow."""
+    assert node.find() is not None
+    monkeypatch.setattr(node, "_BACKWARD_SCHEMA", "another")
+    assert node.find() is None
+    monkeypatch.setattr(node, "NAME", "no_such_op")
+    assert node.find() is None
 
 
 @pytest.mark.parametrize("wanted", ("qkv", "q", "k", "v"))
@@ -194,7 +194,7 @@ def assert_as_in_python(attend: Callable, wanted: list, monkeypatch: pytest.Monk
     assert node_of(out) == IN_CPP
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, wanted, dout)
-    monkeypatch.setattr(ops, "_node_forward", None)
+    monkeypatch.setattr(call, "node_forward", None)
     expected = attend()
     assert node_of(expected) == IN_PYTHON
     assert_bitwise_equal(out.detach(), expected.detach())
@@ -258,7 +258,7 @@ def test_options_are_those_of_their_own_call(device: str) -> None:
         for x, y in zip(found, expected, strict=True):
             assert_bitwise_equal(x, y)
     with pytest.raises(RuntimeError, match="no dropout_p here"):
-        getattr(torch.ops.aten, _node.NAME)(q, k, v, dropout_p=0.5)
+        getattr(torch.ops.aten, node.NAME)(q, k, v, dropout_p=0.5)
 
 
 def test_graph_that_is_kept(device: str) -> None:

@@ -31,7 +31,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
-from flash_ext.functional import op_options
+from flash_ext.functional import attention_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile's own
 
@@ -68,7 +68,7 @@ OPCHECK_PROBLEMS = (
 
 def op_arguments(problem: Problem, inputs: Inputs, variant: str) -> tuple[tuple, dict]:
     """The positional arguments of fwd and its options."""
-    options = op_options(
+    options = attention_options(
         inputs.q,
         **options_of(problem),
         **inputs.options(),

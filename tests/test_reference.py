@@ -1,6 +1,6 @@
-"""Standard attention, the yardstick, against formulas written here and against PyTorch's own.
+"""Standard attention, the reference, against formulas written here and against PyTorch's own.
 
-Would catch a yardstick that is wrong in the same way as the kernels: mask, bias and sequences are
+Would catch a reference that is wrong in the same way as the kernels: mask, bias and sequences are
 written out from the contract here, not taken from what the reference and the CPU kernels share.
 """
 

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_ke
 from torch.nn.attention.varlen import varlen_attn
 
 import flash_ext
-from flash_ext import ops
+from flash_ext import ops, tiled
 from flash_ext.integrations import sdpa
 
 FORWARD, BACKWARD = (f"_scaled_dot_product_flash_attention{x}" for x in ("", "_backward"))
@@ -313,13 +313,13 @@ def test_strides_are_those_of_empty_like(active):
 @pytest.mark.parametrize("asked", (False, True))
 def test_deterministic_algorithms(asked, active, monkeypatch):
     """The flag counts that is up when the gradients are computed."""
-    seen, backward = [], ops.tiled.backward
+    seen, backward = [], tiled.backward
 
     def spy(variant, tensors, options, need_dbias):
         seen.append(options.deterministic)
         return backward(variant, tensors, options, need_dbias)
 
-    monkeypatch.setattr(ops.tiled, "backward", spy)
+    monkeypatch.setattr(tiled, "backward", spy)
     tensors, offsets = packed_inputs("cpu", torch.float32)
     leaves = [x.requires_grad_() for x in inputs("bhsd")[1:].clone().unbind()]
     packed = [x.requires_grad_() for x in tensors[:3]]

@@ -20,15 +20,15 @@ from attention_testing import (
     assert_accurate,
     make_inputs,
     options_of,
-    yardstick,
+    reference_results,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import tiled
-from flash_ext._checks import check_forward
-from flash_ext._options import BackwardTensors, Options
-from flash_ext.functional import op_options
-from flash_ext.tiling import SCORES_BYTES, block_sizes, fast_block_sizes
+from flash_ext.cpu.checks import check_forward
+from flash_ext.cpu.tiling import SCORES_BYTES, block_sizes, fast_block_sizes
+from flash_ext.functional import attention_options
+from flash_ext.ops.options import BackwardTensors, Options
 
 
 def run_tiled(
@@ -38,7 +38,7 @@ def run_tiled(
     inputs = inputs or make_inputs(problem, "cpu")
     cu_seqlens = {name: getattr(inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     options = Options(
-        **op_options(inputs.q, **options_of(problem), **inputs.options(), **cu_seqlens)
+        **attention_options(inputs.q, **options_of(problem), **inputs.options(), **cu_seqlens)
     )
     with torch.no_grad():
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -82,7 +82,9 @@ def test_many_small_tiles(problem: Problem, on_chip: int, variant: str) -> None:
     if on_chip == 1:
         sizes = {"batch": 20, "seqlen_q": 9, "seqlen_k": 11, "head_dim": 3}
         problem = dataclasses.replace(problem, **sizes)
-    assert_accurate(run_tiled(problem, variant, on_chip), *yardstick(problem, "cpu"), problem.dtype)
+    assert_accurate(
+        run_tiled(problem, variant, on_chip), reference_results(problem, "cpu"), problem.dtype
+    )
 
 
 OPTIONS = (
@@ -105,7 +107,7 @@ OPTIONS = (
 @pytest.mark.parametrize("options", [a | b for a, b in itertools.combinations(OPTIONS, 2)], ids=str)
 def test_pairs_of_options_in_float64(options: dict) -> None:
     problem = dataclasses.replace(Problem(3, 23, 31, 4, 2, 8, torch.float64), **options)
-    ref, _ = yardstick(problem, "cpu")
+    ref = reference_results(problem, "cpu").ref
     for variant in CPU_VARIANTS:
         actual = run_tiled(problem, variant, on_chip=200)
         assert list(actual) == list(ref)
@@ -118,7 +120,7 @@ def test_pairs_of_options_in_float64(options: dict) -> None:
 def test_every_broadcast_of_a_bias_over_many_tiles(pattern: tuple, variant: str) -> None:
     """Each tile adds its share to dbias, and only that."""
     problem = Problem(2, 23, 31, 4, 2, 8, torch.float64, causal=True, bias="".join(pattern))
-    ref, _ = yardstick(problem, "cpu")
+    ref = reference_results(problem, "cpu").ref
     actual = run_tiled(problem, variant, on_chip=200)["dbias"]
     torch.testing.assert_close(actual, ref["dbias"], rtol=1e-10, atol=1e-10)
 
@@ -126,7 +128,7 @@ def test_every_broadcast_of_a_bias_over_many_tiles(pattern: tuple, variant: str)
 @pytest.mark.parametrize("variant", CPU_VARIANTS)
 def test_results_do_not_depend_on_the_tiles_in_float64(variant: str) -> None:
     problem = Problem(1, 50, 70, 4, 2, 8, torch.float64, window=(20, 9), dropout_p=0.2)
-    ref, _ = yardstick(problem, "cpu")
+    ref = reference_results(problem, "cpu").ref
     for on_chip in (200, 500, 4096):
         for name, x in run_tiled(problem, variant, on_chip).items():
             torch.testing.assert_close(x, ref[name], rtol=1e-11, atol=1e-11)
@@ -225,4 +227,4 @@ def test_small_sizes_exhaustively() -> None:
         problem = Problem(40, seqlen_q, seqlen_k, 2, 1, 4, window=(left, right))
         for variant in CPU_VARIANTS:
             actual = run_tiled(problem, variant, on_chip=32)
-            assert_accurate(actual, *yardstick(problem, "cpu"), problem.dtype)
+            assert_accurate(actual, reference_results(problem, "cpu"), problem.dtype)

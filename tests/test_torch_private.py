@@ -2,7 +2,7 @@
 
 Would catch a rename in a release of torch that breaks `import flash_ext`, or a substitute that
 recurses, casts twice, or records no gradient. Each name in turn, and all of them, are hidden from
-`flash_ext/_torch_private.py` while flash_ext is imported, in a process of its own.
+`flash_ext/ops/torch_private.py` while flash_ext is imported, in a process of its own.
 `test_layers.py` sees to it that no other file has private names.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from flash_ext import _torch_private
+from flash_ext.ops import torch_private
 
-NAMES = re.findall(r'_find\(\s*"([\w.]+)"\s*\)', Path(_torch_private.__file__).read_text())
+NAMES = re.findall(r'_find\(\s*"([\w.]+)"\s*\)', Path(torch_private.__file__).read_text())
 NEEDED_BY_TORCH_FUNC = {
     "torch.autograd.function._SingleLevelFunction",
     "torch._functorch.utils.enable_single_level_autograd_function",
@@ -72,7 +72,7 @@ def same(function, *arguments):
 
 def check():
     import flash_ext
-    from flash_ext import _torch_private
+    from flash_ext.ops import torch_private
 
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 9, 2, 8, dtype=torch.float64).unbind()
@@ -82,7 +82,7 @@ def check():
     def op(*tensors):
         return torch.ops.flash_ext.fwd(*tensors)[0]
 
-    yield "missing", _torch_private.missing
+    yield "missing", torch_private.missing
     for name, attend in ("attention", flash_ext.attention), ("op", op):
         with torch.no_grad():
             yield f"{name}: forward", same(attend, q, k, v, expected[0])
@@ -141,7 +141,7 @@ for case in sys.argv[1:]:
 
 def outcomes(*cases: str) -> dict[str, dict]:
     """By case, the names that are hidden, what was found: empty, nothing is hidden."""
-    root = str(Path(_torch_private.__file__).resolve().parent.parent)
+    root = str(Path(torch_private.__file__).resolve().parents[2])
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT, *cases],
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
@@ -163,7 +163,7 @@ def found() -> dict[str, dict]:
 def test_torch_has_them(found: dict) -> None:
     """Else flash_ext does without, at a cost: see what torch has in its place."""
     wrong = {name: x for name, x in found[""].items() if x is not True}
-    assert NAMES and wrong.pop("missing") == _torch_private.missing == []
+    assert NAMES and wrong.pop("missing") == torch_private.missing == []
     for attend in "attention", "op":
         dtypes = wrong.pop(f"{attend}: autocast")
         assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32", "torch.float32"]

@@ -1,8 +1,8 @@
 """Which variant runs what: a named one runs or raises with its reason, "auto" always runs.
 
 Would catch a kernel that is launched on what it cannot compute, a reason that names something else,
-"auto" that raises where another variant runs or passes by the fastest one, and `obstacle` of
-attention_testing.py, by which all other tests leave cases out, differing from the package.
+"auto" that raises where another variant runs or passes by the fastest one, and what
+the package declares of its variants, by which all other tests leave cases out, unlike the kernels.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from attention_testing import (
     attend,
     backward_of,
     check,
-    device_obstacle,
+    device_unsupported_reason,
     fastest,
     make_inputs,
-    obstacle,
     run,
+    unsupported_reason,
 )
 
 import flash_ext
@@ -49,6 +49,7 @@ PROBLEMS = {
     "one by one": Problem(1, 1, 1),
     "window": dataclasses.replace(BASE, window=(20, -1)),
     "softcap": dataclasses.replace(BASE, softcap=5.0),
+    "large softcap": dataclasses.replace(BASE, softcap=3000.0),
     "alibi": dataclasses.replace(BASE, alibi="bh"),
     "sink": dataclasses.replace(BASE, sink=True),
     "used keys": dataclasses.replace(BASE, seqused_k=(0, 99)),
@@ -69,14 +70,14 @@ def explain(problem: Problem, device: str, **options: object) -> flash_ext.Expla
 
 
 @every_problem
-def test_explain_agrees_with_obstacle(what: str, device: str) -> None:
+def test_explain_agrees_with_what_is_declared(what: str, device: str) -> None:
     problem = PROBLEMS[what]
     explanation = explain(problem, device)
     assert explanation.variant == fastest(problem, device)
     assert explanation.backward == backward_of(explanation.variant, problem)
     assert (explanation.why_backward is None) == (explanation.backward == explanation.variant)
     for variant, reason in explanation.reasons.items():
-        expected = obstacle(variant, problem, device)
+        expected = unsupported_reason(variant, problem, device)
         assert reason is None if expected is None else expected in reason, reason
 
 
@@ -252,7 +253,7 @@ def test_more_tiles_than_can_be_counted(variant: str) -> None:
 @pytest.mark.gpu
 def test_other_gpus_get_the_reason() -> None:
     """Where there is no Hopper GPU, and only there, fa3 says so."""
-    reason = device_obstacle("fa3", "cuda")
+    reason = device_unsupported_reason("fa3", "cuda")
     if reason is None:
         pytest.skip("this is a Hopper GPU")
     q = some(1, 40, 2, 64)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..mask import band
+from ..cpu.mask import band
 
 _COMPARE = ("bool", "eq", "ne", "lt", "le", "gt", "ge")
 _CONTAIN = ("getitem", "len", "iter", "contains")

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.library import register_torch_dispatch
 
 from .. import ops
-from .._options import BackwardTensors
+from ..ops.options import ABOUT, BackwardTensors, dim_of
 
 Role = Literal["batch", "heads"] | None
 """What a dimension of the mesh splits. None: nothing."""
@@ -59,22 +59,13 @@ class _Layout:
 
     def _dim(self, name: str, dims: int, role: str) -> int | None:
         """The dimension of a tensor of so many dimensions that is split; None: it has not one."""
-        batch, heads = {
-            "lse": (0, 1),
-            "dlse": (0, 1),
-            "bias": (0, 1),
-            "alibi_slopes": (0, 1) if dims == 2 else (None, 0),
-            "sink": (None, 0),
-            "seqused_k": (0, None),
-            "cu_seqlens_q": (None, None),
-            "cu_seqlens_k": (None, None),
-            "rng_state": (None, None),
-        }.get(name, (0, 2))
-        if self.packed:  # the sequences lie one after the other: only heads are split
-            batch = None
-            if heads is not None and name not in ("bias", "alibi_slopes", "sink"):
-                heads -= 1
-        return batch if role == "batch" else heads
+        if self.packed and role == "batch":  # the sequences lie one after the other
+            return None
+        if name in ABOUT:
+            return dim_of(name, dims, role)
+        if role == "batch":
+            return 0
+        return (1 if name in ("lse", "dlse") else 2) - self.packed
 
     def placements(self, name: str, x: Tensor, broadcast: Placement) -> list[Placement]:
         """Of x, which is q or an option. `broadcast` where it is one for all that is split."""

@@ -31,7 +31,7 @@ import torch.nn.attention as attention_backends
 from torch.library import Library
 
 from .. import ops
-from .._torch_private import schema
+from ..ops.torch_private import schema
 
 NAME = "flash_ext"
 """The name in `torch.nn.attention.list_flash_attention_impls()`, once `activate` was called."""

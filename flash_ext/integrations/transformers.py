@@ -43,8 +43,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import masking_utils
 
-from .._checks import statistics_dtype
 from ..functional import attention, attention_varlen
+from ..ops.checks import statistics_dtype
 from ._transformers_mask import Mask
 
 NAME = "fa_ext"

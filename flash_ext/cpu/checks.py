@@ -2,79 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
-from ._options import CPU_VARIANTS, VARIANTS, BackwardTensors, Options
+from ..ops.checks import dtype_name, refuse, require_device, statistics_dtype
+from ..ops.options import (
+    ABOUT,
+    CPU_VARIANTS,
+    MAX_FACTOR,
+    TENSOR_OPTIONS,
+    VARIANTS,
+    BackwardTensors,
+    Options,
+)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_HEAD_DIM = 256
 
-# The kernels have scale · log2(e), softcap · log2(e), its inverse and scale / softcap in float32:
-# within these bounds they are finite.
-_MAX_FACTOR = 2.0**127
-_MIN_SOFTCAP = 2.0**-126
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Accumulators, softmax and lse: float32, or float64 for float64 inputs (CPU only)."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _refuse(argument: str, wanted: str, got: object) -> NoReturn:
-    if isinstance(got, torch.dtype):
-        got = _dtype_name(got)
-    raise ValueError(f"flash_ext: {argument} must be {wanted}, got {got}")
-
-
-def require_tensors(**arguments: Any) -> None:
-    """Refuse what is no dense tensor, whose attributes and ops would fail without naming it."""
-    for name, x in arguments.items():
-        if isinstance(x, Tensor):
-            if x.is_nested:
-                hint = "a jagged one's values() and offsets() are for attention_varlen"
-                _refuse(name, f"a dense tensor ({hint})", "a nested tensor")
-        elif not hasattr(x, "__torch_function__"):  # which the proxies of torch.fx have
-            _refuse(name, "a tensor", None if x is None else f"a value of type {type(x).__name__}")
-
-
-def require_pair(argument: str, window: Any) -> tuple[int, int]:
-    """The two sides of a window.
-
-    Raises:
-        ValueError: it is not a pair.
-    """
-    if not isinstance(window, tuple | list) or len(window) != 2 or None in window:
-        _refuse(argument, "a pair of ints (left, right), -1 for unlimited", repr(window))
-    left, right = window
-    return left, right
-
 
 def _require_shape(argument: str, tensor: Tensor, shape: tuple[int, ...], layout: str) -> None:
     if tuple(tensor.shape) != shape:
-        _refuse(argument, f"of shape {layout} = {shape}", tuple(tensor.shape))
-
-
-def require_device(argument: str, tensor: Tensor, q: Tensor) -> None:
-    """Refuse a tensor that is not on q's device."""
-    if tensor.device != q.device:
-        _refuse(argument, f"on q's device {q.device}", tensor.device)
+        refuse(argument, f"of shape {layout} = {shape}", tuple(tensor.shape))
 
 
 def _require_contiguous_rows(argument: str, tensor: Tensor) -> None:
     if tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        _refuse(argument, "contiguous in its last dimension", f"strides {tensor.stride()}")
+        refuse(argument, "contiguous in its last dimension", f"strides {tensor.stride()}")
 
 
 def _require_like(argument: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.dtype != q.dtype:
-        _refuse(argument, f"of q's dtype {_dtype_name(q.dtype)}", tensor.dtype)
+        refuse(argument, f"of q's dtype {dtype_name(q.dtype)}", tensor.dtype)
     require_device(argument, tensor, q)
     _require_contiguous_rows(argument, tensor)
 
@@ -89,16 +47,16 @@ def _require_plain(
 ) -> None:
     """A contiguous tensor on q's device."""
     if tensor.dtype != dtype:
-        _refuse(argument, _dtype_name(dtype), tensor.dtype)
+        refuse(argument, dtype_name(dtype), tensor.dtype)
     _require_shape(argument, tensor, shape, layout)
     require_device(argument, tensor, q)
     if not tensor.is_contiguous():
-        _refuse(argument, "contiguous", f"strides {tensor.stride()}")
+        refuse(argument, "contiguous", f"strides {tensor.stride()}")
 
 
 def _check_variant(options: Options) -> None:
     if options.variant not in ("auto", *VARIANTS):
-        _refuse("variant", " or ".join(map(repr, ("auto", *VARIANTS))), repr(options.variant))
+        refuse("variant", " or ".join(map(repr, ("auto", *VARIANTS))), repr(options.variant))
 
 
 def _choose_variant(options: Options) -> str:
@@ -106,7 +64,7 @@ def _choose_variant(options: Options) -> str:
         return CPU_VARIANTS[-1]
     if options.variant not in CPU_VARIANTS:
         wanted = f"one of {CPU_VARIANTS} or 'auto' (here {CPU_VARIANTS[-1]!r}) on the CPU"
-        _refuse("variant", wanted, f"{options.variant!r}, which is for Hopper GPUs")
+        refuse("variant", wanted, f"{options.variant!r}, which is for Hopper GPUs")
     return options.variant
 
 
@@ -123,9 +81,9 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     )
     for name, tensor, layout in layouts:
         if tensor.dim() != dims:
-            _refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
+            refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
     if q.dtype not in _DTYPES:
-        _refuse("q", "float16, bfloat16, float32 or float64", q.dtype)
+        refuse("q", "float16, bfloat16, float32 or float64", q.dtype)
     for name, tensor, _ in layouts:
         _require_like(name, tensor, q)
 
@@ -133,13 +91,13 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     heads_k, head_dim_v = k.shape[-2], v.shape[-1]
     for name, size in (("q", head_dim), ("v", head_dim_v)):
         if not 1 <= size <= _MAX_HEAD_DIM:
-            _refuse(f"{name}'s head dimension", f"1 to {_MAX_HEAD_DIM}", size)
+            refuse(f"{name}'s head dimension", f"1 to {_MAX_HEAD_DIM}", size)
     shape_k = tuple(k.shape[:1]) if packed else (q.shape[0], k.shape[1])
     _require_shape("k", k, (*shape_k, heads_k, head_dim), layouts[1][2])
     if heads_k == 0:
-        _refuse("k's number of heads", "at least 1", heads_k)
+        refuse("k's number of heads", "at least 1", heads_k)
     if heads_q % heads_k != 0:
-        _refuse("q's number of heads", f"a multiple of k's, {heads_k}", heads_q)
+        refuse("q's number of heads", f"a multiple of k's, {heads_k}", heads_q)
     _require_shape("v", v, (*shape_k, heads_k, head_dim_v), layouts[2][2])
 
 
@@ -148,10 +106,10 @@ def _check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
     previous = 0
     for index, offset in enumerate(cu_seqlens.tolist()):
         if index == 0 and offset != 0:
-            _refuse(f"{argument}[0]", "0", offset)
+            refuse(f"{argument}[0]", "0", offset)
         if not previous <= offset <= total:
             wanted = f"from {previous} (the entry before) to {total} (all rows)"
-            _refuse(f"{argument}[{index}]", wanted, offset)
+            refuse(f"{argument}[{index}]", wanted, offset)
         previous = offset
 
 
@@ -170,42 +128,40 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
         lengths = [k.shape[1]] * batch if packed is None else packed.diff().tolist()
         for b, (used, length) in enumerate(zip(options.seqused_k.tolist(), lengths, strict=True)):
             if not 0 <= used <= length:
-                _refuse(f"seqused_k[{b}]", f"from 0 to the sequence's {length} keys", used)
+                refuse(f"seqused_k[{b}]", f"from 0 to the sequence's {length} keys", used)
     return batch
 
 
 def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
     floating = dict.fromkeys((q.dtype, statistics_dtype(q.dtype)))  # which may be one
     if bias.dtype not in (*floating, torch.bool):
-        _refuse("bias", f"{', '.join(map(_dtype_name, floating))} or bool", bias.dtype)
+        refuse("bias", f"{', '.join(map(dtype_name, floating))} or bool", bias.dtype)
     require_device("bias", bias, q)
     shape = tuple(bias.shape)
     if bias.dim() != 4:
-        _refuse("bias", "of shape (batch, heads_q, seqlen_q, seqlen_k), any of them 1", shape)
+        refuse("bias", "of shape (batch, heads_q, seqlen_q, seqlen_k), any of them 1", shape)
     wanted = {"batch": batch, "heads_q": q.shape[-2]}
     if q.dim() == 4:  # packed sequences are of any length, and a bias reaches as far as it likes
         wanted |= {"seqlen_q": q.shape[1], "seqlen_k": k.shape[1]}
     for dim, (name, size) in enumerate(wanted.items()):
         if shape[dim] not in (1, size):
-            _refuse("bias", f"1 or {name} = {size} in dimension {dim}", shape)
+            refuse("bias", f"1 or {name} = {size} in dimension {dim}", shape)
 
 
 def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
     heads, dtype = q.shape[-2], statistics_dtype(q.dtype)
+    for name, about in ABOUT.items():
+        if name not in TENSOR_OPTIONS and not about.allows(getattr(options, name)):
+            refuse(name, about.wanted, getattr(options, name))
     softcap, scale = options.softcap, options.scale
-    if not (softcap == 0 or _MIN_SOFTCAP <= softcap < _MAX_FACTOR):
-        _refuse("softcap", "0 (none), or at least 2^-126 and below 2^127", softcap)
-    max_scale = _MAX_FACTOR * (min(softcap, 1.0) if softcap > 0 else 1.0)
+    max_scale = MAX_FACTOR * (min(softcap, 1.0) if softcap > 0 else 1.0)
     if scale is not None and not abs(scale) < max_scale:
         wanted = "below 2^127 in magnitude, and below 2^127 softcap if that is given"
-        _refuse("scale", wanted, scale)
-    for name in ("window_left", "window_right"):
-        if getattr(options, name) < -1:
-            _refuse(name, "at least -1 (unlimited)", getattr(options, name))
+        refuse("scale", wanted, scale)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes
         if slopes.dtype != dtype:
-            _refuse("alibi_slopes", _dtype_name(dtype), slopes.dtype)
+            refuse("alibi_slopes", dtype_name(dtype), slopes.dtype)
         shape = (heads,) if slopes.dim() == 1 else (batch, heads)
         _require_shape("alibi_slopes", slopes, shape, "(heads_q) or (batch, heads_q)")
         require_device("alibi_slopes", slopes, q)
@@ -214,11 +170,9 @@ def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
         _check_bias(q, k, options.bias, batch)
     if options.sink is not None:
         _require_plain("sink", options.sink, q, dtype, (heads,), "(heads_q)")
-    if not 0 <= options.dropout_p < 1:
-        _refuse("dropout_p", "in [0, 1)", options.dropout_p)
     if options.dropout_p > 0:
         if options.rng_state is None:
-            _refuse("rng_state", "given when dropout_p > 0", None)
+            refuse("rng_state", "given when dropout_p > 0", None)
         layout = "(seed and offset)"
         _require_plain("rng_state", options.rng_state, q, torch.int64, (2,), layout)
 
@@ -235,7 +189,7 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
     _check_variant(options)
     if (options.cu_seqlens_q is None) != (options.cu_seqlens_k is None):
         given = "cu_seqlens_q" if options.cu_seqlens_k is None else "cu_seqlens_k"
-        _refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
+        refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
     _check_options(q, k, options, batch=_check_lengths(q, k, options))
     return _choose_variant(options)

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from ._flops import node_flops
-from ._options import TENSOR_OPTIONS, schema_options
-from ._torch_private import any_requires_grad, entry, in_dispatch_mode, in_dual_level, schema
+from .flops import node_flops
+from .options import TENSOR_OPTIONS, schema_options
+from .torch_private import any_requires_grad, entry, in_dispatch_mode, in_dual_level, schema
 
 NAME = "_scaled_dot_product_fused_attention_overrideable"
 _SCHEMA = (

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ._torch_private import register_vmap_kernel
+from .options import ABOUT
+from .torch_private import register_vmap_kernel
+
+_OF_BATCH = {name for name, about in ABOUT.items() if "batch" in about.dims}
 
 Dims = Any
 """Of each tensor the mapped dimension, or None; of the options a dict of these."""
@@ -30,7 +33,7 @@ def _folded_options(
     options: dict[str, Any], dims: dict[str, int | None], size: int, batch: int
 ) -> dict[str, Any]:
     folded = dict(options)
-    for name in {"alibi_slopes", "bias", "seqused_k"} & dims.keys():  # what a batch may hold
+    for name in dims.keys() & _OF_BATCH:
         x, dim = options[name], dims[name]
         if name == "alibi_slopes" and x.dim() == 1 + (dim is not None):  # (Hq), one for the batch
             x, dim = (x[None], None) if dim is None else (x.movedim(dim, 0)[:, None], 0)

@@ -65,7 +65,7 @@ def bwd_flops(
 
 
 def node_flops(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, **_: Any) -> int:
-    """Of `node_bwd`; `_node.py` says which of its arguments are options."""
+    """Of `node_bwd`; `node.py` says which of its arguments are options."""
     *_bias_and_mask, out, lse, cu_seqlens_q, cu_seqlens_k = more[:6]
     seqused_k = more[-1]
     options = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}

@@ -1,18 +1,21 @@
-"""Which variant runs for these inputs, whose kernels compute its gradients, and why not others."""
+"""Which variant runs for these inputs, whose kernels compute its gradients, and why not others.
+
+The module has another name than its function, so that `flash_ext.explain` is always the function.
+"""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from . import ops
-from ._checks import require_tensors
-from ._options import VARIANTS
-from .functional import attention, op_options
+from .functional import AttentionOptions, attention_options
+from .ops.checks import require_tensors
+from .ops.options import VARIANTS
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ def explain(
     v: Tensor,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    **options: Any,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Explanation:
     """Say what `flash_ext.attention(q, k, v, **options)` would run, without running it.
 
@@ -121,6 +126,7 @@ def explain(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options: as for those. Here floating-point tensors may
             hold anything: only their shapes, strides, dtypes and devices count. The gradient of out
             is taken to be contiguous.
+        return_lse: changes nothing.
 
     Returns:
         An `Explanation`: print it, or read its fields.
@@ -129,14 +135,12 @@ def explain(
         TypeError: an option that `flash_ext.attention` does not have.
         ValueError: an argument is no dense tensor, or window no pair.
     """
-    inspect.signature(attention).bind(q, k, v, **options)  # refuses unknown options
     require_tensors(q=q, k=k, v=v)
     ops.meet(q, k, v)
     wanted = options.pop("variant", "auto")
-    options.pop("return_lse", None)
     if options.get("rng_state") is None:  # lest one be drawn, which would advance the generator
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
-    given = op_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 
     found = {name: _check(q, k, v, name, given) for name in (*VARIANTS, wanted)}
     chosen = found.pop("auto") if wanted == "auto" else found[wanted]

@@ -1,34 +1,4 @@
-"""The names and signatures of the package flash-attn 2.8, on flash_ext's kernels.
-
-    from flash_ext.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
-
-Shapes, dtypes and options are those of `flash_ext.attention` and `flash_ext.attention_varlen`, with
-flash-attn's names for them:
-
-    softmax_scale: the factor of the scores; None is 1 / sqrt(D).
-    causal: aligned bottom-right, as everywhere in flash_ext.
-    window_size: (left, right), both included; below 0 is unlimited, and so is a side of at least Sk
-        (max_seqlen_k of packed sequences, the cache's length of a cache). On the right that is
-        more than what the side reaches where Sq > Sk.
-    softcap: 0 or less is none.
-    alibi_slopes: (Hq) or (B, Hq).
-    dropout_p: the masks are drawn from torch's generator, but are other ones than flash-attn's.
-    deterministic: False follows `torch.are_deterministic_algorithms_enabled()`.
-    max_seqlen, max_seqlen_q, max_seqlen_k: not needed; only window_size is compared with them.
-    return_attn_probs: return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32,
-        (B, Hq, Sq), or (Hq, total_q) of packed sequences, with flash-attn's values: +inf where a
-        query sees no key; and where causal, without a window, meets alibi_slopes, larger by
-        slope · (i + Sk − Sq) than that of `flash_ext.attention`, since key j is given slope · j
-        there, which is as good to the softmax. Unlike there it is differentiable. S_dmask, which
-        flash-attn gives for its own tests, is always empty, of shape (0,).
-
-Like there, a last dimension that is not contiguous is copied, and autocast casts neither a cache
-nor inputs that are all float16 or all bfloat16; others, which flash-attn refuses, it does. What is
-not supported raises NotImplementedError before anything runs; wrong arguments raise ValueError or
-RuntimeError.
-
-`__version__` is the flash-attn whose names these are, for code that asks.
-"""
+"""The functions of `flash_attn.flash_attn_interface`; `flash_ext.flash_attn` describes them."""
 
 from __future__ import annotations
 
@@ -40,25 +10,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import ops
-from ._checks import require_pair, require_tensors
-from .bert_padding import index_first_axis, pad_input, unpad_input
-from .functional import attention, attention_varlen, op_options
-
-__version__ = "2.8.3"
-
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "index_first_axis",
-    "pad_input",
-    "unpad_input",
-]
+from .. import ops
+from ..functional import attention, attention_options, attention_varlen
+from ..ops.checks import require_pair, require_tensors
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -109,7 +63,7 @@ def _options(
 def _flash_attn_lse(
     lse: Tensor, seqlen_k: int | Tensor, cu_seqlens: tuple[Tensor, Tensor] | None, options: Any
 ) -> Tensor:
-    """lse with flash-attn's values, see the head of this module.
+    """lse with flash-attn's values, see `flash_ext.flash_attn`.
 
     Args:
         lse: (B, Hq, Sq), or with cu_seqlens (Hq, total_q).
@@ -183,7 +137,7 @@ def flash_attn_func(
 ) -> Any:
     """Attention of q (B, Sq, Hq, D) to k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): (B, Sq, Hq, Dv).
 
-    Differentiable in q, k and v. The options are those at the head of this module.
+    Differentiable in q, k and v. The options are those of `flash_ext.flash_attn`.
     """
     if not (type(q) is type(k) is type(v) is Tensor):
         require_tensors(q=q, k=k, v=v)
@@ -404,7 +358,8 @@ def flash_attn_with_kvcache(
             that is refused has written nothing, but for one that was compiled.
         cache_seqlens: how many keys the cache holds: an int, or int32 (B). None is all, without k.
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: not supported.
-        rotary_interleaved, num_splits: have no effect: nothing is rotated, the keys are not split.
+        rotary_interleaved, num_splits: have no effect: nothing is rotated, and how many parts the
+            keys are split into is chosen for each call.
 
     Returns:
         out (B, Sq, Hq, Dv), with return_softmax_lse (out, softmax_lse), softmax_lse (B, Hq, Sq).
@@ -428,7 +383,7 @@ def flash_attn_with_kvcache(
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, capacity)
     q = _rows_contiguous(q)
     with _no_autocast(q):
-        given = op_options(q, **options, seqused_k=used)
+        given = attention_options(q, **options, seqused_k=used)
         if k is not None and v is not None and lengths is not None:
             if not is_compiling() and ops.is_real(q):  # where the device can be asked
                 ops.check(q, k_cache, v_cache, **given)

@@ -1,4 +1,4 @@
-"""How a call is cut into tiles, and what happens to a tile's scores: for `flash_ext.tiled`."""
+"""How a call is cut into tiles, and what happens to a tile's scores: for `flash_ext.cpu.tiled`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import statistics_dtype
-from ._options import Options
-from .dropout import keep_scale, keep_tile
+from ..dropout import keep_scale, keep_tile
+from ..ops.checks import statistics_dtype
+from ..ops.options import Options
 from .mask import Band, band, blocks
 from .sequences import Span
 

@@ -11,7 +11,7 @@ operation. "HBM" is a whole tensor, "on chip" a tile of it.
 Beyond the pseudocode, in all four:
 
 - Tiles that the mask hides are skipped, and tiles at its edge are cut to the part that it shows.
-- Scores get more than a scale and a mask: `Tile.scores` in `flash_ext.tiling`, and its gradient.
+- Scores get more than a scale and a mask: `Tile.scores` in `tiling.py`, and its gradient.
 - m starts at the lowest finite number instead of −∞. So a row that has seen no key yet never meets
   −∞ − (−∞): its P̃ is exp(−∞) = 0. With a sink, m and ℓ start as if that key had been seen.
 - Grouped queries: the rows of a tile are (query, head of the group) pairs, all of which read the
@@ -34,8 +34,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import statistics_dtype
-from ._options import BackwardTensors, Options
+from ..ops.checks import statistics_dtype
+from ..ops.options import BackwardTensors, Options
 from .sequences import Span, spans
 from .tiling import Tiling
 

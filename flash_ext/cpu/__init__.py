@@ -1,0 +1,38 @@
+"""The CPU kernels of the ops: FlashAttention 1 and 2 as tile loops in torch.
+
+They are for reading and for testing: `tiled` has the papers' algorithms line by line, `tiling` cuts
+a call into tiles, `mask` and `sequences` say what is visible, as standard attention does too, and
+`checks` refuses wrong arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.options import VARIANTS, BackwardTensors, Options
+from ..ops.schemas import library
+from . import tiled
+from .checks import check_backward, check_forward
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    options = Options(**given)
+    return tiled.forward(check_forward(q, k, v, options), q, k, v, options)
+
+
+def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tensor, ...]:
+    x, options = BackwardTensors(*tensors), Options(**given)
+    gradients = tiled.backward(check_backward(x, options), x, options, need_dbias)
+    return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str]:
+    variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
+    return variant, variant, ""
+
+
+library.impl("fwd", _fwd_cpu, "CPU")
+library.impl("bwd", _bwd_cpu, "CPU")
+library.impl("check", _check_cpu, "CPU")

@@ -1,0 +1,51 @@
+"""The ops `torch.ops.flash_ext.fwd`, `bwd` and `check`, as PyTorch sees them.
+
+    fwd(q, k, v, *, options) -> (out, lse)
+    bwd(dout, dlse?, q, k, v, out, lse, *, options, need_dbias) -> (dq, dk, dv, dbias, dsink)
+    check(q, k, v, *, options) -> (variant, backward, why)
+
+check raises what fwd would, or gives the index in VARIANTS of the variant that runs, and of that
+whose kernels compute its gradients. These are its own ("" for `why`), or fa2's where fa3's cannot;
+-1 stands for none.
+
+Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
+with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),
+lse (Hq, total_q). lse is float32 (float64 for float64, which only the CPU kernels take) and the
+natural logarithm. Gradients are contiguous and have the shape and dtype of what they belong to, or
+the shape (0,): dsink without a sink, dbias without a bias, for a bool one and without need_dbias.
+The options are those of `flash_ext.ops.options.Options`.
+
+    options        the options, described once, and the variants
+    schemas        the schemas: defined here, so that fake and CPU kernels need no binary
+    fake           shapes, dtypes and strides, for tracing
+    autograd       gradients and autocast; `node` is a second, quicker way to gradients
+    call           `forward`, by which functions in Python call `fwd`
+    vmap, flops    what else PyTorch asks of an op, but for `flash_ext.integrations.dtensor`
+    binary         the CUDA kernels, which come from `_C.abi3.so`, if it was built
+    checks         of arguments in Python
+    torch_private  every private name of torch, and what is done without it
+
+The CPU kernels are those of `flash_ext.cpu`.
+"""
+
+from . import fake as fake
+from . import flops, vmap
+from .autograd import meet
+from .binary import cuda_missing, cuda_targets
+from .call import autocasts, forward, is_real
+from .schemas import bwd, check, fwd, library
+
+vmap.register(library, fwd, bwd)
+flops.register(fwd.overloadpacket, bwd.overloadpacket)
+
+__all__ = [
+    "autocasts",
+    "bwd",
+    "check",
+    "cuda_missing",
+    "cuda_targets",
+    "forward",
+    "fwd",
+    "is_real",
+    "meet",
+]

@@ -1,0 +1,164 @@
+"""Autograd and autocast of the ops.
+
+torch.library.register_autograd refuses ops with keyword-only tensors, so this registers the two
+autograd.Functions itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import node
+from .options import TENSOR_OPTIONS
+from .schemas import bwd, fwd, library
+from .torch_private import (
+    any_requires_grad,
+    below_autocast,
+    below_autograd,
+    entry,
+    in_dual_level,
+    recorder,
+    register_autograd_kernel,
+)
+
+_fwd, _bwd = entry(fwd), entry(bwd)
+
+
+def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
+    raise RuntimeError(
+        "flash_ext: forward-mode derivatives (jvp, jacfwd, hessian) are not supported; "
+        "flash_ext.reference.attention has them"
+    )
+
+
+# In the order of the node of node.py: checkpointing may recompute the one for the other.
+_SAVED_BY_NODE = (
+    *("bias", "k", "q", "v", "cu_seqlens_k", "cu_seqlens_q", "lse", "out"),
+    *("seqused_k", "alibi_slopes"),
+)
+_SAVED = (*_SAVED_BY_NODE, *sorted(TENSOR_OPTIONS.difference(_SAVED_BY_NODE)))
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """bias and sink are among the options, and here for autograd to see them."""
+        with below_autograd():
+            out, lse = _fwd(q, k, v, **options)
+        saved = {"k": k, "q": q, "v": v, "lse": lse, "out": out}
+        if not TENSOR_OPTIONS.isdisjoint(options):
+            given = {name: options.pop(name, None) for name in TENSOR_OPTIONS}
+            saved = {name: x for name in _SAVED if (x := (saved | given)[name]) is not None}
+        ctx.options, ctx.names = options, tuple(saved)
+        ctx.save_for_backward(*saved.values())
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    jvp = staticmethod(_refuse_tangents)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        k, q, v, lse, out = (saved.pop(name) for name in ("k", "q", "v", "lse", "out"))
+        options = ctx.options
+        need_dbias = need_dsink = False
+        if saved:
+            *_, need_dbias, need_dsink = ctx.needs_input_grad
+            options = options | saved | {"need_dbias": need_dbias}
+        if dout is None:
+            dout = torch.zeros_like(out)
+        elif dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        if torch.is_grad_enabled() or is_compiling():
+            dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
+        else:
+            with below_autograd():
+                dq, dk, dv, dbias, dsink = _bwd(dout, dlse, q, k, v, out, lse, **options)
+        return None, dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Callable[..., Any], options: dict[str, Any], *tensors: Any) -> Any:
+        with below_autograd():
+            return op(*tensors, **options)
+
+    jvp = staticmethod(_refuse_tangents)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise RuntimeError(
+            "flash_ext: the gradient of a gradient is not supported; "
+            "flash_ext.reference.attention is differentiable any number of times"
+        )
+
+
+_record_forward, _record_backward = recorder(_Forward), recorder(_Backward)
+
+
+def meet(*tensors: Tensor) -> None:
+    """Register what subclasses of Tensor need, at their first call."""
+    if any(type(x).__module__.startswith("torch.distributed.tensor") for x in tensors):
+        from ..integrations import dtensor  # noqa: F401
+
+
+def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """The Autograd kernel of fwd."""
+    if type(q) is not Tensor:
+        meet(q)
+    bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
+    if (
+        torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
+    ) or in_dual_level():  # tangents are refused
+        return _record_forward(options, q, k, v, bias, sink)
+    with below_autograd():
+        return _fwd(q, k, v, **options)
+
+
+def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
+    if (torch.is_grad_enabled() and any_requires_grad(*tensors)) or in_dual_level():
+        return _record_backward(_bwd, options, *tensors)
+    with below_autograd():
+        return _bwd(*tensors, **options)
+
+
+register_autograd_kernel(library, fwd, fwd_autograd)
+register_autograd_kernel(library, bwd, _bwd_autograd)
+node.define(library, _record_backward)
+
+
+# --- Autocast ---
+# q, k and v alone: lse, slopes, sink and bias are float32 on purpose. The gradients need none.
+
+
+def autocast_tensors(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's type, but for those in float64."""
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _fwd_autocast(device_type: str) -> Callable[..., Any]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        with below_autocast(device_type):
+            return fwd(*autocast_tensors(device_type, q, k, v), **options)
+
+    return kernel
+
+
+library.impl("fwd", _fwd_autocast("cpu"), "AutocastCPU")
+library.impl("fwd", _fwd_autocast("cuda"), "AutocastCUDA")

@@ -1,0 +1,57 @@
+"""`fwd` for callers in Python, by the quickest way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import node
+from .autograd import autocast_tensors, fwd_autograd, meet
+from .binary import cuda_missing
+from .checks import require_tensors
+from .schemas import fwd
+from .torch_private import (
+    below_autocast,
+    in_autocast,
+    in_function_mode,
+    in_transforms,
+    is_fake,
+)
+
+node_forward = node.find() if cuda_missing is None else None
+
+
+def is_real(x: Tensor) -> bool:
+    """Whether x has elements that a kernel could read: `check` wants it."""
+    return not (x.is_meta or is_fake(x))
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for x's device."""
+    return in_autocast() and torch.is_autocast_enabled(x.device.type)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:
+    """`fwd` for callers in Python, quicker. Without need_lse, lse may have no gradient.
+
+    Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
+    dispatcher's way into Python and back takes longer than a launch.
+    """
+    if is_compiling() or in_transforms() or in_function_mode():
+        return fwd(q, k, v, **options)
+    if not (type(q) is type(k) is type(v) is Tensor):
+        require_tensors(q=q, k=k, v=v)
+        meet(q, k, v)
+        return fwd(q, k, v, **options)
+    autocast = autocasts(q)
+    if autocast:
+        q, k, v = autocast_tensors(q.device.type, q, k, v)
+    if not need_lse and node_forward is not None and node.takes(q, k, v, options):
+        return node_forward(q, k, v, options)
+    if not autocast:
+        return fwd_autograd(q, k, v, **options)
+    with below_autocast(q.device.type):
+        return fwd_autograd(q, k, v, **options)

@@ -1,0 +1,54 @@
+"""What is checked of arguments in Python before an op sees them, and how a refusal reads."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Accumulators, softmax and lse: float32, or float64 for float64 inputs (CPU only)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """For example "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def refuse(argument: str, wanted: str, got: object) -> NoReturn:
+    """Raise the ValueError that names the argument, what was wanted and what came."""
+    if isinstance(got, torch.dtype):
+        got = dtype_name(got)
+    raise ValueError(f"flash_ext: {argument} must be {wanted}, got {got}")
+
+
+def require_tensors(**arguments: Any) -> None:
+    """Refuse what is no dense tensor, whose attributes and ops would fail without naming it."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            if x.is_nested:
+                hint = "a jagged one's values() and offsets() are for attention_varlen"
+                refuse(name, f"a dense tensor ({hint})", "a nested tensor")
+        elif not hasattr(x, "__torch_function__"):  # which the proxies of torch.fx have
+            refuse(name, "a tensor", None if x is None else f"a value of type {type(x).__name__}")
+
+
+def require_pair(argument: str, window: Any) -> tuple[int, int]:
+    """The two sides of a window.
+
+    Raises:
+        ValueError: it is not a pair.
+    """
+    if not isinstance(window, tuple | list) or len(window) != 2 or None in window:
+        refuse(argument, "a pair of ints (left, right), -1 for unlimited", repr(window))
+    left, right = window
+    return left, right
+
+
+def require_device(argument: str, tensor: Tensor, q: Tensor) -> None:
+    """Refuse a tensor that is not on q's device."""
+    if tensor.device != q.device:
+        refuse(argument, f"on q's device {q.device}", tensor.device)

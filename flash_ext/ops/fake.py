@@ -1,0 +1,41 @@
+"""The fake kernels: shapes, dtypes and strides only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import register_fake
+
+from .checks import require_device, statistics_dtype
+from .options import BackwardTensors
+from .schemas import library
+
+
+def _require_one_device(q: Tensor, **others: Any) -> None:
+    """The dispatcher brings a call here too where one tensor of many is a meta tensor."""
+    for name, x in others.items():
+        if isinstance(x, Tensor):
+            require_device(name, x, q)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _require_one_device(q, k=k, v=v, **options)
+    *batch, rows, heads, _ = q.shape  # no batch where sequences are packed
+    out = q.new_empty((*batch, rows, heads, v.shape[-1]))
+    lse = q.new_empty((*batch, heads, rows), dtype=statistics_dtype(q.dtype))
+    return out, lse
+
+
+def _bwd_fake(*tensors: Any, need_dbias: bool = True, **options: Any) -> tuple[Tensor, ...]:
+    x = BackwardTensors(*tensors)
+    _require_one_device(**x._asdict(), **options)
+    bias, sink = options.get("bias"), options.get("sink")
+    if bias is not None and not (need_dbias and bias.is_floating_point()):
+        bias = None
+    gradients_of = (x.q, x.k, x.v, bias, sink)
+    return tuple(x.q.new_empty(0) if y is None else y.new_empty(y.shape) for y in gradients_of)
+
+
+register_fake("flash_ext::fwd", _fwd_fake, lib=library)
+register_fake("flash_ext::bwd", _bwd_fake, lib=library)

@@ -1,0 +1,20 @@
+"""What a type checker makes of calls; `make lint` runs mypy on it, and nothing runs it."""
+
+from torch import Tensor
+from typing_extensions import assert_type
+
+import flash_ext
+
+
+def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
+    both = tuple[Tensor, Tensor]
+    assert_type(flash_ext.attention(x, x, x), Tensor)
+    assert_type(flash_ext.attention(x, x, x, causal=True, window=(3, 0), return_lse=False), Tensor)
+    assert_type(flash_ext.attention(x, x, x, sink=x, return_lse=True), both)
+    assert_type(flash_ext.attention(x, x, x, return_lse=flag), Tensor | both)
+    packed = (x, x, x, cu_seqlens, cu_seqlens)
+    assert_type(flash_ext.attention_varlen(*packed, dropout_p=0.1), Tensor)
+    assert_type(flash_ext.attention_varlen(*packed, return_lse=True), both)
+    flash_ext.attention(x, x, x, causl=True)  # type: ignore[call-overload]
+    flash_ext.attention(x, x, x, softcap="5")  # type: ignore[call-overload]
+    assert_type(flash_ext.explain(x, x, x, causal=True), flash_ext.Explanation)
