@@ -35,10 +35,10 @@ PTX_SECONDS = 400
 
 
 def head_dim_pairs() -> list[tuple[int, int]]:
-    """The head dims (of q and k, of v) that have kernels of their own, from csrc/variants.h."""
-    text = (common.ROOT / "csrc" / "variants.h").read_text()
+    """The head dims (of q and k, of v) that have kernels of their own: plan/head_dims.h."""
+    text = (common.ROOT / "csrc" / "plan" / "head_dims.h").read_text()
     found = re.search(r"kHeadDims\[\] = \{(.*?)\};", text, re.DOTALL)
-    assert found, "csrc/variants.h has no kHeadDims"
+    assert found, "csrc/plan/head_dims.h has no kHeadDims"
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+), (\d+)\}", found[1])]
 
 

@@ -300,7 +300,7 @@ _vmap.register(_library, fwd, bwd)
 _flops.register(fwd.overloadpacket, bwd.overloadpacket)
 
 
-# --- What integrations/sdpa.py switches on and off, in csrc/sdpa.cpp ---
+# --- What integrations/sdpa.py switches on and off, in csrc/api/sdpa.cpp ---
 
 _library.define("sdpa_override_CUDA(bool on, bool with_out) -> ()")
 

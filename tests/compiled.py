@@ -56,7 +56,7 @@ def load_host_side() -> None:
     library = shared_library(
         "flash_ext_host",
         [
-            *(CSRC / f"{name}.cpp" for name in ("node", "sdpa", "out_of_memory")),
+            *(CSRC / "api" / f"{name}.cpp" for name in ("node", "sdpa", "out_of_memory")),
             ROOT / "tests" / "native" / "host.cpp",
         ],
         [

@@ -1,4 +1,4 @@
-#include "../kernels/fa3_backward_wide.cuh"
+#include "kernels/fa3/backward_wide.cuh"
 
 template <>
 cudaError_t flash_ext::fa3_backward<256, 256>(BackwardParams params, cudaStream_t stream) {

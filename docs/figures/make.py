@@ -2,7 +2,8 @@
 
     python docs/figures/make.py
 
-Numbers come from csrc/tuning.h. The standard library is enough, and equal sources give equal files.
+Numbers come from csrc/plan/tuning.h. The standard library is enough, and equal sources give equal
+files.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Svg:
 
 
 def tunings():
-    """(name, d, dv, consumers, block_kv, q, k, v stages, turns) as csrc/tuning.h has them."""
-    source = (ROOT / "csrc/tuning.h").read_text()
+    """(name, d, dv, consumers, block_kv, q, k, v stages, turns) as csrc/plan/tuning.h has them."""
+    source = (ROOT / "csrc/plan/tuning.h").read_text()
     body = source.split("constexpr Fa3Forward fa3_forward(")[1].split("\n}\n")[0]
     number = r"\{(\d+), (\d+), (\d+), (\d+), (\d+), (true|false)\}"
     found = [

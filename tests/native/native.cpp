@@ -1,5 +1,5 @@
 // The constexpr code of csrc as a Python module, for tests/test_native.py: masks, tile ranges, the
-// scheduler, shared-memory layout, dropout bits and the lists of variants.h. No CUDA, no torch.
+// scheduler, shared-memory layout, dropout bits and the lists of plan/. No CUDA, no torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,13 +12,14 @@
 #include <utility>
 #include <vector>
 
-#include "dropout.cuh"
-#include "mask.cuh"
-#include "params.h"
-#include "scheduler.cuh"
+#include "plan/head_dims.h"
+#include "plan/tuning.h"
+#include "plan/variants.h"
+#include "problem/dropout.cuh"
+#include "problem/mask.cuh"
+#include "problem/params.h"
+#include "schedule/scheduler.cuh"
 #include "tile/swizzle.cuh"
-#include "tuning.h"
-#include "variants.h"
 
 namespace py = pybind11;
 using namespace flash_ext;
