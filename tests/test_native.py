@@ -3,7 +3,7 @@
 Would catch, without a GPU: a tile range that misses a visible element or visits an empty tile, a
 tile called full that is not, backward visiting other tiles than forward, a tile scheduled twice or
 never, shared-memory chunks that overlap or conflict in banks, other dropout bits than Python's, and
-lists in variants.h that differ from Python's.
+lists in plan/ that differ from Python's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def native() -> ModuleType:
     return module
 
 
-# --- mask.cuh ---
+# --- problem/mask.cuh ---
 
 LENGTHS = ((1, 1), (7, 7), (5, 12), (12, 5), (1, 10), (10, 1), (9, 8), (6, 0))
 SIDES = (-1, 0, 1, 2, 5, 30)
@@ -122,7 +122,7 @@ def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:
         assert mask.is_full((0, seqlen_q), (0, seqlen_k))
 
 
-# --- scheduler.cuh ---
+# --- schedule/ ---
 
 
 @pytest.mark.parametrize("tiles", (1, 2, 7))
@@ -288,7 +288,7 @@ def test_swizzles_are_those_of_the_hardware(cols: int, panel_cols: int, native: 
         assert offsets[row][chunk] == linear ^ ((linear >> 7 & chunks - 1) << 4)
 
 
-# --- dropout.cuh ---
+# --- problem/dropout.cuh ---
 
 
 def test_philox_is_pythons(native: ModuleType) -> None:
@@ -309,7 +309,7 @@ def test_dropout_bits_are_pythons(native: ModuleType) -> None:
         assert native.is_kept(seed, offset, head, threshold, row, col) == expected
 
 
-# --- variants.h ---
+# --- plan/variants.h, plan/head_dims.h ---
 
 
 def test_variants_are_pythons(native: ModuleType) -> None:
@@ -330,7 +330,7 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
     assert native.padded_head_dims(257, 1) == native.padded_head_dims(1, 257) == -1
 
 
-# --- tuning.h ---
+# --- plan/tuning.h ---
 
 
 def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:

@@ -16,13 +16,18 @@
 #include "api/check.h"
 #include "api/out_of_memory.h"
 #include "plan/dispatch.h"
+#include "plan/ds_workspace.cuh"
 #include "plan/head_dims.h"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/params.h"
+#include "problem/sequences.cuh"
 #include "schedule/launch_name.h"
-#include "schedule/scheduler.cuh"
+#include "schedule/packed_gqa.h"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_numbers.cuh"
 #include "tile/host_device.h"
 
 // Weak: a CPU-only libtorch lacks it, and there this library must load too.
@@ -554,7 +559,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         if (has_dbias) check_launch(bias_gradient<dim, dim_v>(params, stream));
     });
     if (options.sink) {
-        params.dsink_parts = workspace.allocate<float>(sizes.heads_q * kSinkParts);
+        params.dsink_parts = workspace.allocate<float>(sizes.heads_q * tuning::kSinkParts);
         check_launch(sink_gradient(params, stream));
     }
     return {dq, dk, dv, dbias, dsink};

@@ -203,6 +203,9 @@ constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
     return dims.qk == 256 ? Fa3BackwardWide{2, 2, 1, 4} : Fa3BackwardWide{3, 3, 2, 5};
 }
 
+// Parts of a head's rows in the sum of sink's gradient.
+inline constexpr int kSinkParts = 32;
+
 // The fewest rows of a Q tile in any backward.
 inline constexpr int kMinBackwardBlockQ = 32;
 

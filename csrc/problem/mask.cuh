@@ -71,12 +71,4 @@ FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {
     return {tile * block, (tile + 1) * block};
 }
 
-// Of `parts` about equal parts of an interval, the one of that number; it may be empty.
-FLASH_HOST_DEVICE constexpr Interval part_of(Interval all, int part, int parts) {
-    const int least = (all.end - all.begin) / parts;
-    const int longer = (all.end - all.begin) % parts;  // the first ones, by one
-    const int begin = all.begin + part * least + min_of(part, longer);
-    return {begin, begin + least + (part < longer)};
-}
-
 }  // namespace flash_ext

@@ -169,7 +169,7 @@ struct BackwardParams : AttentionParams {
     RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; or null: it never is
     Flag large_lse;                       // does any row have a reference?
 
-    // Workspace; its rows R are those of scheduler.cuh's workspace_row().
+    // Workspace; its rows R are those of plan/workspace_rows.cuh.
     int q_blocks;                // of kWorkspaceRows, per head
     float* dq_accum;             // (R, padded D), each Q tile in fragment order
     float* lse_log2;             // (R), lse * log2(e); +inf where the row sees no key

@@ -89,4 +89,10 @@ FLASH_HOST_DEVICE constexpr int64_t statistics_rows(const AttentionParams& param
     return int64_t{tensor_batches(params)} * params.heads_q * params.seqlen_q;
 }
 
+// Keys that a query sees, at most; of packed sequences on average.
+inline int keys_seen(const AttentionParams& params) {
+    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    return min_of(params.seqlen_k / sequences, params.window_left + params.window_right + 1);
+}
+
 }  // namespace flash_ext

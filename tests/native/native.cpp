@@ -15,10 +15,15 @@
 #include "plan/head_dims.h"
 #include "plan/tuning.h"
 #include "plan/variants.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/dropout.cuh"
 #include "problem/mask.cuh"
 #include "problem/params.h"
-#include "schedule/scheduler.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/packed_gqa.h"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
 #include "tile/swizzle.cuh"
 
 namespace py = pybind11;

@@ -4,6 +4,8 @@
 
 #include "kernels/common/backward_tile.cuh"
 #include "kernels/common/large_lse.cuh"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
 
 namespace flash_ext {
 

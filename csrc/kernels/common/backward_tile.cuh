@@ -25,10 +25,11 @@
 #include "kernels/common/place.cuh"
 #include "kernels/common/softmax.cuh"
 #include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
+#include "problem/sequences.cuh"
 #include "ptx/memory.cuh"
-#include "schedule/scheduler.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 

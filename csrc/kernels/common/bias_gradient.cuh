@@ -9,6 +9,9 @@
 #pragma once
 
 #include "kernels/common/backward_tile.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
 
 namespace flash_ext {
 

@@ -12,8 +12,8 @@
 #include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
 #include "plan/head_dims.h"
+#include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "schedule/scheduler.cuh"
 #include "tile/copy.cuh"
 
 namespace flash_ext {

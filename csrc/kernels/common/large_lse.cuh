@@ -13,6 +13,7 @@
 #pragma once
 
 #include "kernels/common/recompute_rows.cuh"
+#include "problem/sequences.cuh"
 
 namespace flash_ext {
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "schedule/scheduler.cuh"
+#include "problem/sequences.cuh"
 
 namespace flash_ext {
 

@@ -2,8 +2,9 @@
 // have no others to spare.
 #pragma once
 
+#include "problem/sequences.cuh"
 #include "ptx/uniform.cuh"
-#include "schedule/scheduler.cuh"
+#include "schedule/tile_numbers.cuh"
 
 namespace flash_ext {
 

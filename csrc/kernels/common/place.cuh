@@ -2,7 +2,7 @@
 // epilogue alone, would otherwise hold registers that the matmuls need.
 #pragma once
 
-#include "schedule/scheduler.cuh"
+#include "problem/sequences.cuh"
 #include "tile/copy.cuh"
 
 namespace flash_ext {

@@ -9,7 +9,7 @@
 #include "kernels/common/softmax.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
-#include "schedule/scheduler.cuh"
+#include "problem/sequences.cuh"
 #include "tile/gemm.cuh"
 #include "tile/global_operand.cuh"
 

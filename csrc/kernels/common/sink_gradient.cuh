@@ -2,11 +2,13 @@
 // = exp(sink - lse) is the sink's share of the softmax. Its value is 0, so it enters through the
 // softmax's denominator alone.
 //
-// A head's rows are cut into kSinkParts parts, summed by a CTA each; a second pass adds the parts
-// up, in order: the same bits every time.
+// A head's rows are cut into tuning::kSinkParts parts, summed by a CTA each; a second pass adds the
+// parts up, in order: the same bits every time.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
+#include "plan/tuning.h"
+#include "problem/sequences.cuh"
 
 namespace flash_ext {
 
@@ -15,14 +17,14 @@ inline constexpr int kSinkWarps = 8;
 template <class Element>
 __global__ void __launch_bounds__(32 * kSinkWarps)
     sink_gradient_kernel(const __grid_constant__ BackwardParams params) {
-    const int head = blockIdx.x / kSinkParts;
-    const int part = blockIdx.x % kSinkParts;
+    const int head = blockIdx.x / tuning::kSinkParts;
+    const int part = blockIdx.x % tuning::kSinkParts;
     const float sink_log2 = params.sink[head] * kLog2e;
     const float scale = exponent_scale(params);
     // Packed sequences lie one after the other, and rows of none have lse = -inf: one long
     // sequence.
     const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_q;
-    const int64_t rows_per_part = ceil_div<int64_t>(rows, kSinkParts);
+    const int64_t rows_per_part = ceil_div<int64_t>(rows, tuning::kSinkParts);
     const int64_t end = min_of<int64_t>((part + 1) * rows_per_part, rows);
 
     float sum = 0.f;
@@ -53,8 +55,8 @@ __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams 
     const int head = blockIdx.x * blockDim.x + threadIdx.x;
     if (head >= params.heads_q) return;
     float sum = 0.f;
-    for (int part = 0; part < kSinkParts; ++part)
-        sum += params.dsink_parts[head * kSinkParts + part];
+    for (int part = 0; part < tuning::kSinkParts; ++part)
+        sum += params.dsink_parts[head * tuning::kSinkParts + part];
     params.dsink[head] = sum;
 }
 
@@ -62,7 +64,7 @@ cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
         status = launch_kernel<sink_gradient_kernel<decltype(element)>>(
-            int64_t{params.heads_q} * kSinkParts, 32 * kSinkWarps, 0, params, stream);
+            int64_t{params.heads_q} * tuning::kSinkParts, 32 * kSinkWarps, 0, params, stream);
     });
     if (status == cudaSuccess)
         status = launch_kernel<sink_gradient_sum_kernel>(ceil_div(params.heads_q, 128), 128, 0,

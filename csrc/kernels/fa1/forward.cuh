@@ -43,10 +43,12 @@
 #include "kernels/common/packed.cuh"
 #include "kernels/common/softmax.cuh"
 #include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
+#include "problem/sequences.cuh"
 #include "ptx/barrier.cuh"
-#include "schedule/scheduler.cuh"
+#include "schedule/tile_numbers.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 

@@ -17,6 +17,11 @@
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 

@@ -51,13 +51,17 @@
 #include "kernels/fa3/backward_passes.cuh"
 #include "kernels/fa3/tiles.cuh"
 #include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/score.cuh"
+#include "problem/sequences.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/uniform.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {

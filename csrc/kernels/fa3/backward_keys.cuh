@@ -46,8 +46,13 @@
 #pragma once
 
 #include "kernels/fa3/backward.cuh"
+#include "plan/ds_workspace.cuh"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "schedule/tile_counter.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 

@@ -5,6 +5,9 @@
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/stmatrix.cuh"
 

@@ -19,6 +19,8 @@
 #pragma once
 
 #include "kernels/fa3/backward_keys.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 

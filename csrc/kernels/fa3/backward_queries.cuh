@@ -35,6 +35,10 @@
 #pragma once
 
 #include "kernels/fa3/backward_keys.cuh"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/packed_gqa.h"
+#include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 

@@ -11,6 +11,8 @@
 #include "kernels/fa3/backward_keys.cuh"
 #include "kernels/fa3/backward_product.cuh"
 #include "kernels/fa3/backward_queries.cuh"
+#include "plan/ds_workspace.cuh"
+#include "plan/tuning.h"
 
 namespace flash_ext {
 

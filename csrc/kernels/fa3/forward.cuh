@@ -50,9 +50,13 @@
 #include "kernels/fa3/tiles.cuh"
 #include "plan/tuning.h"
 #include "problem/score.cuh"
+#include "problem/sequences.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/uniform.cuh"
+#include "schedule/packed_gqa.h"
+#include "schedule/split_kv.cuh"
 #include "schedule/tile_counter.cuh"
+#include "schedule/tile_order.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {

@@ -3,8 +3,10 @@
 #pragma once
 
 #include "problem/mask.cuh"
+#include "problem/sequences.cuh"
 #include "ptx/registers.cuh"
-#include "schedule/scheduler.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
 #include "tile/tensor_map.cuh"
 #include "tile/tma_ring.cuh"
