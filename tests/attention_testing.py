@@ -261,7 +261,7 @@ def device_obstacle(variant: str, device: str) -> str | None:
 def obstacle(variant: str, problem: Problem, device: str) -> str | None:
     """Why a variant does not run a problem on a device: part of the message; None where it runs.
 
-    The mirror of `obstacle` in csrc/attention.cpp.
+    The mirror of the `unsupported_reason`s in csrc/plan/variants.cpp.
     """
     p = problem
     reason = device_obstacle(variant, device)
@@ -280,7 +280,7 @@ def obstacle(variant: str, problem: Problem, device: str) -> str | None:
 def backward_of(variant: str, problem: Problem) -> str:
     """The variant whose kernels compute the gradients, where `variant` runs the problem.
 
-    The mirror of `choose_backward` in csrc/attention.cpp, for inputs of `make_inputs`.
+    The mirror of `choose_backward` in csrc/plan/plan.cpp, for inputs of `make_inputs`.
     """
     p = problem
     empty = p.heads_q == 0 or not all(p.used_rows(side).numel() for side in "qk")

@@ -370,7 +370,7 @@ def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
 
 
 def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
-    """The parts that a dense problem's keys are cut into, as csrc/attention.cpp has it."""
+    """The parts that a dense problem's keys are cut into, as csrc/plan/variants.cpp has it."""
     at_once = SMS
     if variant == "fa2":
         at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))

@@ -3,7 +3,6 @@
 // flash_ext/_checks.py, alike.
 #pragma once
 
-#include <cuda_runtime_api.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -19,6 +18,8 @@
 #include <vector>
 
 #include "api/attention.h"
+#include "plan/call.h"
+#include "plan/device.h"
 #include "plan/head_dims.h"
 #include "plan/variants.h"
 
@@ -122,29 +123,6 @@ inline void require_option(const char* argument, const Tensor& tensor, ScalarTyp
     require_contiguous(argument, tensor);
 }
 
-// The sizes of a call, dense (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
-struct Sizes {
-    bool packed;
-    int64_t batch;
-    int64_t seqlen_q;  // all rows when packed
-    int64_t seqlen_k;
-    int64_t heads_q;
-    int64_t heads_k;
-    int64_t head_dim;
-    int64_t head_dim_v;
-
-    // The shape of q, k, v or out.
-    std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
-        if (packed) return {seqlen, heads, dim};
-        return {batch, seqlen, heads, dim};
-    }
-    std::vector<int64_t> statistics() const {
-        if (packed) return {heads_q, seqlen_q};
-        return {batch, heads_q, seqlen_q};
-    }
-    int64_t tensor_batches() const { return packed ? 1 : batch; }
-};
-
 // lse or dlse.
 inline void require_statistics(const char* argument, const Tensor& tensor, const Sizes& sizes,
                                const Tensor& q) {
@@ -229,39 +207,18 @@ inline std::optional<Variant> check_variant(const Options& options) {
     return static_cast<Variant>(index);
 }
 
-struct DeviceLimits {
-    int major = 0;  // compute capability
-    int minor = 0;
-    int shared_bytes = 0;  // per block
-    int multiprocessors = 0;
-};
-
-// Asked of the driver once for all devices.
-inline const DeviceLimits& device_limits(int device) {
-    static const std::vector<DeviceLimits> limits = [] {
-        int count = 0;
-        if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
-        std::vector<DeviceLimits> all(count);
-        for (int i = 0; i < count; ++i) {
-            cudaDeviceGetAttribute(&all[i].major, cudaDevAttrComputeCapabilityMajor, i);
-            cudaDeviceGetAttribute(&all[i].minor, cudaDevAttrComputeCapabilityMinor, i);
-            cudaDeviceGetAttribute(&all[i].shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                   i);
-            cudaDeviceGetAttribute(&all[i].multiprocessors, cudaDevAttrMultiProcessorCount, i);
-        }
-        cudaGetLastError();  // clears what failed, lest a launch report it
-        return all;
-    }();
-    if (device < 0 || device >= static_cast<int>(limits.size()))
-        fail("the CUDA runtime does not see device ", device);
-    return limits[device];
+// The GPU of the call.
+inline const Device& device_of(const Tensor& q) {
+    const Device* device = find_device(q.get_device_index());
+    if (device == nullptr) fail("the CUDA runtime does not see device ", q.get_device_index());
+    return *device;
 }
 
 inline void check_architecture(const Tensor& q) {
-    const DeviceLimits& limits = device_limits(q.get_device_index());
-    if (limits.major < 8)
+    const Device& device = device_of(q);
+    if (device.major < 8)
         refuse("the GPU", "of compute capability 8.0 or newer",
-               std::to_string(limits.major) + "." + std::to_string(limits.minor));
+               std::to_string(device.major) + "." + std::to_string(device.minor));
 }
 
 // Positions and CTA indices are 32-bit; elements are addressed in 64.

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "plan/head_dims.h"
 #include "tile/host_device.h"
 
 namespace flash_ext {
@@ -22,6 +23,16 @@ FLASH_HOST_DEVICE void compile_time_for(Function&& function) {
         function(std::integral_constant<int, kFirst>{});
         compile_time_for<kCount, kFirst + 1>(function);
     }
+}
+
+// function(constants qk and v) of one of kHeadDims.
+template <int kIndex = 0, class Function>
+auto dispatch_head_dims(HeadDims dims, Function&& function) {
+    constexpr HeadDims kDims = kHeadDims[kIndex];
+    if constexpr (kIndex + 1 < kHeadDimPairs)
+        if (dims != kDims) return dispatch_head_dims<kIndex + 1>(dims, function);
+    return function(std::integral_constant<int, kDims.qk>{},
+                    std::integral_constant<int, kDims.v>{});
 }
 
 }  // namespace flash_ext

@@ -20,9 +20,11 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
 
-// After a forward with keys in parts. `early` as for launch_kernel(): behind FA3, which no GPU runs
-// that could not wait for it.
+// After a forward with keys in parts. `early` as for launch_kernel(): after FA3, since every GPU
+// that runs it can wait.
 cudaError_t combine_parts(ForwardParams params, cudaStream_t stream, bool early);
 
 // After a variant's backward, whose workspace they read.

@@ -191,6 +191,14 @@ constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {
     return dims.qk == 64 ? Fa3Backward{128, 3, 2, true} : Fa3Backward{64, 3, 2, false};
 }
 
+// Heads up to 128 sum dQ in memory; wider ones have no registers for that (fa3/backward_wide.cuh).
+constexpr bool has_narrow_fa3_backward(HeadDims dims) { return dims.qk <= 128; }
+
+// What fa3's backward pads heads to: it has no kernel of its own for 96.
+constexpr HeadDims fa3_backward_head_dims(HeadDims dims) {
+    return dims.qk == 96 ? HeadDims{128, 128} : dims;
+}
+
 struct Fa3BackwardWide {
     int pool_pairs;      // dK and dV: Q and dO tiles in shared memory
     int k_stages;        // dQ: K tiles ...
@@ -205,6 +213,9 @@ constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
 
 // Parts of a head's rows in the sum of sink's gradient.
 inline constexpr int kSinkParts = 32;
+
+// Of queries or keys, in fa3's backward.
+inline constexpr int kMinFa3BackwardBlock = 64;
 
 // The fewest rows of a Q tile in any backward.
 inline constexpr int kMinBackwardBlockQ = 32;

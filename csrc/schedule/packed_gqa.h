@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -10,6 +11,25 @@
 #include "tile/host_device.h"
 
 namespace flash_ext {
+
+// A single query, as in decoding: the heads that share a key head become the rows of one tile,
+// which loads K and V once for all of them. Only where nothing tells these heads or rows apart.
+inline void fold_group(ForwardParams& params) {
+    const int group = params.heads_q / max_of(params.heads_k, 1);
+    const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+                       params.sink == nullptr && params.rng_state == nullptr;
+    const bool sees_all_keys = params.window_left >= params.seqlen_k;
+    if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
+        !sees_all_keys || params.q.head_stride == 0)
+        return;
+    for (TensorView* view : {&params.q, &params.out}) {
+        view->row_stride = view->head_stride;
+        view->head_stride *= group;
+    }
+    params.seqlen_q = group;  // and lse (B, Hq, 1) is lse (B, Hk, group)
+    params.heads_q = params.heads_k;
+    params.window_right = BandMask::kUnlimited;
+}
 
 // The Q tiles of a forward pass: `queries` of one of `heads` heads each. The rows of a tile are
 // queries of a query head; or, where heads share keys and queries are few, tiles are folded: a

@@ -233,7 +233,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
     for (const HeadDims& dims : kHeadDims) head_dims.emplace_back(dims.qk, dims.v);
     m.attr("head_dims") = head_dims;
     m.attr("max_head_dim") = kMaxHeadDim;
-    m.def("padded_head_dims", &padded_head_dims);
+    m.def("padded_head_dims",
+          [](int head_dim, int head_dim_v) { return head_dims_index({head_dim, head_dim_v}); });
 
     // Queries or keys of the tile that says how often a plain pass reads the other side.
     m.def("tiles", [](int head_dim, int queries, int keys) {
@@ -290,7 +291,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
-        const HeadDims dims = kHeadDims[padded_head_dims(head_dim, head_dim_v)];
+        const HeadDims dims = pad_head_dims({head_dim, head_dim_v});
         return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kPacked)
             .ctas_per_sm;
     });

@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 7)
 
 cudaError_t combine_parts(ForwardParams params, cudaStream_t stream, bool early) {
     cudaError_t status = cudaSuccess;
-    const HeadDims padded = kHeadDims[padded_head_dims(params.head_dim, params.head_dim_v)];
-    dispatch<64, 96, 128, 192, 256>(padded.v, [&](auto dim_v) {
+    const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
+    dispatch_head_dims(padded, [&](auto, auto dim_v) {
         dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
             status = launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
                 ceil_div<int64_t>(statistics_rows(params), kCombineWarps), 32 * kCombineWarps, 0,

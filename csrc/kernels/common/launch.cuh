@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "plan/device.h"
 #include "plan/dispatch.h"
 #include "problem/params.h"
 #include "tile/host_device.h"
@@ -39,25 +40,12 @@ constexpr int largest_of_forms(Value value) {
     return largest;
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0;
-    int value = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, attribute, device);
-    return value;
-}
-
-// Shared memory that a CTA of this device can have.
-inline int shared_memory_limit() {
-    return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-}
-
-inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+inline int multiprocessors() { return current_device().multiprocessors; }
 
 // launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {
-    return Large::kSharedBytes <= shared_memory_limit() ? launch(Large{}) : launch(Small{});
+    return Large::kSharedBytes <= current_device().shared_bytes ? launch(Large{}) : launch(Small{});
 }
 
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
