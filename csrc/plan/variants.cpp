@@ -203,7 +203,7 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
 void plan_fa3_backward(BackwardPlan& plan) {
     BackwardParams& params = plan.params;
     const HeadDims dims = tuning::fa3_backward_head_dims(head_dims(params));
-    if (tuning::has_narrow_fa3_backward(dims)) {
+    if (!tuning::is_fa3_backward_wide(dims)) {
         const bool many = tuning::many_queries(features_of(params), mean_queries(params));
         const int block_q = tuning::fa3_backward(dims, many).block_q;
         reserve_rows(plan, workspace_block(block_q), dims.qk);
@@ -219,10 +219,10 @@ void plan_fa3_backward(BackwardPlan& plan) {
 cudaError_t run_fa3_backward(const BackwardParams& params, cudaStream_t stream) {
     return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
         constexpr HeadDims kDims = tuning::fa3_backward_head_dims({dim, dim_v});
-        if constexpr (tuning::has_narrow_fa3_backward(kDims)) {
-            return fa3_backward<kDims.qk, kDims.v>(params, stream);
-        } else {
+        if constexpr (tuning::is_fa3_backward_wide(kDims)) {
             return fa3_backward_wide<kDims.qk, kDims.v>(params, stream);
+        } else {
+            return fa3_backward<kDims.qk, kDims.v>(params, stream);
         }
     });
 }

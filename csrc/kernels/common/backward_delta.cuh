@@ -4,6 +4,7 @@
 
 #include "kernels/common/backward_tile.cuh"
 #include "kernels/common/large_lse.cuh"
+#include "plan/head_dims.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 
@@ -13,6 +14,7 @@ namespace flash_ext {
 template <class Element>
 __device__ __forceinline__ float row_dot(const Element* x, const Element* y, int cols,
                                          bool aligned) {
+    static_assert(kMaxHeadDim <= 32 * 8);  // 16 bytes a lane
     float sum = 0.f;
     const int lane = lane_id();
     if (aligned) {

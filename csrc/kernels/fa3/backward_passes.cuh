@@ -32,6 +32,7 @@ template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
 __global__ void __launch_bounds__(kFa3PassThreads)
     fa3_prepare_kernel(const __grid_constant__ BackwardParams params) {
     constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
+    static_assert(kHeadDimV <= kLanes * 8);  // 16 bytes a lane
     constexpr int kRowsPerPass = kFa3PassThreads / kLanes;
     constexpr int kPasses = kBlockQ / kRowsPerPass;
     ptx::launch_dependents();

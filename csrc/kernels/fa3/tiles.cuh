@@ -2,6 +2,7 @@
 // another; how its warpgroups pass them on; loads by TMA; the roles of warpgroups.
 #pragma once
 
+#include "plan/head_dims.h"
 #include "problem/mask.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/registers.cuh"
@@ -183,6 +184,7 @@ __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& v
 // A warp's 16 rows of a result that is nothing but zeros.
 template <class Element>
 __device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {
+    static_assert(kMaxHeadDim <= 32 * 8);  // 16 bytes a lane
     for (int row = 0; row < min_of(16, g.rows); ++row)
         if (lane_id() * 8 < g.cols)
             *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
