@@ -8,11 +8,8 @@ lists in plan/ that differ from Python's.
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import itertools
 import random
-import sysconfig
 from types import ModuleType
 
 import pytest
@@ -25,25 +22,16 @@ from attention_testing import (
     dense_mask,
     obstacle,
 )
-from compiled import ROOT, shared_library
+from compiled import NATIVE, python_module
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
 from test_dropout import IN_PARTS
 
-SOURCE = ROOT / "tests" / "native" / "native.cpp"
-
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    pybind11 = pytest.importorskip("pybind11")
-    includes = [pybind11.get_include(), sysconfig.get_path("include")]
-    library = shared_library("flash_ext_native", [SOURCE], [f"-I{path}" for path in includes])
-    loader = importlib.machinery.ExtensionFileLoader("flash_ext_native", str(library))
-    spec = importlib.util.spec_from_loader("flash_ext_native", loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return python_module("flash_ext_native", [NATIVE / "native.cpp"])
 
 
 # --- problem/mask.cuh ---

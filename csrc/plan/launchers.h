@@ -1,4 +1,4 @@
-// The launchers, one per kernel, instantiated per head dim in csrc/instantiate. Each fills in the
+// The launchers, one per kernel, instantiated per head dim in instantiate/. Each fills in the
 // schedule, picks element type and features, and launches on the stream without waiting.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a kernel is told. Plain structs, no torch. Strides are in elements; shapes stand beside
+// What a kernel is told. Plain structs, no torch. Strides are in elements; a shape stands beside
 // every pointer: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
 #pragma once
 
@@ -111,7 +111,7 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
     // FA3 only.
-    unsigned long long* tile_counter = nullptr;  // see tile_counter.cuh
+    unsigned long long* tile_counter = nullptr;  // (1), see tile_counter.cuh
     bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
 
     int fold = 0;  // a query has 2^fold rows in a Q tile, see QueryTiles
@@ -136,7 +136,7 @@ struct alignas(8) RelativeLse {
 // Raised where *word is `name`, see launch_name.h. A word that still holds it from a graph's replay
 // before costs time alone.
 struct Flag {
-    unsigned long long* word = nullptr;
+    unsigned long long* word = nullptr;  // (1)
     unsigned long long name = 0;
 
     FLASH_HOST_DEVICE bool is_raised() const { return *word == name; }
@@ -162,7 +162,7 @@ struct BackwardParams : AttentionParams {
     bool deterministic;
 
     // Gradients of options; null where they are not asked for.
-    void* dbias = nullptr;   // contiguous, of bias's sizes and type
+    void* dbias = nullptr;   // of bias's sizes and type, contiguous
     float* dsink = nullptr;  // (Hq)
 
     // See large_lse.cuh.
@@ -180,9 +180,9 @@ struct BackwardParams : AttentionParams {
                           // makes the zeros, and behind them come those of tiles_done()
     bool dq_zeros;        // FA3: does dq_accum begin with zeros?
     float* dsink_parts = nullptr;                // (Hq, kSinkParts)
-    unsigned long long* tile_counter = nullptr;  // FA3 for wide heads: two; see tile_counter.cuh
-    void* ds = nullptr;    // FA3 for wide heads: memory for dS of some heads, or null; ...
-    int64_t ds_bytes = 0;  // ... see ds_workspace_bytes()
+    unsigned long long* tile_counter = nullptr;  // (2), FA3 for wide heads; see tile_counter.cuh
+    void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null
+    int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
 };
 
 }  // namespace flash_ext
