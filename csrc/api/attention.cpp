@@ -95,7 +95,7 @@ Options readable(Options options) {
     return options;
 }
 
-// All but the tensors that differ between the passes.
+// Everything but the tensors of the pass.
 void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
                  const Options& options) {
     const Sizes& sizes = call.sizes;

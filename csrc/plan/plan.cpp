@@ -16,7 +16,7 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
         const VariantRow& row = row_of(variant);
         const std::string reason = row.unsupported_reason(call, pass);
         if (reason.empty()) return {variant, why};
-        why = std::string("variant '") + name_of(variant) + "' " + reason;
+        why = std::string("variant '") + row.name + "' " + reason;
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};
         variant = *row.stand_in;
     }

@@ -11,6 +11,8 @@
 namespace flash_ext {
 
 struct VariantRow {
+    const char* name;
+
     // Why its kernels cannot run a pass of the call; empty where they can.
     std::string (*unsupported_reason)(const Call& call, Pass pass);
     // The variant that stands in where they cannot.
