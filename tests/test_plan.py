@@ -94,22 +94,25 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
     statistics = {
         "lse_log2": rows * 4,
         "delta": rows * 4,
+        "reference": rows * 4,
+        "dq_accum": rows * 64 * 4,
         "turn": (1 + rows // 32) * 4,
         "large_lse": 8,
-        "relative_lse": 2 * 4 * 300 * 8,
     }
-    for variant in ("fa1", "fa2"):
-        summed = {"dq_accum": rows * 64 * 4, "reference": rows * 4}
-        assert sizes(p.backward(variant)) == statistics | summed
-    assert sizes(p.backward("fa3")) == statistics | {"dq_accum": rows * 64 * 4}
+    of_sinks = {"relative_lse": 2 * 4 * 300 * 8, "dsink_parts": 4 * 32 * 4}
+    for variant in VARIANTS:
+        p.sink = False
+        assert sizes(p.backward(variant)) == statistics
+        p.sink = True
+        assert sizes(p.backward(variant)) == statistics | of_sinks
     p.softcap = 30.0
+    assert "relative_lse" in p.backward("fa2").regions
     assert "relative_lse" not in p.backward("fa3").regions
     p.head_dim, p.softcap = 96, 0.0  # which fa3 pads to 128
     assert sizes(p.backward("fa2"))["dq_accum"] == rows * 96 * 4
     assert sizes(p.backward("fa3"))["dq_accum"] == rows * 128 * 4
-    p.packed = p.deterministic = p.sink = True
-    added = {"offsets_q": 12, "offsets_k": 12, "dsink_parts": 4 * 32 * 4}
-    assert sizes(p.backward("fa2")).items() >= added.items()
+    p.packed = p.deterministic = True
+    assert sizes(p.backward("fa2")).items() >= {"offsets_q": 12, "offsets_k": 12}.items()
 
 
 def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:

@@ -55,17 +55,19 @@ void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     const int64_t rows = workspace_rows(params, block);
     plan.workspace.reserve(params.lse_log2, rows);
     plan.workspace.reserve(params.delta, rows);
+    plan.workspace.reserve(params.reference, rows);
     plan.workspace.reserve(params.dq_accum, rows * sum_columns);
     plan.workspace.reserve(params.turn, 1 + rows / tuning::kMinBackwardBlockQ);
     plan.workspace.reserve(params.large_lse.word, 1);
     params.large_lse.name = launch_name();
+    if (params.dsink != nullptr && params.may_have_large_lse)
+        plan.workspace.reserve(params.relative_lse, statistics_rows(params));
 }
 
-// FA1's and FA2's. Any lse may be large.
+// FA1's and FA2's.
 void plan_mma_backward(BackwardPlan& plan) {
+    plan.params.may_have_large_lse = true;
     reserve_rows(plan, kWorkspaceRows, head_dims(plan.params).qk);
-    plan.workspace.reserve(plan.params.reference, workspace_rows(plan.params));
-    plan.workspace.reserve(plan.params.relative_lse, statistics_rows(plan.params));
 }
 
 // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
@@ -202,6 +204,7 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
 
 void plan_fa3_backward(BackwardPlan& plan) {
     BackwardParams& params = plan.params;
+    params.may_have_large_lse = params.softcap == 0.f;
     const HeadDims dims = tuning::fa3_backward_head_dims(head_dims(params));
     if (!tuning::is_fa3_backward_wide(dims)) {
         const bool many = tuning::many_queries(features_of(params), mean_queries(params));
@@ -213,7 +216,6 @@ void plan_fa3_backward(BackwardPlan& plan) {
         params.ds_bytes = ds_workspace_bytes(params);
         if (params.ds_bytes > 0) plan.workspace.reserve(params.ds, params.ds_bytes);
     }
-    if (params.softcap == 0.f) plan.workspace.reserve(params.relative_lse, statistics_rows(params));
 }
 
 cudaError_t run_fa3_backward(const BackwardParams& params, cudaStream_t stream) {

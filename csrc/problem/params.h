@@ -166,15 +166,16 @@ struct BackwardParams : AttentionParams {
     float* dsink = nullptr;  // (Hq)
 
     // See large_lse.cuh.
-    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; or null: it never is
+    bool may_have_large_lse;
     Flag large_lse;                       // does any row have a reference?
+    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; for dsink alone
 
     // Workspace; its rows R are those of plan/workspace_rows.cuh.
-    int q_blocks;                // of kWorkspaceRows, per head
-    float* dq_accum;             // (R, padded D), each Q tile in fragment order
-    float* lse_log2;             // (R), lse * log2(e); +inf where the row sees no key
-    float* delta;                // (R), (rowsum(dO * O) - dlse) / ds_factor
-    float* reference = nullptr;  // (R), of relative_lse, else 0; not for FA3
+    int q_blocks;         // of kWorkspaceRows, per head
+    float* dq_accum;      // (R, padded D), each Q tile in fragment order
+    float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
+    float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
+    float* reference;     // (R), 0 for most; see large_lse.cuh
     int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
                           // the number of KV tiles that have added their dQ. FA3: always, it
                           // makes the zeros, and behind them come those of tiles_done()

@@ -48,8 +48,8 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     return softmax;
 }
 
-// By a CTA, of the `rows` queries of a Q tile, which begins at row `first` of the workspace: their
-// relative_lse, and in its place in the workspace the lse relative to the reference.
+// By a CTA, of the `rows` queries of a Q tile, which begins at row `first` of the workspace: where
+// lse is large, the reference and the lse relative to it.
 template <class Element, bool kGeneral>
 __device__ __forceinline__ void split_large_lse(const BackwardParams& params,
                                                 const Sequence& sequence, int head, int first_query,
@@ -71,31 +71,19 @@ __device__ __forceinline__ void split_large_lse(const BackwardParams& params,
             if (lane_col() != 0 || !is_large_row(i)) continue;
             const int r = row + lane_row() + 8 * i;
             const float lse_log2 = log2f(softmax.row_sum[0][i]);
-            params.relative_lse[statistics + first_query + r] = {softmax.row_max[0][i], lse_log2};
             params.lse_log2[first + r] = lse_log2;
-            if (params.reference != nullptr) params.reference[first + r] = softmax.row_max[0][i];
+            params.reference[first + r] = softmax.row_max[0][i];
+            if (params.relative_lse != nullptr)
+                params.relative_lse[statistics + first_query + r] = {softmax.row_max[0][i],
+                                                                     lse_log2};
         }
     }
 }
 
-// The reference of a query whose lse is large, else 0; and its lse relative to that.
-__device__ __forceinline__ RelativeLse relative_lse(const BackwardParams& params, int64_t index) {
-    const float lse_log2 = params.lse[index] * kLog2e;
-    if (params.relative_lse == nullptr || !is_large_lse(lse_log2)) return {0.f, lse_log2};
-    return params.relative_lse[index];
-}
-
-// Scores relative to the references of their queries (large_lse.cuh). They do not pass 0 but by
-// rounding.
+// Scores relative to the references of their queries, in memory from that of the first row or
+// column on. They do not pass 0 but by rounding.
 template <Rows kRows, class Scores>
-__device__ __forceinline__ void subtract_references(Scores& s, const BackwardParams& params,
-                                                    const Sequence& sequence, int head,
-                                                    int first_query) {
-    const auto reference_of = [&](int query) {
-        if (query >= sequence.seqlen_q) [[likely]]  // it is not, but so ptxas finds registers
-            return 0.f;
-        return relative_lse(params, statistics_offset(params, sequence, head) + query).reference;
-    };
+__device__ __forceinline__ void subtract_references(Scores& s, const float* references) {
     const auto subtract = [](float& x, float reference) {
         if (reference != 0.f) x = fminf(x - reference, 0.f);
     };
@@ -104,8 +92,7 @@ __device__ __forceinline__ void subtract_references(Scores& s, const BackwardPar
         for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int query = first_query + 16 * m + lane_row() + 8 * i;
-                const float reference = reference_of(query);
+                const float reference = references[16 * m + lane_row() + 8 * i];
 #pragma unroll
                 for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
@@ -117,8 +104,7 @@ __device__ __forceinline__ void subtract_references(Scores& s, const BackwardPar
             __syncwarp();  // keeps loads apart: the kernels have no registers for many
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int query = first_query + 8 * n + lane_col() + e;
-                const float reference = reference_of(query);
+                const float reference = references[8 * n + lane_col() + e];
 #pragma unroll
                 for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll

@@ -34,13 +34,16 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     };
 
     // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet.
+    // on_large() is called where m becomes too large for P's one FMA (kLargeExponent).
+    template <class OnLarge>
     __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
-                                              RegisterOperand<kCols>& p, float scale, bool fresh) {
+                                              RegisterOperand<kCols>& p, float scale, bool fresh,
+                                              OnLarge on_large) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
             if (fresh || proven) [[unlikely]]
-                rescaling = advance(s, scale);
+                rescaling = advance(s, scale, on_large);
             exponentiate(s, p, sum, scale);
             if (fresh || proven) break;
             const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
@@ -55,7 +58,9 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
 
  private:
     // row_max and row_sum move on to the scores' maximum.
-    __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale) {
+    template <class OnLarge>
+    __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale,
+                                                 OnLarge on_large) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
@@ -64,6 +69,8 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
             rescaling.factor[i] = ptx::ex2((row_max[0][i] - finite_max(new_max)) * scale);
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
+            if (is_large(finite_max(new_max) * scale)) [[unlikely]]
+                on_large();
         }
         return rescaling;
     }

@@ -2,7 +2,7 @@
 // warp, with P = 2^((S - m) scale). Slow, but no model that works has such scores.
 //
 // A kernel that finds such a row where it cannot do it again leaves a mark in place of its
-// statistics.
+// statistics, and does it at its end or leaves it to the next.
 #pragma once
 
 #include "kernels/common/packed.cuh"
@@ -15,19 +15,20 @@
 
 namespace flash_ext {
 
-// A NaN that no arithmetic makes.
-inline constexpr uint32_t kRecompute = 0x7fc0f1a5;
-// Somebody does it.
-inline constexpr uint32_t kRecomputing = kRecompute + 1;
+// The mark of a warp: a NaN that no arithmetic makes. `warp` tells those apart that look for theirs
+// in the same place.
+inline constexpr uint32_t kMark = 0x7fd00000, kMarkWarps = 1 << 16;
+
+__device__ __forceinline__ float mark_of(int warp) { return __uint_as_float(kMark + warp); }
 
 __device__ __forceinline__ bool is_marked(float statistic) {
-    return __float_as_uint(statistic) == kRecompute;
+    return __float_as_uint(statistic) - kMark < kMarkWarps;
 }
 
-// Must a row with that lse be done again? One that is no number may come from a maximum that was
-// large, and is not any more.
-__device__ __forceinline__ bool needs_recomputing(float lse) {
-    return !(fabsf(lse) <= kLargeExponent * kLn2) && lse != -INFINITY;
+// Must a row with this maximum and sum of exponentials be done again? The maximum may have been
+// large, and the sum infinite since.
+__device__ __forceinline__ bool needs_recomputing(float max, float sum, float scale) {
+    return is_large(finite_max(max) * scale) || !(sum < INFINITY);
 }
 
 // The 16 x 16 scores of queries and keys that begin there.
@@ -129,41 +130,40 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& params, i
     return sequence_of<true>(params, number);
 }
 
-// Of 16 rows of a head, those that are marked and that no other warp has begun to do again. Here
-// packed sequences are one: `row` counts from the tensors' first.
+// Of `rows` rows of a head, 16 at most, those that this warp has marked. Here packed sequences are
+// one: `row` counts from the tensors' first.
 template <class Element>
 __device__ __forceinline__ void recompute_marked(const ForwardParams& params, int flat_head,
-                                                 int row) {
-    auto* lse =
-        reinterpret_cast<unsigned int*>(params.lse) + int64_t{flat_head} * params.seqlen_q + row;
+                                                 int row, int rows, int warp) {
+    __syncwarp();  // its lanes have written all results
+    const float* lse = params.lse + int64_t{flat_head} * params.seqlen_q + row;
     const int lane = lane_id();
-    const bool claimed = lane < 16 && row + lane < params.seqlen_q && lse[lane] == kRecompute &&
-                         atomicCAS(&lse[lane], kRecompute, kRecomputing) == kRecompute;
-    uint32_t claims = __ballot_sync(0xffffffff, claimed);
+    const bool marked = lane < rows && __float_as_uint(lse[lane]) == __float_as_uint(mark_of(warp));
+    uint32_t left = __ballot_sync(0xffffffff, marked);
 #pragma unroll 1
-    while (claims != 0) {  // the rows of one sequence at a time
-        const int first = __ffs(claims) - 1;
+    while (left != 0) {  // the rows of one sequence at a time
+        const int first = __ffs(left) - 1;
         const Sequence sequence =
             warp_uniform<true>(sequence_at(params, flat_head / params.heads_q, row + first));
-        const int rows = min_of(sequence.q_begin + sequence.seqlen_q - row, 16);
-        const uint32_t own = claims & ((1u << rows) - 1);
+        const int end = min_of(sequence.q_begin + sequence.seqlen_q - row, 16);
+        const uint32_t own = left & ((1u << end) - 1);
         recompute_rows<Element>(params, sequence, flat_head % params.heads_q,
                                 row + first - sequence.q_begin, own >> first);
-        claims ^= own;
+        left ^= own;
     }
 }
 
-// All of the call. A warp that has made marks comes here at its end, so none is left. `share` of
-// `shares` is where it begins: the others' marks are elsewhere.
+// Of the whole call, by a warp at its end. A function of its own, which leaves the kernel its
+// registers.
 template <class Element>
-__device__ __forceinline__ void recompute_all_marked(const ForwardParams& params, int share,
-                                                     int shares) {
-    const int blocks = ceil_div(params.seqlen_q, 16);
-    const int total = params.heads_q * tensor_batches(params) * blocks;
-    int block = static_cast<int>(int64_t{total} * share / shares);
+__device__ __noinline__ void recompute_all_marked(const ForwardParams& params, int warp) {
+    const int heads = params.heads_q * tensor_batches(params);
 #pragma unroll 1
-    for (int left = total; left > 0; --left, block = block + 1 < total ? block + 1 : 0)
-        recompute_marked<Element>(params, block / blocks, block % blocks * 16);
+    for (int flat_head = 0; flat_head < heads; ++flat_head)
+#pragma unroll 1
+        for (int row = 0; row < params.seqlen_q; row += 16)
+            recompute_marked<Element>(params, flat_head, row, min_of(params.seqlen_q - row, 16),
+                                      warp);
 }
 
 }  // namespace flash_ext

@@ -33,11 +33,11 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
         const int batch = static_cast<int>(row / params.seqlen_q);
         const Sequence all{batch, 0, 0, 0, params.seqlen_q, 0, 0};
         const int query = static_cast<int>(row % params.seqlen_q);
-        const RowStatistics statistics = row_statistics<Element, true>(params, all, head, query);
+        const RowStatistics statistics = row_statistics<Element>(params, all, head, query);
         float exponent = sink_log2 - statistics.lse_log2;
-        if (is_large_lse(statistics.lse_log2)) [[unlikely]] {
+        if (params.relative_lse != nullptr && is_large_lse(statistics.lse_log2)) [[unlikely]] {
             const auto [reference, lse_log2] =
-                relative_lse(params, statistics_offset(params, all, head) + query);
+                params.relative_lse[statistics_offset(params, all, head) + query];
             exponent = (sink_log2 * ptx::rcp(scale) - reference) * scale - lse_log2;
         }
         sum -= ptx::ex2(exponent) * statistics.delta;

@@ -154,8 +154,7 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        status = launch_kernel<backward_delta_kernel<Config>>(
-            workspace_rows(params) / Config::kBlockQ, Config::kThreads, 0, params, stream);
+        status = launch_prepare<Config>(params, stream);
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,

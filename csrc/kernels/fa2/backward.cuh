@@ -202,8 +202,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
                       params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
                       section_fillings(params, masked));
 
-    cudaError_t status =
-        launch_kernel<backward_delta_kernel<Config>>(q_tiles, Config::kThreads, 0, params, stream);
+    cudaError_t status = launch_prepare<Config>(params, stream);
     if (status == cudaSuccess && params.deterministic)
         status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
     if (status == cudaSuccess)

@@ -251,10 +251,10 @@ struct Fa2Forward {
                     rO.v[m][n][2 * i] *= factor;
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
-                const float lse = softmax.lse(m, i, exponent_scale);
-                float statistic = parts ? softmax.row_max[m][i] : lse;
-                if (!kGeneral && needs_recomputing(lse)) [[unlikely]] {
-                    statistic = __uint_as_float(kRecompute);
+                float statistic = parts ? softmax.row_max[m][i] : softmax.lse(m, i, exponent_scale);
+                if (!kGeneral && needs_recomputing(softmax.row_max[m][i], softmax.row_sum[m][i],
+                                                   exponent_scale)) [[unlikely]] {
+                    statistic = mark_of(0);
                     marked = true;
                 }
                 const int row = first_row + 16 * m + lane_row() + 8 * i;
@@ -363,7 +363,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         for (int row = 0; row < Config::kRowsPerWarp; row += 16)
             recompute_marked<typename Config::Element>(
                 params, kept.sequence.batch * params.heads_q + kept.head,
-                kept.sequence.q_begin + kept.first_query + kept.warp_row + row);
+                kept.sequence.q_begin + kept.first_query + kept.warp_row + row,
+                min_of(kept.sequence.seqlen_q - (kept.first_query + kept.warp_row + row), 16), 0);
     }
 }
 

@@ -177,12 +177,16 @@ __device__ __forceinline__ float2 column_pair(const float* of_columns, int n) {
     return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());
 }
 
-// S^T to P^T, of a warp's 16 keys and a Q tile.
-template <class Element, bool kGeneral, class Scores>
+// S^T to P^T, of a warp's 16 keys and a Q tile of kBlockQ queries.
+template <class Element, bool kGeneral, int kBlockQ, class Scores>
 __device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& params,
                                              const KeyTile& tile, int head, int first_key,
                                              int first_query, bool masked, const float* lse) {
     const Sequence& sequence = tile.sequence;
+    const auto references = [&] {
+        return params.reference +
+               workspace_row<workspace_block(kBlockQ)>(params, sequence, head, first_query);
+    };
     if constexpr (kGeneral) {
         // A part at a time, since softcap takes registers.
         using Part = RegisterTile<16, 32>;
@@ -193,12 +197,12 @@ __device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& pa
     }
     if (masked) [[unlikely]] {
         if (!kGeneral && tile.large_lse) [[unlikely]]
-            subtract_references<Rows::kKeys>(s, params, sequence, head, first_query);
+            subtract_references<Rows::kKeys>(s, references());
         const BandMask mask = mask_of(params, sequence);
         mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
     }
     if (kGeneral && tile.large_lse) [[unlikely]]  // ptxas finds no registers for it above
-        subtract_references<Rows::kKeys>(s, params, sequence, head, first_query);
+        subtract_references<Rows::kKeys>(s, references());
     const float scale = kGeneral ? 1.f : params.scale_log2;
 #pragma unroll
     for (int n = 0; n < Scores::kN; ++n) {
@@ -590,7 +594,7 @@ struct Fa3Backward {
                         rdP, v_rows, in_slot<DOTile::kBytes>(do_rows, d.slot), true);
                 };
                 const auto probabilities = [&] {
-                    exponentiate<Element, Config::kGeneral>(
+                    exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
                         rS, params, tile, at.head, tile.first_key + warp_key,
                         at.q_tile * Config::kBlockQ,
                         at.q_tile < full.begin || at.q_tile >= full.end,
@@ -754,8 +758,8 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     params.dq_zeros = params.lead == 0 && !params.deterministic;
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
-        status = launch_fa3_prepare<typename Config::Element, Config::kBlockQ, Config::kHeadDimV,
-                                    Config::kHeadDim>(params, stream);
+        status = launch_prepare<typename Config::Element, Config::kBlockQ, Config::kHeadDimV,
+                                Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,

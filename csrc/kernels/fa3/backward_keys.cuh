@@ -426,7 +426,7 @@ struct Fa3BackwardKeys {
             finished(rS);
             if (walk.left == 0) release(k_ring, k);
             const KeyTile& tile = tiles[walk.tile];
-            exponentiate<Element, Config::kGeneral>(
+            exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
                 rS, params, tile, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
                 walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, statistics(place.q()));

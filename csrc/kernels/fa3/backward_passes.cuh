@@ -25,82 +25,6 @@ __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const S
     return params.turn + 1 + q_tiles + sequence.index() * params.heads_k + head;
 }
 
-// delta = rowsum(dO * O) - dlse and lse in base 2, as row_statistics(), but a row takes only as
-// many lanes as it has 16-byte chunks. Zeros in params.turn and, if that is wanted, in dq_accum, of
-// kSumCols columns; none where that is 0.
-template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
-__global__ void __launch_bounds__(kFa3PassThreads)
-    fa3_prepare_kernel(const __grid_constant__ BackwardParams params) {
-    constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
-    static_assert(kHeadDimV <= kLanes * 8);  // 16 bytes a lane
-    constexpr int kRowsPerPass = kFa3PassThreads / kLanes;
-    constexpr int kPasses = kBlockQ / kRowsPerPass;
-    ptx::launch_dependents();
-    const auto [tile, head] = q_tile_index<true, kBlockQ>(params, blockIdx.x);
-    const auto [sequence, q_tile] = tile;
-    const int64_t first = int64_t{blockIdx.x} * kBlockQ;  // row of the workspace
-    const int first_query = q_tile * kBlockQ;
-    const int chunk = threadIdx.x % kLanes;
-    const int row = threadIdx.x / kLanes;
-    const int rows = sequence.seqlen_q - first_query;
-    const auto gO = global_tile<const Element>(
-        params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
-    const auto gdO = global_tile<const Element>(
-        params.dout, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
-    const int64_t index = statistics_offset(params, sequence, head) + first_query;
-
-    uint4 o[kPasses], d_o[kPasses];
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-        const int r = row + i * kRowsPerPass;
-        const bool valid = r < rows && chunk * 8 < params.head_dim_v;
-        o[i] = d_o[i] = make_uint4(0, 0, 0, 0);
-        if (valid) {
-            o[i] = *reinterpret_cast<const uint4*>(gO.data + r * gO.row_stride + chunk * 8);
-            d_o[i] = *reinterpret_cast<const uint4*>(gdO.data + r * gdO.row_stride + chunk * 8);
-        }
-    }
-    if (kSumCols > 0) {
-        if (threadIdx.x == 0) {
-            if (blockIdx.x == 0) params.turn[0] = 0;
-            params.turn[1 + blockIdx.x] = 0;
-            params.turn[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
-        }
-        if (params.dq_zeros) {
-            auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);
-#pragma unroll
-            for (int i = 0; i < kBlockQ * kSumCols / 4 / kFa3PassThreads; ++i)
-                accum[threadIdx.x + i * kFa3PassThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-    }
-    bool large = false;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-        const auto* x = reinterpret_cast<const Element*>(&o[i]);
-        const auto* y = reinterpret_cast<const Element*>(&d_o[i]);
-        float sum = 0.f;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
-#pragma unroll
-        for (int offset = kLanes / 2; offset > 0; offset /= 2)
-            sum += __shfl_xor_sync(0xffffffff, sum, offset);
-        const int r = row + i * kRowsPerPass;
-        if (chunk != 0) continue;
-        const RowStatistics statistics =
-            r < rows ? statistics_of<false>(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
-        params.lse_log2[first + r] = statistics.lse_log2;
-        params.delta[first + r] = statistics.delta;
-        large |= is_large_lse(statistics.lse_log2);
-    }
-    if (params.relative_lse != nullptr && __syncthreads_or(large)) [[unlikely]] {
-        if (features_of(params) == Features::kGeneral) {
-            split_large_lse<Element, true>(params, sequence, head, first_query, kBlockQ, first);
-        } else {
-            split_large_lse<Element, false>(params, sequence, head, first_query, kBlockQ, first);
-        }
-    }
-}
-
 // Its warps are those of the kernel's consumers, with the same parts of dQ.
 template <class Config>
 __global__ void __launch_bounds__(kFa3PassThreads)
@@ -167,13 +91,6 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 #else
     __trap();  // not to be run elsewhere
 #endif
-}
-
-template <class Element, int kBlockQ, int kHeadDimV, int kSumCols>
-cudaError_t launch_fa3_prepare(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<fa3_prepare_kernel<Element, kBlockQ, kHeadDimV, kSumCols>>(
-        workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kFa3PassThreads, 0, params,
-        stream);
 }
 
 template <class Config>

@@ -338,8 +338,9 @@ struct Fa3BackwardQueries {
             [[unlikely]] {
             mask_scores(s, first_key, [&](int row) { return mask.key_range(first_query + row); });
             if (tile.large_lse)
-                subtract_references<Rows::kQueries>(s, params, tile.sequence, tile.head,
-                                                    first_query);
+                subtract_references<Rows::kQueries>(
+                    s, params.reference + workspace_row<workspace_block(Config::kBlockQ)>(
+                                              params, tile.sequence, tile.head, first_query));
         }
         const float scale = Config::kGeneral ? 1.f : params.scale_log2;
         const Statistics lse = statistics(Config::kLse);

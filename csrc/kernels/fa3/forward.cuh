@@ -104,8 +104,8 @@ struct Fa3ForwardConfig {
     static constexpr int kKBarriers = kQBarriers + QRing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kMarks = kTileBarriers + Tiles::kBarrierBytes;  // a number of each warp
-    static constexpr int kSharedBytes = kMarks + kConsumers * 4 * 4;
+    static constexpr int kHasLarge = kTileBarriers + Tiles::kBarrierBytes;  // a number of each warp
+    static constexpr int kSharedBytes = kHasLarge + kConsumers * 4 * 4;
     static_assert(kSharedBytes <= 227 * 1024);
     // What matrix_descriptor() and the swizzle expect of every tile.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -365,9 +365,15 @@ struct Fa3Forward {
         return Config::kGeneral ? 1.f : params.scale_log2;
     }
 
-    // Has this warp marked a row (recompute_rows.cuh)?
-    __device__ __forceinline__ int& has_marked() const {
-        return reinterpret_cast<int*>(dynamic_shared() + Config::kMarks)[warp_row() / 16];
+    // Among all consumer warps of the grid.
+    __device__ __forceinline__ int warp_number() const {
+        return blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
+    }
+
+    // Has this warp had a maximum too large for P's one FMA? It marks such rows, and does them
+    // again at its end (recompute_rows.cuh).
+    __device__ __forceinline__ int& has_large() const {
+        return reinterpret_cast<int*>(dynamic_shared() + Config::kHasLarge)[warp_row() / 16];
     }
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
@@ -423,6 +429,10 @@ struct Fa3Forward {
         return Config::kMayHaveParts && (!Config::kGeneral || params.part_out != nullptr);
     }
 
+    __device__ __forceinline__ bool needs_recomputing(const Softmax& softmax, int i) const {
+        return flash_ext::needs_recomputing(softmax.max(0, i), softmax.sum(0, i), exponent_scale());
+    }
+
     // O / l and the logsumexp to HBM, as results or as a part's.
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
@@ -455,21 +465,21 @@ struct Fa3Forward {
             if (has_row && index >= 0)
                 params.part_statistics[index] = {softmax.max(0, i), softmax.sum(0, i)};
             store_rows(params.part_out, rO, index_of);
-            if (!Config::kGeneral && has_row && index >= 0 &&
-                needs_recomputing(softmax.lse(0, i, exponent_scale()))) [[unlikely]]
-                params.part_statistics[index].max = __uint_as_float(kRecompute);
+            if (!Config::kGeneral && has_large() && has_row && index >= 0 &&
+                needs_recomputing(softmax, i))
+                params.part_statistics[index].max = mark_of(0);
         } else {
             const int first_row = tile.first_query + warp_row();
             const auto gO =
                 global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
                                      s.seqlen_q - first_row, params.head_dim_v);
-            float lse = softmax.lse(0, i, exponent_scale());
-            if (!Config::kGeneral && needs_recomputing(lse)) [[unlikely]] {
-                lse = __uint_as_float(kRecompute);
-                has_marked() = true;
-            }
-            if (has_row && row < gO.rows) params.lse[statistics + first_row + row] = lse;
+            if (has_row && row < gO.rows)
+                params.lse[statistics + first_row + row] = softmax.lse(0, i, exponent_scale());
             store_rows(gO, rO);
+            if (!Config::kGeneral && has_large() && has_row && row < gO.rows &&
+                needs_recomputing(softmax, i))
+                params.lse[statistics_offset(params, tile.sequence, tile.head) + tile.first_query +
+                           warp_row() + row] = mark_of(warp_number());
         }
     }
 
@@ -518,10 +528,12 @@ struct Fa3Forward {
                 release_and_advance(q_ring, q);
             finish_scores<steady>(rS, tiles[tile], kv_tile, full);
             if (!steady && first) softmax = begin_softmax(tiles[tile]);
-            return softmax.step(rS, rP, exponent_scale(), !steady && first);
+            return softmax.step(rS, rP, exponent_scale(), !steady && first, [&] {
+                if (!Config::kGeneral) has_large() = true;
+            });
         };
 
-        has_marked() = false;
+        has_large() = false;
         if (!begin_tile()) return;
         if (consumer == Config::kConsumers - 1) pass_turn();  // the first one's
         k_ring.wait(k);
@@ -612,10 +624,8 @@ struct Fa3Forward {
         store(rO, softmax, tiles[tile_done]);
         if constexpr (!Config::kGeneral && !Config::kMayHaveParts) {
             __syncwarp();
-            if (has_marked()) [[unlikely]] {
-                const int warp = blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
-                recompute_all_marked<Element>(params, warp, gridDim.x * (Config::kConsumers * 4));
-            }
+            if (has_large()) [[unlikely]]
+                recompute_all_marked<Element>(params, warp_number());
         }
     }
 };
