@@ -120,7 +120,7 @@ def cuda_options(cuda_home: Path) -> dict:
     cpp.CUDA_HOME = str(cuda_home)
     torch.version.cuda = release[1] if release else "13.0"
     compiler = os.environ.get("PYTORCH_NVCC", shlex.quote(nvcc))
-    guard = shlex.join([sys.executable, str(ROOT / "csrc/nvcc_strict.py")])
+    guard = shlex.join([sys.executable, str(ROOT / "csrc/build/nvcc_strict.py")])
     os.environ["PYTORCH_NVCC"] = f"{guard} {compiler}"
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("NINJA_STATUS", "[%f/%t, %e s] ")
@@ -130,7 +130,7 @@ def cuda_options(cuda_home: Path) -> dict:
     class BuildExtension(cpp.BuildExtension):
         def build_extensions(self) -> None:
             super().build_extensions()
-            sys.path.insert(0, str(ROOT / "csrc"))
+            sys.path.insert(0, str(ROOT / "csrc/build"))
             import nvcc_strict
 
             objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
@@ -153,11 +153,11 @@ def cuda_options(cuda_home: Path) -> dict:
         "-Xcompiler=-fvisibility=hidden",
         f"--threads={os.environ.get('NVCC_THREADS') or 2}",
     ]
-    sources = find_files("csrc/*.cpp", "csrc/instantiate/*.cu")
+    sources = find_files("csrc/api/*.cpp", "csrc/plan/*.cpp", "csrc/instantiate/*.cu")
     extension = Extension(
         "flash_ext._C",
         sources,
-        depends=find_files("csrc/**/*.h", "csrc/**/*.cuh", "csrc/*.py"),
+        depends=find_files("csrc/**/*.h", "csrc/**/*.cuh", "csrc/build/*.py"),
         language="c++",
         py_limited_api=True,
         include_dirs=[str(ROOT / "csrc"), *cpp.include_paths("cuda")],

@@ -9,7 +9,7 @@ memory, so 'sm' is what it predicts: N d + N^2 for standard attention, N^2 d^2 /
 FlashAttention. What HBM sees of it is less where L2 still holds what is read again.
 
 'model' counts the same by the algorithms' own loops (``MODELS``): how often each tensor passes with
-the tile sizes of csrc/tuning.h. 'theta' is N^2 d^2 / M (or N d + N^2) in bytes, with M the shared
+the tile sizes of plan/tuning.h. 'theta' is N^2 d^2 / M (or N d + N^2) in bytes, with M the shared
 memory of one CTA as the GPU reports it; a bound of this form holds if sm / theta stays level.
 
 Each call starts with an L2 full of other data and is followed by a pass that drives its own results
@@ -84,7 +84,7 @@ def cases(seqlens: Iterable[int], methods: Iterable[str]) -> Iterator[Case]:
 
 
 # ------------------------------------------------------------------------------------ predictions
-# Rows of a Q tile (fa2, fa3 forward) or keys of a KV tile (else), by head dim, as csrc/tuning.h has
+# Rows of a Q tile (fa2, fa3 forward) or keys of a KV tile (else), by head dim, as plan/tuning.h has
 # them on Hopper GPUs.
 TILES = {
     ("fa1", "forward"): {64: 256, 128: 256, 256: 128},

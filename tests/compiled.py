@@ -5,17 +5,22 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import importlib.machinery
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
+NATIVE = ROOT / "tests" / "native"
 COMPILER = os.environ.get("CXX", "g++")
 
 
@@ -29,7 +34,8 @@ def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> 
     command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
     command += [f"-I{CSRC}", *map(str, sources), *flags]
     content = hashlib.sha256(" ".join([*command, sys.version]).encode())
-    for path in [*sources, *sorted((*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h")))]:
+    headers = (*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), *NATIVE.rglob("*.h"))
+    for path in [*sources, *sorted(headers)]:
         content.update(path.read_bytes())
     folder = ROOT / "build" / "tests-native"
     library = folder / content.hexdigest()[:16] / f"{name}.so"
@@ -45,6 +51,19 @@ def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> 
     return library
 
 
+def python_module(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ModuleType:
+    """The module that the sources make with pybind11."""
+    pybind11 = pytest.importorskip("pybind11")
+    includes = [pybind11.get_include(), sysconfig.get_path("include")]
+    library = shared_library(name, sources, [*flags, *(f"-I{path}" for path in includes)])
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
 @functools.cache
 def load_host_side() -> None:
     """Gives the host's side of the CUDA kernels, node.cpp and sdpa.cpp, to the CPU's."""
@@ -56,8 +75,8 @@ def load_host_side() -> None:
     library = shared_library(
         "flash_ext_host",
         [
-            *(CSRC / f"{name}.cpp" for name in ("node", "sdpa", "out_of_memory")),
-            ROOT / "tests" / "native" / "host.cpp",
+            *(CSRC / "api" / f"{name}.cpp" for name in ("node", "sdpa", "out_of_memory")),
+            NATIVE / "host.cpp",
         ],
         [
             *("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020b000000000000"),

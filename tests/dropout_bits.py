@@ -1,6 +1,6 @@
 """The dropout mask's bits, one number at a time: the contract in plain Python.
 
-Independent of flash_ext.dropout, which works on whole tensors, and of csrc/dropout.cuh.
+Independent of flash_ext.dropout, which works on whole tensors, and of csrc/problem/dropout.cuh.
 """
 
 from __future__ import annotations

@@ -3,16 +3,13 @@
 Would catch, without a GPU: a tile range that misses a visible element or visits an empty tile, a
 tile called full that is not, backward visiting other tiles than forward, a tile scheduled twice or
 never, shared-memory chunks that overlap or conflict in banks, other dropout bits than Python's, and
-lists in variants.h that differ from Python's.
+lists in plan/ that differ from Python's.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import itertools
 import random
-import sysconfig
 from types import ModuleType
 
 import pytest
@@ -25,28 +22,19 @@ from attention_testing import (
     dense_mask,
     unsupported_reason,
 )
-from compiled import ROOT, shared_library
+from compiled import NATIVE, python_module
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
 from test_dropout import IN_PARTS
 
-SOURCE = ROOT / "tests" / "native" / "native.cpp"
-
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    pybind11 = pytest.importorskip("pybind11")
-    includes = [pybind11.get_include(), sysconfig.get_path("include")]
-    library = shared_library("flash_ext_native", [SOURCE], [f"-I{path}" for path in includes])
-    loader = importlib.machinery.ExtensionFileLoader("flash_ext_native", str(library))
-    spec = importlib.util.spec_from_loader("flash_ext_native", loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return python_module("flash_ext_native", [NATIVE / "native.cpp"])
 
 
-# --- mask.cuh ---
+# --- problem/mask.cuh ---
 
 LENGTHS = ((1, 1), (7, 7), (5, 12), (12, 5), (1, 10), (10, 1), (9, 8), (6, 0))
 SIDES = (-1, 0, 1, 2, 5, 30)
@@ -122,7 +110,7 @@ def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:
         assert mask.is_full((0, seqlen_q), (0, seqlen_k))
 
 
-# --- scheduler.cuh ---
+# --- schedule/ ---
 
 
 @pytest.mark.parametrize("tiles", (1, 2, 7))
@@ -288,7 +276,7 @@ def test_swizzles_are_those_of_the_hardware(cols: int, panel_cols: int, native: 
         assert offsets[row][chunk] == linear ^ ((linear >> 7 & chunks - 1) << 4)
 
 
-# --- dropout.cuh ---
+# --- problem/dropout.cuh ---
 
 
 def test_philox_is_pythons(native: ModuleType) -> None:
@@ -309,7 +297,7 @@ def test_dropout_bits_are_pythons(native: ModuleType) -> None:
         assert native.is_kept(seed, offset, head, threshold, row, col) == expected
 
 
-# --- variants.h ---
+# --- plan/variants.h, plan/head_dims.h ---
 
 
 def test_variants_are_pythons(native: ModuleType) -> None:
@@ -330,7 +318,7 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
     assert native.padded_head_dims(257, 1) == native.padded_head_dims(1, 257) == -1
 
 
-# --- tuning.h ---
+# --- plan/tuning.h ---
 
 
 def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
@@ -370,7 +358,7 @@ def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
 
 
 def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
-    """The parts that a dense problem's keys are cut into, as csrc/attention.cpp has it."""
+    """The parts that a dense problem's keys are cut into, as csrc/plan/variants.cpp has it."""
     at_once = SMS
     if variant == "fa2":
         at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))

@@ -4,8 +4,8 @@ Would catch an op of ATen that has changed, gradients unlike those of `bwd`, a m
 sees flash_ext's ops, an lse without a gradient, a checkpoint that gets k for q where it recomputes
 the other node, and memory that a call does not give back.
 
-On the CPU ATen's op has no kernels: it gets csrc/node.cpp, compiled for the CPU kernels of `fwd`
-and `bwd`, and for a test's time CPU tensors pass for CUDA ones.
+On the CPU ATen's op has no kernels: it gets csrc/api/node.cpp, compiled for the CPU kernels of
+`fwd` and `bwd`, and for a test's time CPU tensors pass for CUDA ones.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Would catch an override or a cuDNN switch that outlives restore(), an import tha
 scaled or masked otherwise than aten's ops are, results with other strides than theirs, calls that
 flash_ext does not support and yet takes, and Python on the way to those that it does.
 
-On the CPU, where torch has no kernels of these ops, csrc/sdpa.cpp is compiled for flash_ext's CPU
-kernels and overrides stand-ins for torch's.
+On the CPU, where torch has no kernels of these ops, csrc/api/sdpa.cpp is compiled for flash_ext's
+CPU kernels and overrides stand-ins for torch's.
 """
 
 from __future__ import annotations

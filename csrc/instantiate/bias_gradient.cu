@@ -1,4 +1,4 @@
-#include "../kernels/bias_gradient.cuh"
+#include "kernels/common/bias_gradient.cuh"
 
 template cudaError_t flash_ext::bias_gradient<64, 64>(flash_ext::BackwardParams, cudaStream_t);
 template cudaError_t flash_ext::bias_gradient<96, 96>(flash_ext::BackwardParams, cudaStream_t);

@@ -1,1 +1,1 @@
-#include "../kernels/combine.cuh"
+#include "kernels/common/combine.cuh"

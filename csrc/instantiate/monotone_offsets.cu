@@ -1,1 +1,1 @@
-#include "../kernels/monotone_offsets.cuh"
+#include "kernels/common/monotone_offsets.cuh"

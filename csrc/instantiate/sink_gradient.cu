@@ -1,1 +1,1 @@
-#include "../kernels/sink_gradient.cuh"
+#include "kernels/common/sink_gradient.cuh"

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-#include "../params.h"
-#include "../ptx/cp_async.cuh"
-#include "../ptx/not_hoisted.cuh"
-#include "../ptx/shared.cuh"
-#include "fragment.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/not_hoisted.cuh"
+#include "ptx/shared.cuh"
+#include "tile/fragment.cuh"
+#include "tile/tensor_view.h"
 
 namespace flash_ext {
 

@@ -7,11 +7,11 @@
 
 #include <cstdint>
 
-#include "../ptx/ldmatrix.cuh"
-#include "../ptx/math.cuh"
-#include "../ptx/not_hoisted.cuh"
-#include "../ptx/shared.cuh"
-#include "swizzle.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/not_hoisted.cuh"
+#include "ptx/shared.cuh"
+#include "tile/swizzle.cuh"
 
 namespace flash_ext {
 

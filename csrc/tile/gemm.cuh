@@ -1,8 +1,8 @@
 // C += A B on one warp's registers, A and B from any operand of fragment.cuh.
 #pragma once
 
-#include "../ptx/mma.cuh"
-#include "fragment.cuh"
+#include "ptx/mma.cuh"
+#include "tile/fragment.cuh"
 
 namespace flash_ext {
 

@@ -2,8 +2,8 @@
 // neither shared memory nor another warp. Elements outside the tensor are zeros.
 #pragma once
 
-#include "copy.cuh"
-#include "fragment.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
 
 namespace flash_ext {
 

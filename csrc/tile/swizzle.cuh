@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "../host_device.h"
+#include "tile/host_device.h"
 
 namespace flash_ext {
 

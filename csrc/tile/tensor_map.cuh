@@ -20,9 +20,9 @@
 
 #include <cstdint>
 
-#include "../params.h"
-#include "../ptx/tma.cuh"
-#include "swizzle.cuh"
+#include "ptx/tma.cuh"
+#include "tile/swizzle.cuh"
+#include "tile/tensor_view.h"
 
 namespace flash_ext {
 

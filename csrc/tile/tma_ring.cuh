@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../ptx/mbarrier.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace flash_ext {
 

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "../ptx/uniform.cuh"
-#include "../ptx/wgmma.cuh"
-#include "fragment.cuh"
+#include "ptx/uniform.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/fragment.cuh"
 
 namespace flash_ext {
 

@@ -2,7 +2,8 @@
 
     python docs/figures/make.py
 
-Numbers come from csrc/tuning.h. The standard library is enough, and equal sources give equal files.
+Numbers come from csrc/plan/tuning.h. The standard library is enough, and equal sources give equal
+files.
 """
 
 from __future__ import annotations
@@ -87,13 +88,16 @@ class Svg:
 
 
 def tunings():
-    """(name, d, dv, consumers, block_kv, q, k, v stages, turns) as csrc/tuning.h has them."""
-    source = (ROOT / "csrc/tuning.h").read_text()
-    body = source.split("constexpr Fa3Forward fa3_forward(")[1].split("\n}\n")[0]
-    number = r"\{(\d+), (\d+), (\d+), (\d+), (\d+), (true|false)\}"
-    found = [
-        (int(a), int(b), int(c), int(d), int(e), f) for a, b, c, d, e, f in re.findall(number, body)
+    """(name, d, dv, consumers, block_kv, q, k, v stages, turns) as csrc/plan/tuning.h has them."""
+    source = (ROOT / "csrc/plan/tuning.h").read_text()
+    table = source.split("kFa3Forward[] = {")[1].split("\n};\n")[0]
+    defaults = {"q_stages": "2", "take_turns": "false"}
+    rows = [
+        defaults | dict(re.findall(r"\.(\w+) = (\w+)", row))
+        for row in re.findall(r"\{(\.consumers[^}]*)\}", table)
     ]
+    numbers = ("consumers", "block_kv", "q_stages", "k_stages", "v_stages")
+    found = [(*(int(row[x]) for x in numbers), row["take_turns"]) for row in rows]
     keys = f"{int(source.split('kLongKeys = ')[1].split(';')[0]):,}"
     names = [
         ("64, few queries or options", 64, 64),
@@ -105,7 +109,7 @@ def tunings():
         ("192", 192, 192),
         ("256", 256, 256),
     ]
-    assert len(found) == len(names), "the shape of fa3_forward() in tuning.h has changed"
+    assert len(found) == len(names), "the shape of kFa3Forward in tuning.h has changed"
     return [(*name, *numbers) for name, numbers in zip(names, found, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""The argument checks of the CPU kernels. The CUDA kernels have theirs in csrc/check.h, alike."""
+"""The argument checks of the CPU kernels. Those of the CUDA kernels are alike: csrc/api/check.h."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 It replaces the CUDA kernels of the aten ops that are SDPA's flash backend, and of those below
-`torch.nn.attention.varlen.varlen_attn` and nested tensors, with those of `csrc/sdpa.cpp`: there is
-no Python between SDPA and flash_ext's kernels. What flash_ext does not run there
+`torch.nn.attention.varlen.varlen_attn` and nested tensors, with those of `csrc/api/sdpa.cpp`: there
+is no Python between SDPA and flash_ext's kernels. What flash_ext does not run there
 (dropout, the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's
 kernels as before. SDPA's choice of a backend stays as it is, so an attn_mask, float32 and head dims
 above 256 go to the others, but for cuDNN's, which comes before the flash backend on Hopper GPUs: it
@@ -65,7 +65,7 @@ _SCHEMAS = {
         "SymInt? window_size_left=None, SymInt? window_size_right=None) -> (Tensor, Tensor, Tensor)"
     ),
 }
-"""The aten ops that are overridden, as the kernels in csrc/sdpa.cpp take them."""
+"""The aten ops that are overridden, as the kernels in csrc/api/sdpa.cpp take them."""
 _FLASH = (
     "Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
     "bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
@@ -121,7 +121,7 @@ def _original(name: str) -> Any:
 
 
 def _keep_original(library: Library, name: str, signature: str) -> None:
-    """Define flash_ext::original… as torch's kernel, for what csrc/sdpa.cpp does not run.
+    """Define flash_ext::original… as torch's kernel, for what csrc/api/sdpa.cpp does not run.
 
     It returns the tensors alone: torch's way from C++ to an op takes the types of the results in
     reverse order, so all have to be of one type.

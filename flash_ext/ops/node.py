@@ -3,7 +3,7 @@
 A node in Python (`torch.autograd.Function`) takes the host longer than a small call's kernels, and
 the stable ABI has no other. ATen has an op for kernels of other packages, with a generated node;
 on CUDA nobody else's are there. The node hands tensors on as they are, so these have flash_ext's
-layout, and `csrc/node.cpp` gives the op the kernels of `fwd` and `bwd`.
+layout, and `csrc/api/node.cpp` gives the op the kernels of `fwd` and `bwd`.
 
     node_options_CUDA(*, options) -> float
 

@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "attention.h"
-#include "boxing.h"
+#include "api/attention.h"
+#include "api/boxing.h"
 
 namespace flash_ext {
 namespace {

@@ -1,5 +1,5 @@
 // The constexpr code of csrc as a Python module, for tests/test_native.py: masks, tile ranges, the
-// scheduler, shared-memory layout, dropout bits and the lists of variants.h. No CUDA, no torch.
+// scheduler, shared-memory layout, dropout bits and the lists of plan/. No CUDA, no torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,13 +12,19 @@
 #include <utility>
 #include <vector>
 
-#include "dropout.cuh"
-#include "mask.cuh"
-#include "params.h"
-#include "scheduler.cuh"
+#include "plan/head_dims.h"
+#include "plan/tuning.h"
+#include "plan/variants.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/dropout.cuh"
+#include "problem/mask.cuh"
+#include "problem/params.h"
+#include "problem/sequences.cuh"
+#include "schedule/packed_gqa.h"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
 #include "tile/swizzle.cuh"
-#include "tuning.h"
-#include "variants.h"
 
 namespace py = pybind11;
 using namespace flash_ext;
@@ -227,7 +233,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
     for (const HeadDims& dims : kHeadDims) head_dims.emplace_back(dims.qk, dims.v);
     m.attr("head_dims") = head_dims;
     m.attr("max_head_dim") = kMaxHeadDim;
-    m.def("padded_head_dims", &padded_head_dims);
+    m.def("padded_head_dims",
+          [](int head_dim, int head_dim_v) { return head_dims_index({head_dim, head_dim_v}); });
 
     // Queries or keys of the tile that says how often a plain pass reads the other side.
     m.def("tiles", [](int head_dim, int queries, int keys) {
@@ -284,7 +291,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
-        const HeadDims dims = kHeadDims[padded_head_dims(head_dim, head_dim_v)];
+        const HeadDims dims = pad_head_dims({head_dim, head_dim_v});
         return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kPacked)
             .ctas_per_sm;
     });

@@ -1,0 +1,280 @@
+// From tensors to kernels: check, choose the variant, fill in the params, allocate, launch.
+#include "api/attention.h"
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "api/check.h"
+#include "api/debug_seqlens.h"
+#include "api/out_of_memory.h"
+#include "plan/plan.h"
+#include "problem/mask.cuh"
+#include "problem/params.h"
+
+// Weak: a CPU-only libtorch lacks it, and there this library must load too.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace flash_ext {
+namespace {
+
+cudaStream_t current_stream(const Tensor& q) {
+    void* stream = nullptr;
+    if (aoti_torch_get_current_cuda_stream == nullptr ||
+        aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream) != 0)
+        fail("this torch has no CUDA stream to launch on");
+    return static_cast<cudaStream_t>(stream);
+}
+
+// A contiguous, uninitialised tensor on q's device.
+Tensor empty(const Tensor& q, const std::vector<int64_t>& shape, ScalarType dtype) {
+    std::vector<int64_t> strides(shape.size());
+    int64_t stride = 1;
+    for (size_t i = shape.size(); i-- > 0;) {
+        strides[i] = stride;
+        stride *= std::max<int64_t>(shape[i], 1);
+    }
+    return empty_strided(q, shape, strides, dtype);
+}
+
+// Scratch memory, given back to torch's allocator when the call returns: the allocator reuses it
+// only for work later on the same stream.
+Tensor allocate(const Workspace& workspace, const Tensor& q) {
+    if (workspace.bytes() == 0) return Tensor();
+    Tensor memory = empty(q, {workspace.bytes() / 4}, ScalarType::Float);
+    workspace.place(memory.data_ptr());
+    return memory;
+}
+
+Operand operand(const char* name, const Tensor& tensor) {
+    Operand x{name, tensor.data_ptr(), {1, 1, 1, 1}, {0, 0, 0, 0}};
+    const auto sizes = tensor.sizes();
+    const auto strides = tensor.strides();
+    const size_t first = 4 - sizes.size();  // packed sequences have no dimension of batches
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+        x.sizes[first + dim] = sizes[dim];
+        x.strides[first + dim] = strides[dim];
+    }
+    return x;
+}
+
+TensorView view(const Tensor& tensor) { return operand("", tensor).view(); }
+
+template <class T>
+const T* data_of(const std::optional<Tensor>& tensor) {
+    return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
+}
+
+Bias bias_of(const Tensor& tensor) {
+    Bias bias;
+    bias.data = tensor.data_ptr();
+    if (tensor.scalar_type() == ScalarType::Float) bias.type = BiasType::kFloat32;
+    if (tensor.scalar_type() == ScalarType::Bool) bias.type = BiasType::kBool;
+    bias.paired = reinterpret_cast<uintptr_t>(bias.data) % (2 * tensor.element_size()) == 0;
+    for (int dim = 0; dim < 4; ++dim) {
+        bias.sizes[dim] = static_cast<int>(tensor.size(dim));
+        bias.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+        if (dim < 3) bias.paired = bias.paired && bias.strides[dim] % 2 == 0;
+    }
+    return bias;
+}
+
+// The options with a bias that kernels can read: keys side by side, or one for all of them.
+Options readable(Options options) {
+    if (options.bias && options.bias->dim() == 4 && options.bias->size(3) > 1 &&
+        options.bias->stride(3) != 1)
+        options.bias = torch::stable::contiguous(*options.bias);
+    return options;
+}
+
+// Everything but the tensors of the pass.
+void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
+                 const Options& options) {
+    const Sizes& sizes = call.sizes;
+    const int64_t kUnlimited = BandMask::kUnlimited;
+    params.element_type =
+        q.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+    params.batch = static_cast<int>(sizes.batch);
+    params.seqlen_q = static_cast<int>(sizes.seqlen_q);
+    params.seqlen_k = static_cast<int>(sizes.seqlen_k);
+    params.heads_q = static_cast<int>(sizes.heads_q);
+    params.heads_k = static_cast<int>(sizes.heads_k);
+    params.head_dim = static_cast<int>(sizes.head_dim);
+    params.head_dim_v = static_cast<int>(sizes.head_dim_v);
+
+    params.cu_seqlens_q = data_of<int>(options.cu_seqlens_q);
+    params.cu_seqlens_k = data_of<int>(options.cu_seqlens_k);
+    params.seqused_k = data_of<int>(options.seqused_k);
+
+    const auto bound = [&](int64_t window) {
+        return static_cast<int>(window < 0 ? kUnlimited : std::min(window, kUnlimited));
+    };
+    params.window_left = bound(options.window_left);
+    params.window_right = options.causal ? 0 : bound(options.window_right);
+
+    params.scale = static_cast<float>(
+        options.scale.value_or(1.0 / std::sqrt(static_cast<double>(params.head_dim))));
+    params.scale_log2 = params.scale * kLog2e;
+    params.softcap = static_cast<float>(options.softcap);
+    params.alibi_slopes = data_of<float>(options.alibi_slopes);
+    if (options.alibi_slopes && options.alibi_slopes->dim() == 2)
+        params.alibi_batch_stride = options.alibi_slopes->stride(0);
+    if (options.bias) params.bias = bias_of(*options.bias);
+    params.sink = data_of<float>(options.sink);
+
+    if (options.dropout_p > 0) {
+        params.rng_state = data_of<int64_t>(options.rng_state);
+        params.keep_threshold = static_cast<uint32_t>(
+            std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
+        params.keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+    }
+    params.aligned = std::all_of(call.operands.begin(), call.operands.end(),
+                                 [](const Operand& x) { return x.is_aligned(); });
+}
+
+void check_launch(cudaError_t status) {
+    if (status != cudaSuccess) fail("the CUDA launch failed: ", cudaGetErrorString(status));
+}
+
+Call make_call(const Tensor& q, const Sizes& sizes, std::span<const Operand> operands,
+               const Options& options) {
+    return {device_of(q),         sizes, operands, options.softcap, options.bias.has_value(),
+            options.dropout_p > 0};
+}
+
+Variant forward_variant(const Call& call, const Options& options) {
+    const Choice choice = choose_forward(call, check_variant(options));
+    if (!choice.variant) fail(choice.why);
+    return *choice.variant;
+}
+
+}  // namespace
+
+Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
+                     const std::vector<int64_t>& strides, ScalarType dtype) {
+    int32_t code = aoti_torch_dtype_float32();
+    if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
+    if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
+    if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
+    if (dtype == ScalarType::UInt64) code = aoti_torch_dtype_uint64();
+    AtenTensorHandle handle = nullptr;
+    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                 code, aoti_torch_device_type_cuda(), x.get_device_index(),
+                                 &handle) != 0)
+        throw_out_of_memory("CUDA out of memory. flash_ext tried to allocate a tensor of shape " +
+                            shape_text(sizes) + " on cuda:" + std::to_string(x.get_device_index()));
+    return Tensor(handle);
+}
+
+Tensor with_contiguous_rows(const Tensor& x) {
+    if (x.stride(x.dim() - 1) == 1) return x;
+    Tensor copy = empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
+    torch::stable::copy_(copy, x);
+    return copy;
+}
+
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Options& given, const Tensor& into) {
+    const Sizes sizes = check_forward(q, k, v, given);
+    const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
+    const Call call = make_call(q, sizes, operands, given);
+    ForwardPlan plan{.variant = forward_variant(call, given)};
+    const cudaStream_t stream = current_stream(q);
+    const Options options = readable(given);
+    debug_seqlens(sizes, options, stream);
+    ForwardParams& params = plan.params;
+    fill_params(params, call, q, options);
+
+    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    Tensor out = into;
+    if (!out.defined())
+        out =
+            empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v), q.scalar_type());
+    Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
+    params.q = operands[0].view();
+    params.k = operands[1].view();
+    params.v = operands[2].view();
+    params.out = view(out);
+    params.lse = static_cast<float*>(lse.data_ptr());
+
+    make_plan(plan, call.device);
+    const Tensor memory = allocate(plan.workspace, q);
+    check_launch(launch(plan, stream));
+    return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& out, const Tensor& lse, const Options& given, bool need_dbias,
+    const std::tuple<Tensor, Tensor, Tensor>& into) {
+    const Sizes sizes = check_backward(dout, dlse, q, k, v, out, lse, given);
+    const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v),
+                                operand("out", out), operand("dout", dout)};
+    const Call call = make_call(q, sizes, operands, given);
+    const Call forward = make_call(q, sizes, call.operands.first(3), given);
+    const Choice choice = choose_backward(call, forward_variant(forward, given));
+    if (!choice.variant) fail(choice.why);
+    BackwardPlan plan{.variant = *choice.variant};
+    const cudaStream_t stream = current_stream(q);
+    const Options options = readable(given);
+    debug_seqlens(sizes, options, stream);
+    BackwardParams& params = plan.params;
+    fill_params(params, call, q, options);
+    params.ds_factor = std::sqrt(params.keep_scale);
+    params.inverse_ds_factor = 1.f / params.ds_factor;
+    params.gradient_scale = params.scale * params.ds_factor;
+    params.deterministic = options.deterministic;
+
+    const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+    const auto empty_as = [&](const Tensor& x) {
+        return empty(q, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
+    };
+    const bool has_dbias =
+        need_dbias && options.bias && options.bias->scalar_type() != ScalarType::Bool;
+    auto [dq, dk, dv] = into;
+    if (!dq.defined()) {
+        dq = empty_as(q);
+        dk = empty_as(k);
+        dv = empty_as(v);
+    }
+    Tensor dbias = has_dbias ? empty_as(*options.bias) : Tensor();
+    Tensor dsink = options.sink ? empty_as(*options.sink) : Tensor();
+    params.q = operands[0].view();
+    params.k = operands[1].view();
+    params.v = operands[2].view();
+    params.out = operands[3].view();
+    params.dout = operands[4].view();
+    params.lse = static_cast<const float*>(lse.data_ptr());
+    params.dlse = data_of<float>(dlse);
+    params.dq = view(dq);
+    params.dk = view(dk);
+    params.dv = view(dv);
+    if (has_dbias) params.dbias = dbias.data_ptr();
+    if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
+
+    make_plan(plan);
+    const Tensor memory = allocate(plan.workspace, q);
+    check_launch(launch(plan, stream));
+    return {dq, dk, dv, dbias, dsink};
+}
+
+std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& k,
+                                                          const Tensor& v, const Options& options) {
+    const Sizes sizes = check_forward(q, k, v, options);
+    const Operand operands[] = {operand("q", q), operand("k", k), operand("v", v)};
+    const Call call = make_call(q, sizes, operands, options);
+    const Variant variant = forward_variant(call, options);
+    const Choice backward = choose_backward(call, variant);
+    return {static_cast<int64_t>(variant),
+            backward.variant ? static_cast<int64_t>(*backward.variant) : -1, backward.why};
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,40 @@
+// Registers the CUDA kernels of the ops that flash_ext/ops/ defines, and names their targets.
+#include <torch/csrc/stable/ops.h>
+
+#include "api/attention.h"
+#include "api/boxing.h"
+
+namespace flash_ext {
+namespace {
+
+std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) {
+    return attention_forward(q, k, v, OPTIONS);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, std::optional<Tensor> dlse,
+                                                       Tensor q, Tensor k, Tensor v, Tensor out,
+                                                       Tensor lse, OPTION_PARAMETERS,
+                                                       bool need_dbias) {
+    auto gradients = attention_backward(dout, dlse, q, k, v, out, lse, OPTIONS, need_dbias);
+    for (Tensor* x : {&std::get<3>(gradients), &std::get<4>(gradients)})
+        if (!x->defined()) *x = torch::stable::new_empty(q, {0});
+    return gradients;
+}
+
+std::tuple<int64_t, int64_t, std::string> check(Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) {
+    return attention_check(q, k, v, OPTIONS);
+}
+
+}  // namespace
+}  // namespace flash_ext
+
+// What the build compiled for, as FLASH_EXT_CUDA_ARCHS has it. Read by flash_ext/ops/binary.py.
+extern "C" __attribute__((visibility("default"))) const char* flash_ext_targets() {
+    return FLASH_EXT_TARGETS;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+    m.impl("fwd", TORCH_BOX(&flash_ext::fwd));
+    m.impl("bwd", TORCH_BOX(&flash_ext::bwd));
+    m.impl("check", TORCH_BOX(&flash_ext::check));
+}

@@ -1,0 +1,171 @@
+// An autograd node in C++. The stable ABI has no way to write one, but ATen has an op for the
+// kernels of other packages, _scaled_dot_product_fused_attention_overrideable, with a generated
+// node; on CUDA nobody else's kernels are there. The node hands tensors on as they are, so here
+// they have flash_ext's layout. flash_ext/ops/node.py says which calls go this way.
+//
+// The op has no place for most options. `node_options_CUDA` keeps those of the call that follows
+// on the same thread, whose dropout_p says that they are meant. The forward kernel gives them to
+// the node as outputs that have no other use, and from there they come to the backward kernel.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <bit>
+#include <exception>
+#include <stdexcept>
+#include <vector>
+
+#include "api/attention.h"
+#include "api/boxing.h"
+#include "api/out_of_memory.h"
+#include "plan/variants.h"
+
+// Since torch 2.13: the message of an error that a function of the stable ABI reports.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+namespace flash_ext {
+namespace {
+
+// The options of the next call, and the dropout_p by which it is known.
+struct Announced {
+    double number = 0;
+    Options options;
+};
+thread_local Announced announced;
+
+double node_options(OPTION_PARAMETERS) {
+    static thread_local double calls = 0;  // exact to 2^53
+    announced = {++calls, OPTIONS};
+    return calls;
+}
+
+Options announced_options(double number) {
+    if (number != announced.number)
+        throw std::runtime_error("flash_ext: aten's overrideable attention has no dropout_p here");
+    Options options = std::move(announced.options);
+    announced = {};
+    return options;
+}
+
+// The options that are numbers, as the node's two; 0 and 0 are the defaults.
+struct Packed {
+    int64_t integers = 0;  // bits 0 to 29 and 30 to 59: the windows, plus 1; 60 and 61: the
+                           // variant, where one is named, plus 1; 62: deterministic
+    int64_t softcap = 0;   // the bits of the double
+};
+constexpr int kWindowBits = 30;
+constexpr int64_t kWindowMask = (int64_t{1} << kWindowBits) - 1;
+static_assert(kVariants < 4);
+
+Packed pack(const Options& options) {
+    // What is longer than any sequence is unlimited.
+    const auto window = [](int64_t side) { return std::min<int64_t>(side, kWindowMask - 1) + 1; };
+    int64_t variant = 0;
+    for (int i = 0; i < kVariants; ++i)
+        if (options.variant == kVariantNames[i]) variant = i + 1;
+    return {window(options.window_left) | window(options.window_right) << kWindowBits |
+                variant << 2 * kWindowBits |
+                static_cast<int64_t>(options.deterministic) << (2 * kWindowBits + 2),
+            std::bit_cast<int64_t>(options.softcap)};
+}
+
+void unpack(const Packed& packed, Options& options) {
+    options.window_left = (packed.integers & kWindowMask) - 1;
+    options.window_right = (packed.integers >> kWindowBits & kWindowMask) - 1;
+    if (const int64_t variant = packed.integers >> 2 * kWindowBits & 3; variant > 0)
+        options.variant = kVariantNames[variant - 1];
+    options.deterministic = packed.integers >> (2 * kWindowBits + 2) & 1;
+    options.softcap = std::bit_cast<double>(packed.softcap);
+}
+
+Tensor or_undefined(const std::optional<Tensor>& tensor) { return tensor ? *tensor : Tensor(); }
+
+std::optional<Tensor> if_defined(const Tensor& tensor) {
+    return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+    double number, bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {
+    Options options;
+    if (number != 0) options = announced_options(number);
+    options.scale = scale;
+    options.causal = causal;
+    options.bias = bias;
+    const auto [out, lse] = attention_forward(q, k, v, options);
+    const Packed packed = pack(options);
+    return {out,
+            lse,
+            or_undefined(options.cu_seqlens_q),  // the node saves nothing for an undefined tensor
+            or_undefined(options.cu_seqlens_k),
+            packed.integers,
+            packed.softcap,
+            or_undefined(options.alibi_slopes),
+            or_undefined(options.seqused_k),
+            Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
+    const std::vector<bool>& grad_input_mask, const Tensor& out, const Tensor& lse,
+    const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t integers, int64_t softcap,
+    double /*number*/, bool causal, const Tensor& alibi_slopes, const Tensor& seqused_k,
+    std::optional<double> scale) try {
+    Options options{.scale = scale,
+                    .causal = causal,
+                    .alibi_slopes = if_defined(alibi_slopes),
+                    .bias = if_defined(bias),
+                    .cu_seqlens_q = if_defined(cu_seqlens_q),
+                    .cu_seqlens_k = if_defined(cu_seqlens_k),
+                    .seqused_k = if_defined(seqused_k)};
+    unpack({integers, softcap}, options);
+    const auto [dq, dk, dv, dbias, dsink] =
+        attention_backward(with_contiguous_rows(dout), std::nullopt, q, k, v, out, lse, options,
+                           /*need_dbias=*/grad_input_mask[3]);
+    return {dq, dk, dv, dbias};
+} catch (...) {
+    thrown = std::current_exception();
+    throw;
+}
+
+// What autograd meets of ATen's backward op. A graph of the gradients, where one is wanted, is
+// recorded in Python, by a node that says that it has no gradient.
+void node_bwd_autograd(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
+    call_op(
+        aoti_torch_grad_mode_is_enabled() ? "flash_ext::node_bwd_recorded" : "flash_ext::node_bwd",
+        stack);
+}
+
+}  // namespace
+
+void call_op(const char* name, StableIValue* stack) {
+    thrown = nullptr;
+    if (torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) == TORCH_SUCCESS) return;
+    if (thrown) std::rethrow_exception(std::exchange(thrown, nullptr));
+    const std::string why = torch_exception_get_what_without_backtrace != nullptr
+                                ? torch_exception_get_what_without_backtrace()
+                                : std::string("flash_ext: ") + name +
+                                      " failed; this torch, before 2.13, does not tell why";
+    if (why.find("CUDA out of memory") != std::string::npos) throw_out_of_memory(why);
+    throw std::runtime_error(why);
+}
+
+}  // namespace flash_ext
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeImplicitAutograd, m) {
+    m.impl("node_options_" DEVICE_NAME, TORCH_BOX(&flash_ext::node_options));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, FLASH_EXT_DEVICE, m) {
+    m.impl("node_bwd", TORCH_BOX(&flash_ext::node_bwd));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(aten, FLASH_EXT_DEVICE, m) {
+    m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_BOX(&flash_ext::node_fwd));
+    m.impl("_scaled_dot_product_fused_attention_overrideable_backward",
+           TORCH_BOX(&flash_ext::node_bwd));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(aten, FLASH_EXT_AUTOGRAD, m) {
+    m.impl("_scaled_dot_product_fused_attention_overrideable_backward",
+           &flash_ext::node_bwd_autograd);
+}

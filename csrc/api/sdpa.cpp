@@ -1,0 +1,373 @@
+// SDPA's flash backend on flash_ext: kernels in place of torch's for the aten ops below it, while
+// flash_ext/integrations/sdpa.py has them switched on. What flash_ext does not run goes to torch's
+// kernel, which sdpa.py keeps as an op "flash_ext::original" + the name of aten's.
+//
+// Results are what torch's kernels return: out and the gradients with the strides of empty_like,
+// lse in float32, and what only dropout needs without content. out and lse mean the same in both,
+// so it does not matter whose forward kernel made what a backward kernel is given; with dropout,
+// whose mask does matter, both passes are torch's.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <vector>
+
+#include "api/attention.h"
+#include "api/boxing.h"
+
+// torch.are_deterministic_algorithms_enabled, which the stable ABI lacks. Weak: without it all
+// calls are deterministic.
+namespace at {
+class __attribute__((visibility("default"))) Context {
+ public:
+    __attribute__((weak)) bool deterministicAlgorithms() const;
+};
+__attribute__((weak, visibility("default"))) Context& globalContext();
+}  // namespace at
+
+namespace flash_ext {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::detail::from;
+using torch::stable::detail::StableLibrary;
+using torch::stable::detail::unbox_to_tuple;
+
+bool deterministic() {
+    return at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
+}
+
+// What torch's kernel of the op returns, but for the integers.
+template <class... Tensors, class... Arguments>
+std::tuple<Tensors...> call_original(const char* op, const Arguments&... arguments) {
+    StableIValue stack[std::max(sizeof...(Arguments), sizeof...(Tensors))] = {from(arguments)...};
+    call_op(op, stack);
+    return unbox_to_tuple<Tensors...>(stack);
+}
+
+// --- Layouts ---
+
+Tensor view(const Tensor& x, const std::vector<int64_t>& sizes,
+            const std::vector<int64_t>& strides) {
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+        x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+        /*offset_increment=*/0, &handle));
+    return Tensor(handle);
+}
+
+// (B, H, S, D) as (B, S, H, D), and back.
+Tensor transposed(const Tensor& x) {
+    return view(x, {x.size(0), x.size(2), x.size(1), x.size(3)},
+                {x.stride(0), x.stride(2), x.stride(1), x.stride(3)});
+}
+
+// The strides of empty_like(x): those of x where it is dense, else in the same order without gaps.
+// It follows at::infer_dense_strides, to which a stride of 0 says nothing about the order.
+std::vector<int64_t> dense_strides(const Tensor& x) {
+    const int dims = static_cast<int>(x.dim());
+    std::vector<int> order(dims);  // innermost first
+    std::iota(order.rbegin(), order.rend(), 0);
+    const auto is_outside = [&](int a, int b) {  // of b: 1, -1, or 0 where nothing says so
+        if (x.stride(a) == 0 || x.stride(b) == 0) return 0;
+        if (x.stride(a) != x.stride(b)) return x.stride(a) > x.stride(b) ? 1 : -1;
+        return x.size(a) > x.size(b) ? 1 : 0;
+    };
+    for (int i = 1; i < dims; ++i)
+        for (int here = i, before = i - 1; before >= 0; --before) {
+            const int comparison = is_outside(order[before], order[here]);
+            if (comparison < 0) break;
+            if (comparison == 0) continue;
+            std::swap(order[before], order[here]);
+            here = before;
+        }
+    std::vector<int64_t> strides(dims);
+    int64_t stride = 1;
+    bool dense = true;
+    for (const int dim : order) {
+        strides[dim] = stride;
+        dense = dense && (x.size(dim) == 1 || x.stride(dim) == stride);
+        stride *= x.size(dim);
+    }
+    if (dense)
+        for (int dim = 0; dim < dims; ++dim) strides[dim] = x.stride(dim);
+    return strides;
+}
+
+Tensor empty_as(const Tensor& x) {
+    return empty_strided(x, {x.sizes().begin(), x.sizes().end()}, dense_strides(x),
+                         x.scalar_type());
+}
+
+// --- What flash_ext runs ---
+
+bool passes_check(const Tensor& q, const Tensor& k, const Tensor& v) {
+    try {
+        attention_check(q, k, v, {});
+        return true;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
+// Whether there is a kernel for the device, dtype and head dim of q (B, S, H, D). The answer, 1 or
+// -1, is kept.
+bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
+    constexpr int kDevices = 64, kDims = 257;
+    static std::atomic<int8_t> answers[kDevices][2][kDims];
+    const int device = q.get_device_index() + 1;  // the CPU is -1
+    const int64_t dim = q.size(3);
+    const bool half = q.scalar_type() == ScalarType::Half;
+    if (device >= kDevices || dim >= kDims || (!half && q.scalar_type() != ScalarType::BFloat16))
+        return passes_check(q, k, v);
+    auto& answer = answers[device][half][dim];
+    if (answer == 0) answer = passes_check(q, k, v) ? 1 : -1;
+    return answer > 0;
+}
+
+// For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or packed, (total, H, D). Torch says what is wrong
+// with what it does not run either.
+bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool packed) {
+    const int64_t dims = packed ? 3 : 4;
+    for (const Tensor* x : {&q, &k, &v})
+        if (x->dim() != dims || x->numel() == 0 || x->stride(dims - 1) != 1 ||
+            x->scalar_type() != q.scalar_type() || dense_strides(*x).back() != 1)
+            return false;
+    for (int dim = 0; dim < dims; ++dim)
+        if (k.size(dim) != v.size(dim)) return false;
+    if (q.size(dims - 1) != k.size(dims - 1) || q.size(dims - 2) % k.size(dims - 2) != 0)
+        return false;
+    if (!packed) return q.size(0) == k.size(0) && has_kernel(q, k, v);
+    const auto batched = [](const Tensor& x) {
+        return view(x, {1, x.size(0), x.size(1), x.size(2)},
+                    {0, x.stride(0), x.stride(1), x.stride(2)});
+    };
+    return has_kernel(batched(q), batched(k), batched(v));
+}
+
+// An int32 vector as the ops take it, or none.
+bool is_plain(const std::optional<Tensor>& x, int64_t size) {
+    return !x || (x->dim() == 1 && x->size(0) == size && x->scalar_type() == ScalarType::Int &&
+                  x->is_contiguous());
+}
+
+// --- What the ops return besides ---
+
+// The state of the random generator, an unused tensor and the debug mask, of a call without
+// dropout. Nothing reads or writes what is in them: all calls on a device share them.
+std::tuple<Tensor, Tensor, Tensor> random_state(const Tensor& like) {
+    using Tensors = std::tuple<Tensor, Tensor, Tensor>;
+    static std::mutex mutex;
+    // Never destroyed, for CUDA is gone when the process ends.
+    static auto& made = *new std::map<std::pair<int32_t, ScalarType>, Tensors>;
+    const std::lock_guard lock(mutex);
+    Tensors& tensors = made[{like.get_device_index(), like.scalar_type()}];
+    if (!std::get<0>(tensors).defined())
+        tensors = {empty_strided(like, {2}, {1}, ScalarType::UInt64),
+                   empty_strided(like, {}, {}, ScalarType::UInt64),
+                   empty_strided(like, {0}, {1}, like.scalar_type())};
+    return tensors;
+}
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+// --- _scaled_dot_product_flash_attention, of (B, H, S, D) ---
+
+constexpr const char* kForward = "flash_ext::original_scaled_dot_product_flash_attention";
+constexpr const char* kBackward = "flash_ext::original_scaled_dot_product_flash_attention_backward";
+
+// q, k and v as the ops take them, or none where torch's kernel is to run.
+std::optional<std::array<Tensor, 3>> sdpa_inputs(const Tensor& query, const Tensor& key,
+                                                 const Tensor& value, double dropout_p) {
+    if (dropout_p != 0) return std::nullopt;
+    for (const Tensor* x : {&query, &key, &value})
+        if (x->dim() != 4) return std::nullopt;
+    std::array<Tensor, 3> inputs = {transposed(query), transposed(key), transposed(value)};
+    if (!runs(inputs[0], inputs[1], inputs[2], /*packed=*/false)) return std::nullopt;
+    return inputs;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> sdpa_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p, bool is_causal,
+    bool return_debug_mask, std::optional<double> scale) {
+    const auto inputs = sdpa_inputs(query, key, value, dropout_p);
+    if (return_debug_mask || !inputs) {
+        const auto [out, lse, cum_seq_q, cum_seq_k, state, unused, debug_mask] =
+            call_original<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+                kForward, query, key, value, dropout_p, is_causal, return_debug_mask, scale);
+        return {out,         lse,   cum_seq_q, cum_seq_k, query.size(2),
+                key.size(2), state, unused,    debug_mask};
+    }
+    const Tensor out = empty_as(query);
+    const auto& [q, k, v] = *inputs;
+    const auto lse = std::get<1>(
+        attention_forward(q, k, v, {.scale = scale, .causal = is_causal}, transposed(out)));
+    const auto [state, unused, debug_mask] = random_state(query);
+    const Tensor none;
+    return {out, lse, none, none, query.size(2), key.size(2), state, unused, debug_mask};
+}
+
+Gradients sdpa_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const Tensor& out, const Tensor& lse,
+                        const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
+                        int64_t max_k, double dropout_p, bool is_causal, const Tensor& philox_seed,
+                        const Tensor& philox_offset, std::optional<double> scale) {
+    const auto inputs = sdpa_inputs(query, key, value, dropout_p);
+    if (!grad_out.defined() || !inputs)
+        return call_original<Tensor, Tensor, Tensor>(
+            kBackward, grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q, max_k,
+            dropout_p, is_causal, philox_seed, philox_offset, scale);
+    const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
+    const auto& [dq, dk, dv] = into;
+    const auto& [q, k, v] = *inputs;
+    attention_backward(transposed(with_contiguous_rows(grad_out)), std::nullopt, q, k, v,
+                       transposed(out), torch::stable::contiguous(lse),
+                       {.scale = scale, .causal = is_causal, .deterministic = deterministic()},
+                       /*need_dbias=*/false, {transposed(dq), transposed(dk), transposed(dv)});
+    return into;
+}
+
+// --- _flash_attention_forward, of (B, S, H, D) or (total, H, D) ---
+// It is below torch.nn.attention.varlen.varlen_attn and nested tensors.
+
+constexpr const char* kFlashForward = "flash_ext::original_flash_attention_forward";
+constexpr const char* kFlashForwardOut =
+    "flash_ext::original_flash_attention_forward_no_dropout_inplace";
+constexpr const char* kFlashBackward = "flash_ext::original_flash_attention_backward";
+
+Options flash_options(const std::optional<Tensor>& cum_seq_q,
+                      const std::optional<Tensor>& cum_seq_k, bool is_causal,
+                      std::optional<double> scale, std::optional<int64_t> window_left,
+                      std::optional<int64_t> window_right) {
+    return {.scale = scale,
+            .causal = is_causal,
+            .window_left = std::max<int64_t>(window_left.value_or(-1), -1),
+            .window_right = std::max<int64_t>(window_right.value_or(-1), -1),
+            .cu_seqlens_q = cum_seq_q,
+            .cu_seqlens_k = cum_seq_k};
+}
+
+bool flash_runs(const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p,
+                const Options& options) {
+    const auto& offsets = options.cu_seqlens_q;
+    if (dropout_p != 0 || offsets.has_value() != options.cu_seqlens_k.has_value()) return false;
+    if (query.dim() == 0 || (offsets && offsets->dim() != 1)) return false;
+    const int64_t batch = offsets ? offsets->size(0) - 1 : query.size(0);
+    return is_plain(offsets, batch + 1) && is_plain(options.cu_seqlens_k, batch + 1) &&
+           is_plain(options.seqused_k, batch) && runs(query, key, value, offsets.has_value());
+}
+
+// Since torch 2.13 the op has block_table and num_splits too. num_splits asks that a sequence's
+// result does not depend on the others, which it never does here.
+bool is_paged() { return false; }
+bool is_paged(const std::optional<Tensor>& block_table, const std::optional<int64_t>& /*splits*/) {
+    return block_table.has_value();
+}
+
+template <class... More>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& cum_seq_q, const std::optional<Tensor>& cum_seq_k, int64_t max_q,
+    int64_t max_k, double dropout_p, bool is_causal, bool return_debug_mask,
+    std::optional<double> scale, std::optional<int64_t> window_left,
+    std::optional<int64_t> window_right, const std::optional<Tensor>& seqused_k,
+    const std::optional<Tensor>& alibi_slopes, More... more) {
+    Options options =
+        flash_options(cum_seq_q, cum_seq_k, is_causal, scale, window_left, window_right);
+    options.seqused_k = seqused_k;
+    if (return_debug_mask || alibi_slopes || is_paged(more...) ||
+        !flash_runs(query, key, value, dropout_p, options))
+        return call_original<Tensor, Tensor, Tensor, Tensor, Tensor>(
+            kFlashForward, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+            is_causal, return_debug_mask, scale, window_left, window_right, seqused_k, alibi_slopes,
+            more...);
+    const auto [out, lse] = attention_forward(query, key, value, options, empty_as(query));
+    const auto [state, unused, debug_mask] = random_state(query);
+    return {out, lse, state, unused, debug_mask};
+}
+
+void flash_forward_boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+    using Optionals = std::pair<std::optional<Tensor>, std::optional<int64_t>>;
+    constexpr auto forward = TORCH_BOX((&flash_forward<>));
+    constexpr auto forward_with_pages =
+        TORCH_BOX((&flash_forward<Optionals::first_type, Optionals::second_type>));
+    (inputs == 15 ? forward : forward_with_pages)(stack, inputs, outputs);
+}
+
+// Writes out, and returns lse.
+Tensor flash_forward_out(const Tensor& out, const Tensor& query, const Tensor& key,
+                         const Tensor& value, const std::optional<Tensor>& cum_seq_q,
+                         const std::optional<Tensor>& cum_seq_k, int64_t max_q, int64_t max_k,
+                         double dropout_p, bool is_causal, bool return_debug_mask,
+                         std::optional<double> scale, std::optional<int64_t> window_left,
+                         std::optional<int64_t> window_right,
+                         const std::optional<Tensor>& seqused_k,
+                         const std::optional<Tensor>& alibi_slopes,
+                         const std::optional<Tensor>& block_table,
+                         std::optional<int64_t> num_splits) {
+    Options options =
+        flash_options(cum_seq_q, cum_seq_k, is_causal, scale, window_left, window_right);
+    options.seqused_k = seqused_k;
+    if (return_debug_mask || alibi_slopes || block_table ||
+        !flash_runs(query, key, value, dropout_p, options))
+        return std::get<0>(call_original<Tensor>(
+            kFlashForwardOut, out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+            is_causal, return_debug_mask, scale, window_left, window_right, seqused_k, alibi_slopes,
+            block_table, num_splits));
+    const auto [found, lse] = attention_forward(query, key, value, options);
+    Tensor into = out;
+    torch::stable::copy_(into, found);
+    return lse;
+}
+
+Gradients flash_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                         const Tensor& value, const Tensor& out, const Tensor& lse,
+                         const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
+                         int64_t max_k, double dropout_p, bool is_causal, const Tensor& rng_state,
+                         const Tensor& unused, std::optional<double> scale,
+                         std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
+    const auto given = [](const Tensor& x) {
+        return x.defined() ? std::optional(x) : std::nullopt;
+    };
+    Options options = flash_options(given(cum_seq_q), given(cum_seq_k), is_causal, scale,
+                                    window_left, window_right);
+    options.deterministic = deterministic();
+    if (!grad_out.defined() || !flash_runs(query, key, value, dropout_p, options))
+        return call_original<Tensor, Tensor, Tensor>(
+            kFlashBackward, grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q,
+            max_k, dropout_p, is_causal, rng_state, unused, scale, window_left, window_right);
+    const Gradients into = {empty_as(query), empty_as(key), empty_as(value)};
+    const auto& [dq, dk, dv] = into;
+    attention_backward(with_contiguous_rows(grad_out), std::nullopt, query, key, value, out,
+                       torch::stable::contiguous(lse), options, /*need_dbias=*/false, {dq, dk, dv});
+    return into;
+}
+
+// Puts the kernels above in place of torch's, or gives these back. `with_out`: torch has the op
+// that writes out.
+void sdpa_override(bool on, bool with_out) {
+    static std::unique_ptr<StableLibrary> kernels;
+    kernels.reset();
+    if (!on) return;
+    kernels = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", DEVICE_NAME,
+                                              __FILE__, __LINE__);
+    kernels->impl("_scaled_dot_product_flash_attention", TORCH_BOX(&sdpa_forward));
+    kernels->impl("_scaled_dot_product_flash_attention_backward", TORCH_BOX(&sdpa_backward));
+    kernels->impl("_flash_attention_forward", &flash_forward_boxed);
+    kernels->impl("_flash_attention_backward", TORCH_BOX(&flash_backward));
+    if (with_out)
+        kernels->impl("_flash_attention_forward_no_dropout_inplace", TORCH_BOX(&flash_forward_out));
+}
+
+}  // namespace
+}  // namespace flash_ext
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) {
+    m.impl("sdpa_override_" DEVICE_NAME, TORCH_BOX(&flash_ext::sdpa_override));
+}

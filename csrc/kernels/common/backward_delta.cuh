@@ -1,0 +1,184 @@
+// delta = rowsum(dO * O) - dlse (FlashAttention-2, algorithm 2, line 4; the gradient of the
+// logsumexp enters here, because d lse / d S = P), and lse in base 2.
+#pragma once
+
+#include "kernels/common/backward_tile.cuh"
+#include "kernels/common/large_lse.cuh"
+#include "plan/head_dims.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/grid_dependency.cuh"
+
+namespace flash_ext {
+
+// rowsum(dO * O) of one row by a whole warp; every lane gets the sum.
+template <class Element>
+__device__ __forceinline__ float row_dot(const Element* x, const Element* y, int cols,
+                                         bool aligned) {
+    static_assert(kMaxHeadDim <= 32 * 8);  // 16 bytes a lane
+    float sum = 0.f;
+    const int lane = lane_id();
+    if (aligned) {
+        if (lane * 8 < cols) {
+            const uint4 xs = *reinterpret_cast<const uint4*>(x + lane * 8);
+            const uint4 ys = *reinterpret_cast<const uint4*>(y + lane * 8);
+            const auto* xe = reinterpret_cast<const Element*>(&xs);
+            const auto* ye = reinterpret_cast<const Element*>(&ys);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum += ptx::to_float(xe[i]) * ptx::to_float(ye[i]);
+        }
+    } else {
+        for (int col = lane; col < cols; col += 32)
+            sum += ptx::to_float(x[col]) * ptx::to_float(y[col]);
+    }
+    return warp_sum(sum);
+}
+
+// Eight elements of a row from `col` on; those past the last are zeros.
+template <class Element>
+__device__ __forceinline__ uint4 load_chunk(const GlobalTile<const Element>& tile, int row, int col,
+                                            bool aligned) {
+    const Element* x = tile.data + row * tile.row_stride + col;
+    if (aligned) return *reinterpret_cast<const uint4*>(x);
+    const auto pair = [&](int i) {
+        const auto at = [&](int j) { return col + j < tile.cols ? ptx::to_float(x[j]) : 0.f; };
+        return ptx::pack<Element>(at(i), at(i + 1));
+    };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+}
+
+struct RowStatistics {
+    float lse_log2;  // +inf for a row that sees no key, which makes its P zero
+    float delta;     // without dropout's factor
+};
+
+// From rowsum(dO * O) of row `index` of lse.
+__device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& params, int64_t index,
+                                                       float dot) {
+    const float lse = params.lse[index];
+    if (lse == -INFINITY) return {INFINITY, 0.f};
+    const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
+    return {lse * kLog2e, (dot - dlse) * params.inverse_ds_factor};
+}
+
+// Of one query, by a whole warp. A row past the sequence has P = 0 as well.
+template <class Element>
+__device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& params,
+                                                        const Sequence& sequence, int head,
+                                                        int query) {
+    if (query >= sequence.seqlen_q) return {INFINITY, 0.f};
+    const int64_t row = sequence.q_begin + query;
+    const float dot = row_dot(row_pointer<const Element>(params.dout, sequence.batch, row, head),
+                              row_pointer<const Element>(params.out, sequence.batch, row, head),
+                              params.head_dim_v, params.aligned);
+    return statistics_of(params, statistics_offset(params, sequence, head) + query, dot);
+}
+
+// Fetches lse, delta and reference of a Q tile, which backward_prepare_kernel has left in HBM.
+template <class Config>
+__device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
+                                                const QTileWalk& walk) {
+    constexpr int kChunks = Config::kBlockQ / 4;
+    // A matter of registers: with two stages there is none to spare over the loop.
+    const int thread = Config::kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
+    if (thread >= 3 * kChunks) return;
+    const BackwardParams& params = cta.params;
+    const int64_t first =
+        workspace_row(params, cta.sequence, walk.head, walk.q_tile * Config::kBlockQ);
+    const float* source = (thread < kChunks       ? params.lse_log2
+                           : thread < 2 * kChunks ? params.delta
+                                                  : params.reference) +
+                          first;
+    // In shared memory one follows the other.
+    ptx::cp_async_16(ptx::shared_address(cta.lse_log2(walk.step)) + thread * 16,
+                     source + thread % kChunks * 4, true);
+}
+
+inline constexpr int kPrepareThreads = 256;
+
+// The pass before the main kernels, a CTA per Q tile: row statistics, and zeros in params.turn and,
+// if that is wanted, in dq_accum, of kSumCols columns; none where that is 0. A row takes as many
+// lanes as it has 16-byte chunks. Where lse is large, references (large_lse.cuh).
+template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
+__global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
+    backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
+    constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
+    static_assert(kHeadDimV <= kLanes * 8);
+    constexpr int kRowsPerPass = kPrepareThreads / kLanes;
+    constexpr int kPasses = kBlockQ / kRowsPerPass;
+    ptx::launch_dependents();
+    const auto [tile, head] = q_tile_index<true, kBlockQ>(params, blockIdx.x);
+    const auto [sequence, q_tile] = tile;
+    const int64_t first = int64_t{blockIdx.x} * kBlockQ;  // row of the workspace
+    const int first_query = q_tile * kBlockQ;
+    const int first_col = threadIdx.x % kLanes * 8;
+    const int row = threadIdx.x / kLanes;
+    const int rows = sequence.seqlen_q - first_query;
+    const auto gO = global_tile<const Element>(
+        params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const auto gdO = global_tile<const Element>(
+        params.dout, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const int64_t index = statistics_offset(params, sequence, head) + first_query;
+
+    uint4 o[kPasses], d_o[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const int r = row + i * kRowsPerPass;
+        o[i] = d_o[i] = make_uint4(0, 0, 0, 0);
+        if (r >= rows || first_col >= params.head_dim_v) continue;
+        o[i] = load_chunk(gO, r, first_col, params.aligned);
+        d_o[i] = load_chunk(gdO, r, first_col, params.aligned);
+    }
+    if (kSumCols > 0) {
+        if (threadIdx.x == 0) {
+            if (blockIdx.x == 0) params.turn[0] = 0;
+            params.turn[1 + blockIdx.x] = 0;
+            params.turn[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
+        }
+        if (params.dq_zeros) {
+            auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);
+#pragma unroll
+            for (int i = 0; i < kBlockQ * kSumCols / 4 / kPrepareThreads; ++i)
+                accum[threadIdx.x + i * kPrepareThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+    }
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const auto* x = reinterpret_cast<const Element*>(&o[i]);
+        const auto* y = reinterpret_cast<const Element*>(&d_o[i]);
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
+#pragma unroll
+        for (int offset = kLanes / 2; offset > 0; offset /= 2)
+            sum += __shfl_xor_sync(0xffffffff, sum, offset);
+        const int r = row + i * kRowsPerPass;
+        if (first_col != 0) continue;
+        const RowStatistics statistics =
+            r < rows ? statistics_of(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
+        params.lse_log2[first + r] = statistics.lse_log2;
+        params.delta[first + r] = statistics.delta;
+        params.reference[first + r] = 0.f;
+        large |= is_large_lse(statistics.lse_log2);
+    }
+    if (params.may_have_large_lse && __syncthreads_or(large)) [[unlikely]]
+        split_large_lse<Element, kGeneral, kBlockQ>(params);
+}
+
+template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
+cudaError_t launch_prepare(const BackwardParams& params, cudaStream_t stream) {
+    return launch_kernel<backward_prepare_kernel<Element, kGeneral, kBlockQ, kHeadDimV, kSumCols>>(
+        workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kPrepareThreads, 0, params,
+        stream);
+}
+
+// For FA1 and FA2.
+template <class Config>
+cudaError_t launch_prepare(BackwardParams params, cudaStream_t stream) {
+    params.dq_zeros = true;
+    return launch_prepare<typename Config::Element, Config::kGeneral, 64, Config::kHeadDimV,
+                          Config::kHeadDim>(params, stream);
+}
+
+}  // namespace flash_ext

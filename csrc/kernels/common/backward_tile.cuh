@@ -1,0 +1,464 @@
+// One (Q tile, KV tile) step of the backward pass, shared by FA1 (algorithm 4) and FA2 (algorithm
+// 2), which differ in their loops and in how dQ reaches HBM.
+//
+// Everything is computed transposed, rows are keys:
+//     S^T  = K Q^T                 P^T  = 2^(S^T scale - lse), scale and lse in base 2
+//     dP^T = V dO^T                dS^T = P^T * (dP^T - delta)
+//     dV  += P^T dO                dK  += dS^T Q
+//     dQ   = dS K
+// so that P^T and dS^T come out of the tensor cores in the layout in which dV and dK take them as
+// operands. Only dS goes through shared memory for everyone, because dQ sums over keys.
+//
+// Warps: kWarpsKV x kWarpsD. A warp owns kKeysPerWarp rows of the KV tile and every kWarpsD-th
+// 16-column block of their dK and dV, in registers. With kWarpsD = 1, P^T and dS^T never leave the
+// warp. With kWarpsD = 2 (large head dims, where a row of dK and dV does not fit one warp) the two
+// warps of a row group compute half of the queries each and exchange P^T and dS^T through shared
+// memory. For dQ the warps are regrouped kWarpsM x kWarpsN over (queries, columns).
+//
+// Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta,
+// reference [kBlockQ]);
+// dS^T and, for kWarpsD = 2, P^T [kBlockKV][kBlockQ]. dV and dK leave through the K and V tiles.
+#pragma once
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/packed.cuh"
+#include "kernels/common/place.cuh"
+#include "kernels/common/softmax.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/mask.cuh"
+#include "problem/score.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/memory.cuh"
+#include "tile/copy.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_ext {
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Backward kTuning>
+struct BackwardConfig {
+    using Element = Element_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
+    static constexpr int kWarpsKV = kTuning.warps_kv;
+    static constexpr int kWarpsD = kTuning.warps_d;
+    static constexpr int kWarps = kWarpsKV * kWarpsD;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = kKeysPerWarp * kWarpsKV;
+    static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
+    static constexpr int kStages = kTuning.stages;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using PTile = SharedTile<kBlockKV, kBlockQ>;
+
+    static constexpr int kWarpsN = KTile::kBlocksPerPanel;
+    static constexpr int kWarpsM = kWarps / kWarpsN;
+
+    // Offsets in shared memory.
+    static constexpr int kK = 0;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kDS = kV + VTile::kBytes;
+    static constexpr int kP = kDS + PTile::kBytes;
+    static constexpr int kQ = kP + (kWarpsD > 1 ? PTile::kBytes : 0);
+    static constexpr int kDO = kQ + kStages * QTile::kBytes;
+    static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, delta, reference
+    static constexpr int kStatisticsBytes = 3 * kBlockQ * 4;
+    static constexpr int kTicket = kStatistics + kStages * kStatisticsBytes;
+    static constexpr int kPlace = kTicket + 16;
+    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
+
+    // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
+    // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
+    static constexpr int kDQParts = kTuning.dq_parts;
+    using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQParts>;
+
+    static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
+    static_assert((DQ::kM & (DQ::kM - 1)) == 0, "operands of dQ start at an XOR of their blocks");
+    static_assert(kHeadDim % (16 * kWarpsN * kDQParts) == 0 && kBlockQ % (16 * kWarpsD) == 0);
+    static_assert(kWorkspaceRows % kBlockQ == 0);
+};
+
+// This lane's first four floats of a part of a Q tile's dq_accum; fragment (m, n) is dq_fragment()
+// floats on.
+template <class Config>
+__device__ __forceinline__ float* dq_accum_part(const BackwardParams& params,
+                                                const Sequence& sequence, int head, int q_tile,
+                                                int part) {
+    constexpr int kPartFloats = Config::DQ::kM * Config::DQ::kN * 128;
+    return params.dq_accum +
+           workspace_row(params, sequence, head, q_tile * Config::kBlockQ) * Config::kHeadDim +
+           (warp_id() * Config::kDQParts + part) * kPartFloats + lane_id() * 4;
+}
+
+template <class Config>
+__device__ __forceinline__ constexpr int dq_fragment(int m, int n) {
+    return (m * Config::DQ::kN + n) * 128;
+}
+
+// The inner loop's order: the Q tiles that see the KV tile, for each query head of the group in
+// turn.
+struct QTileWalk {
+    Interval q_tiles;
+    int last_head;
+    int head;
+    int q_tile;
+    int step = 0;  // tells the stages in shared memory apart
+
+    __device__ __forceinline__ QTileWalk(Interval q_tiles_, int first_head, int heads)
+        : q_tiles(q_tiles_),
+          last_head(q_tiles_.empty() ? first_head - 1 : first_head + heads - 1),
+          head(first_head),
+          q_tile(q_tiles_.begin) {}
+
+    __device__ __forceinline__ bool done() const { return head > last_head; }
+
+    __device__ __forceinline__ QTileWalk next() const {
+        QTileWalk after = *this;
+        after.step ^= 1;
+        if (++after.q_tile == q_tiles.end) {
+            after.q_tile = q_tiles.begin;
+            ++after.head;
+        }
+        return after;
+    }
+};
+
+template <class Config>
+struct BackwardTile {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using DOTile = typename Config::DOTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using PTile = typename Config::PTile;
+    using Scores = RegisterTile<Config::kKeysPerWarp, Config::kBlockQ / Config::kWarpsD>;
+    using GradientK = RegisterTile<Config::kKeysPerWarp, Config::kHeadDim / Config::kWarpsD>;
+    using GradientV = RegisterTile<Config::kKeysPerWarp, Config::kHeadDimV / Config::kWarpsD>;
+    using DQ = typename Config::DQ;
+    static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr bool kInRegisters = Config::kWarpsD == 1;  // P^T and dS^T, for dV and dK
+
+    const BackwardParams& params;
+    int head_k;
+    Sequence sequence;
+    BandMask mask;
+    int warp_key;  // the warp's first row within the KV tile
+    int warp_d;    // 0 .. kWarpsD - 1
+    uint32_t smem;
+
+    __device__ __forceinline__ BackwardTile(const BackwardParams& p, const Sequence& sequence_,
+                                            int head_k_)
+        : params(p),
+          head_k(head_k_),
+          sequence(sequence_),
+          mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          warp_key(warp_id() % Config::kWarpsKV * Config::kKeysPerWarp),
+          warp_d(warp_id() / Config::kWarpsKV),
+          smem(ptx::shared_address(dynamic_shared())) {}
+
+    // The Q tiles that see the KV tile.
+    __device__ __forceinline__ Interval q_tiles_seeing(int first_key) const {
+        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
+        if (Config::kMayBePacked && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
+        return tiles_of(queries, Config::kBlockQ);
+    }
+
+    __device__ __forceinline__ void load_kv(int first_key) const {
+        const int64_t row = sequence.k_begin + first_key;
+        const int rows = sequence.seqlen_k - first_key;
+        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
+                                                   params.head_dim);
+        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
+                                                   params.head_dim_v);
+        load_tile<KTile, Config::kThreads, kGeneral>(smem + Config::kK, gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
+    }
+
+    // Where Q and dO of a step lie. With a single stage it is always the same place.
+    __device__ __forceinline__ uint32_t q_tile_at(int step) const {
+        return smem + Config::kQ + step % Config::kStages * QTile::kBytes;
+    }
+    __device__ __forceinline__ uint32_t do_tile_at(int step) const {
+        return smem + Config::kDO + step % Config::kStages * DOTile::kBytes;
+    }
+
+    __device__ __forceinline__ void load_q(const QTileWalk& walk) const {
+        load_rows<QTile>(q_tile_at(walk.step), params.q, params.head_dim, walk);
+    }
+    __device__ __forceinline__ void load_do(const QTileWalk& walk) const {
+        load_rows<DOTile>(do_tile_at(walk.step), params.dout, params.head_dim_v, walk);
+    }
+
+    __device__ __forceinline__ float* lse_log2(int step) const {
+        return reinterpret_cast<float*>(dynamic_shared() + Config::kStatistics +
+                                        step % Config::kStages * Config::kStatisticsBytes);
+    }
+    __device__ __forceinline__ float* delta(int step) const {
+        return lse_log2(step) + Config::kBlockQ;
+    }
+    __device__ __forceinline__ float* reference(int step) const {
+        return lse_log2(step) + 2 * Config::kBlockQ;
+    }
+
+    // P^T of the warp's keys and queries. Padded queries are not masked: their lse is +inf, which
+    // makes their P zero.
+    __device__ __forceinline__ void compute_p(Scores& rP, const QTileWalk& walk,
+                                              int first_key) const {
+        rP.clear();
+        gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(smem + Config::kK, warp_key),
+                                        BFromRows<QTile>(q_tile_at(walk.step), warp_query()));
+        const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
+        if constexpr (kGeneral)
+            score_function(walk.head).apply(rP, first_key + warp_key, first_query);
+        const auto is_full = [&] {
+            return mask.is_full(tile_interval(walk.q_tile, Config::kBlockQ),
+                                {first_key, first_key + Config::kBlockKV});
+        };
+        const bool large_lse = params.large_lse.is_raised();  // anew each time: registers are short
+        // The order decides whether ptxas finds registers.
+        if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
+            if (large_lse) [[unlikely]]
+                subtract_references(rP, reference(walk.step) + warp_query());
+            mask_scores(rP, first_query,
+                        [&](int row) { return mask.query_range(first_key + warp_key + row); });
+        }
+        exponentiate(rP, lse_log2(walk.step) + warp_query());
+    }
+
+    // dS^T from P^T: the gradient of Q K^T scale, or, if not kThroughSoftcap, that of the scores
+    // which softcap has squashed. Dropout turns P into the factor of dO in dV.
+    template <bool kThroughSoftcap = true>
+    __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
+                                               int first_key) const {
+        const float* delta_of_query = delta(walk.step) + warp_query();
+        rdS.clear();  // dP^T first
+        gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(smem + Config::kV, warp_key),
+                                         BFromRows<DOTile>(do_tile_at(walk.step), warp_query()));
+        if constexpr (!kGeneral) {
+            softmax_gradient(rdS, rP, delta_of_query);
+            return;
+        }
+        // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
+        // p). dV's factor waits until its end, and so does a part of dS's
+        // (BackwardParams::ds_factor).
+        const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
+        uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
+        if (params.rng_state != nullptr) {
+            const float ds_factor = params.ds_factor;
+            for_each_keep_transposed<Scores>(
+                dropout_mask(params, sequence, walk.head), first_key + warp_key, first_query,
+                [&](int m, int n, int i, bool keep) {
+                    rdS.v[m][n][i] = keep ? rdS.v[m][n][i] * ds_factor : 0.f;
+                    dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
+                });
+        }
+        softmax_gradient(rdS, rP, delta_of_query);
+        if (kThroughSoftcap && params.softcap != 0.f)
+            score_function(walk.head).softcap_gradient(
+                rdS, rP, first_key + warp_key, first_query, [&](int col) {
+                    const int query = warp_query() + col;
+                    return lse_log2(walk.step)[query] + reference(walk.step)[query];
+                });
+        if (params.rng_state != nullptr) {
+#pragma unroll
+            for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (dropped[m][n / 8] >> (n % 8 * 4 + i) & 1) rP.v[m][n][i] = 0.f;
+        }
+    }
+
+    // What other warps need of P^T and dS^T. A barrier must follow before they use it.
+    __device__ __forceinline__ void share_p_ds(const Scores& rP, const Scores& rdS) const {
+        store_to_shared<Element, PTile>(smem + Config::kDS, rdS, warp_key, warp_query() / 16);
+        if constexpr (!kInRegisters)
+            store_to_shared<Element, PTile>(smem + Config::kP, rP, warp_key, warp_query() / 16);
+    }
+
+    // dV += P^T dO
+    __device__ __forceinline__ void accumulate_dv(GradientV& rdV, const Scores& rP,
+                                                  int step) const {
+        const BFromColumns<DOTile, Config::kWarpsD> dO(do_tile_at(step), 0, warp_d);
+        if constexpr (kInRegisters) {
+            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
+        } else {
+            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(smem + Config::kP, warp_key), dO);
+        }
+    }
+
+    // dK += dS^T Q
+    __device__ __forceinline__ void accumulate_dk(GradientK& rdK, const Scores& rdS,
+                                                  int step) const {
+        const BFromColumns<QTile, Config::kWarpsD> q(q_tile_at(step), 0, warp_d);
+        if constexpr (kInRegisters) {
+            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
+        } else {
+            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(smem + Config::kDS, warp_key), q);
+        }
+    }
+
+    // A part of dQ of this step, without the factor scale: dS K over all keys of the tile. A
+    // barrier must follow before dS is overwritten.
+    template <int kPart>
+    __device__ __forceinline__ void compute_dq(DQ& rdQ) const {
+        const int warp_m = warp_id() / Config::kWarpsN;
+        const int warp_n = warp_id() % Config::kWarpsN;
+        using KColumns = BFromColumns<KTile, Config::kWarpsN>;
+        const AFromColumns<PTile> dS(smem + Config::kDS, 0, warp_m * DQ::kM);
+        const KColumns k(smem + Config::kK, 0, warp_n);
+        rdQ.clear();
+        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kPart*(DQ::kN / 2)>{k});
+    }
+
+    // dK and dV to HBM by way of the K and V tiles; zeros for rows that are not in use. All warps
+    // have left the loop.
+    __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
+                                                int first_key) const {
+        rdK.scale(params.gradient_scale);
+        if constexpr (kGeneral) rdV.scale(params.keep_scale);
+        store_to_shared<Element, KTile, Config::kWarpsD>(smem + Config::kK, rdK, warp_key, warp_d);
+        store_to_shared<Element, VTile, Config::kWarpsD>(smem + Config::kV, rdV, warp_key, warp_d);
+        __syncthreads();  // dK and dV are complete
+        const int64_t row = sequence.k_begin + first_key;
+        const int rows = sequence.rows_k - first_key;
+        const auto gdK =
+            global_tile<Element>(params.dk, sequence.batch, row, head_k, rows, params.head_dim);
+        const auto gdV =
+            global_tile<Element>(params.dv, sequence.batch, row, head_k, rows, params.head_dim_v);
+        store_tile<KTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, smem + Config::kK, 0,
+                                                                        params.aligned);
+        store_tile<VTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, smem + Config::kV, 0,
+                                                                        params.aligned);
+    }
+
+ private:
+    // The warp's first query within the Q tile, while it computes P^T and dS^T.
+    __device__ __forceinline__ int warp_query() const { return warp_d * Scores::kCols; }
+
+    __device__ __forceinline__ ScoreFunction<Element, Rows::kKeys> score_function(
+        int head_q) const {
+        return {params, sequence, head_q};
+    }
+
+    template <class Tile>
+    __device__ __forceinline__ void load_rows(uint32_t shared, const TensorView& view, int cols,
+                                              const QTileWalk& walk) const {
+        const int first_query = walk.q_tile * Config::kBlockQ;
+        const auto tile =
+            global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
+                                       walk.head, sequence.seqlen_q - first_query, cols);
+        load_tile<Tile, Config::kThreads, kGeneral>(shared, tile, params.aligned);
+    }
+
+    // See large_lse.cuh. Most rows have the reference 0.
+    static __device__ __forceinline__ void subtract_references(Scores& s,
+                                                               const float* reference_of_query) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float reference = reference_of_query[8 * n + lane_col() + e];
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) s.v[m][n][2 * i + e] -= reference;
+            }
+    }
+
+    // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0. The
+    // general kernel has scaled the scores before masking them.
+    __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query) const {
+        const float scale = kGeneral ? 1.f : params.scale_log2;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float lse = lse_of_query[8 * n + lane_col() + e];
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& x = s.v[m][n][2 * i + e];
+                        x = ptx::ex2(x * scale - lse);
+                    }
+            }
+    }
+
+    // dP becomes dS = P * (dP - delta of its column's query).
+    static __device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p,
+                                                            const float* delta_of_query) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float delta = delta_of_query[8 * n + lane_col() + e];
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& x = dp.v[m][n][2 * i + e];
+                        x = p.v[m][n][2 * i + e] * (x - delta);
+                    }
+            }
+    }
+};
+
+// dq_accum to dQ: the factor scale, the element type, and rows in their order. One CTA per Q tile,
+// its warps laid out as those that wrote the tile.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+    backward_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    const auto [tile, head] =
+        q_tile_index<Config::kMayBePacked, Config::kBlockQ>(params, blockIdx.x);
+    const auto [sequence, q_tile] = tile;
+
+    using DQ = typename Config::DQ;
+    const uint32_t sdQ = ptx::shared_address(dynamic_shared());
+#pragma unroll
+    for (int part = 0; part < Config::kDQParts; ++part) {
+        const float* accum = dq_accum_part<Config>(params, sequence, head, q_tile, part);
+        DQ rdQ;
+#pragma unroll
+        for (int m = 0; m < DQ::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < DQ::kN; ++n) {
+                const float4 x =
+                    *reinterpret_cast<const float4*>(accum + dq_fragment<Config>(m, n));
+                rdQ.v[m][n][0] = x.x;
+                rdQ.v[m][n][1] = x.y;
+                rdQ.v[m][n][2] = x.z;
+                rdQ.v[m][n][3] = x.w;
+            }
+        rdQ.scale(params.gradient_scale);
+        store_to_shared<Element, QTile, Config::kWarpsN>(
+            sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
+            warp_id() % Config::kWarpsN + part * (DQ::kN / 2) * Config::kWarpsN);
+    }
+    __syncthreads();  // the tile is complete
+    const int first_query = q_tile * Config::kBlockQ;
+    const auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
+                                          head, sequence.seqlen_q - first_query, params.head_dim);
+    store_tile<QTile, Config::kThreads, Config::kBlockQ, Config::kGeneral>(gdQ, sdQ, 0,
+                                                                           params.aligned);
+}
+
+template <class Config>
+cudaError_t launch_convert_dq(const BackwardParams& params, cudaStream_t stream) {
+    const int64_t ctas = workspace_rows(params) / Config::kBlockQ;
+    return launch_kernel<backward_convert_dq_kernel<Config>>(ctas, Config::kThreads,
+                                                             Config::QTile::kBytes, params, stream);
+}
+
+}  // namespace flash_ext

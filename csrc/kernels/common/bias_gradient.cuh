@@ -1,0 +1,174 @@
+// Gradient of the bias, for every variant: dbias = dS of the scores after softcap, summed over the
+// dimensions in which the bias is broadcast (size 1).
+//
+// One CTA per tile of dbias. It recomputes S and dP of every tile of scores that the tile of dbias
+// was added to, in a fixed order, and sums their dS in registers: no atomics, nothing of size Sq x
+// Sk in memory but dbias itself, and the same bits every time. lse and delta are those that the
+// variant's backward left in its workspace. The steps, warps and shared memory are those of
+// backward_tile.cuh.
+#pragma once
+
+#include "kernels/common/backward_tile.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+
+namespace flash_ext {
+
+template <class Element, int kHeadDim, int kHeadDimV>
+using BiasGradientConfig =
+    BackwardConfig<Element, kHeadDim, kHeadDimV, Features::kGeneral,
+                   tuning::small_fa2_backward({kHeadDim, kHeadDimV}, Features::kGeneral)>;
+
+// How many tiles of dbias there are in a dimension.
+FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
+    return size == 1 ? 1 : ceil_div(size, block);
+}
+
+// Positions begin to end - 1 of a dimension contribute to number `own` of dbias's.
+FLASH_HOST_DEVICE constexpr Interval contributing(int size, int own, int count) {
+    return size == 1 ? Interval{0, count} : Interval{own, min_of(own + 1, count)};
+}
+
+template <class Config>
+struct BiasGradient {
+    using Element = typename Config::Element;
+    using Tile = BackwardTile<Config>;
+    using Scores = typename Tile::Scores;
+
+    const BackwardParams& params;
+
+    // Everything that one tile of scores is computed from, into shared memory.
+    static __device__ __forceinline__ void load(const Tile& cta, const QTileWalk& walk,
+                                                int first_key) {
+        cta.load_kv(first_key);
+        cta.load_q(walk);
+        cta.load_do(walk);
+        ptx::cp_async_commit();
+        const int first_query = walk.q_tile * Config::kBlockQ;
+        const int64_t first = workspace_row(cta.params, cta.sequence, walk.head, first_query);
+        for (int row = threadIdx.x; row < Config::kBlockQ; row += Config::kThreads) {
+            const bool exists = first_query + row < cta.sequence.seqlen_q;
+            cta.lse_log2(0)[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
+            cta.delta(0)[row] = exists ? cta.params.delta[first + row] : 0.f;
+            cta.reference(0)[row] = exists ? cta.params.reference[first + row] : 0.f;
+        }
+    }
+
+    // sum += dS of all tiles of scores of one sequence and head.
+    __device__ __forceinline__ void add_head(Scores& sum, const Sequence& sequence, int head_q,
+                                             int q_tile_own, int kv_tile_own) const {
+        const Tile cta(params, sequence, head_q / (params.heads_q / params.heads_k));
+        const Interval q_tiles = contributing(params.bias.sizes[2], q_tile_own,
+                                              ceil_div(sequence.seqlen_q, Config::kBlockQ));
+        const Interval own_kv_tiles = contributing(params.bias.sizes[3], kv_tile_own,
+                                                   ceil_div(sequence.seqlen_k, Config::kBlockKV));
+        for (int q_tile = q_tiles.begin; q_tile < q_tiles.end; ++q_tile) {
+            const Interval seen = tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
+                                           Config::kBlockKV);
+            const int end = min_of(own_kv_tiles.end, seen.end);
+            for (int kv_tile = max_of(own_kv_tiles.begin, seen.begin); kv_tile < end; ++kv_tile) {
+                const int first_key = kv_tile * Config::kBlockKV;
+                const QTileWalk walk({q_tile, q_tile + 1}, head_q, 1);
+                load(cta, walk, first_key);
+                ptx::cp_async_wait<0>();
+                __syncthreads();  // the tiles and the statistics are there
+                Scores rP, rdS;
+                cta.compute_p(rP, walk, first_key);
+                cta.template compute_ds<false>(rdS, rP, walk, first_key);
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) sum.v[m][n][i] += rdS.v[m][n][i];
+                __syncthreads();  // all warps have left the tiles
+            }
+        }
+    }
+
+    // A tile of dbias from the warps' sums, by way of shared memory as [query][key].
+    __device__ __forceinline__ void store(const Scores& sum, int batch, int head, int q_tile,
+                                          int kv_tile) const {
+        auto* sSum = reinterpret_cast<float*>(dynamic_shared());
+        const int warp_key = warp_id() % Config::kWarpsKV * Config::kKeysPerWarp;
+        const int warp_query = warp_id() / Config::kWarpsKV * Scores::kCols;
+#pragma unroll
+        for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = warp_key + 16 * m + lane_row() + i / 2 * 8;
+                    const int query = warp_query + 8 * n + lane_col() + i % 2;
+                    sSum[query * Config::kBlockKV + key] = sum.v[m][n][i];
+                }
+        __syncthreads();  // the sums of all warps are there
+
+        const Bias& bias = params.bias;
+        const int queries = bias.sizes[2] == 1 ? 1 : Config::kBlockQ;
+        const int keys = bias.sizes[3] == 1 ? 1 : Config::kBlockKV;
+        for (int element = threadIdx.x; element < queries * keys; element += Config::kThreads) {
+            const int query = element / keys;
+            const int key = element % keys;
+            const int row = q_tile * Config::kBlockQ + query;
+            const int col = kv_tile * Config::kBlockKV + key;
+            if (row >= bias.sizes[2] || col >= bias.sizes[3]) continue;
+            float total = 0.f;
+            for (int i = query; i < Config::kBlockQ; i += queries)
+                for (int j = key; j < Config::kBlockKV; j += keys)
+                    total += sSum[i * Config::kBlockKV + j];
+            total *= params.ds_factor;
+            const int64_t matrix = int64_t{batch} * bias.sizes[1] + head;
+            const int64_t index = (matrix * bias.sizes[2] + row) * bias.sizes[3] + col;
+            if (bias.type == BiasType::kFloat32) {
+                static_cast<float*>(params.dbias)[index] = total;
+            } else {
+                static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(total);
+            }
+        }
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    bias_gradient_kernel(const __grid_constant__ BackwardParams params) {
+    const int (&sizes)[4] = params.bias.sizes;
+    const int kv_tiles = bias_tiles(sizes[3], Config::kBlockKV);
+    const int q_tiles = bias_tiles(sizes[2], Config::kBlockQ);
+    const int tile = blockIdx.x % (kv_tiles * q_tiles);
+    const int matrix = blockIdx.x / (kv_tiles * q_tiles);
+    const int kv_tile = tile % kv_tiles;
+    const int q_tile = tile / kv_tiles;
+    const int head_own = matrix % sizes[1];
+    const int batch_own = matrix / sizes[1];
+
+    const BiasGradient<Config> gradient{params};
+    typename BiasGradient<Config>::Scores sum;
+    sum.clear();
+    const Interval batches = contributing(sizes[0], batch_own, params.batch);
+    const Interval heads = contributing(sizes[1], head_own, params.heads_q);
+    const int first = params.cu_seqlens_q == nullptr ? 0 : 1;  // number of the batch's sequence 0
+    for (int batch = batches.begin; batch < batches.end; ++batch) {
+        const Sequence sequence = warp_uniform<true>(sequence_of<true>(params, first + batch));
+        for (int head = heads.begin; head < heads.end; ++head)
+            gradient.add_head(sum, sequence, head, q_tile, kv_tile);
+    }
+    gradient.store(sum, batch_own, head_own, q_tile, kv_tile);
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
+        using Config = BiasGradientConfig<decltype(element), kHeadDim, kHeadDimV>;
+        const int (&sizes)[4] = params.bias.sizes;
+        const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
+                             bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];
+        status = launch_kernel<bias_gradient_kernel<Config>>(ctas, Config::kThreads,
+                                                             Config::kSharedBytes, params, stream);
+    });
+    return status;
+}
+
+}  // namespace flash_ext

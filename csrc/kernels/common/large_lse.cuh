@@ -1,0 +1,120 @@
+// Before a backward: rows whose lse is too large for P = 2^(S scale - lse), see kLargeExponent. lse
+// itself is rounded so much then that it no longer tells P: that of 10^8 is known to 4. Such a row
+// gets a reference r, the maximum of its scores, and an lse relative to it,
+//
+//     lse' = log2 sum_j 2^((S_j - r) scale),    P = 2^((S - r) scale - lse')
+//
+// for which its Q K^T is computed once more, by the same sums of products as in the backward, so
+// that S - r is exact where it counts. A flag tells the backward kernels that there are such rows:
+// they subtract the references where they mask scores, and treat every tile as a masked one.
+//
+// Not for fa3 with softcap: its kernels have no register for the reference where they find tanh
+// again, and take caps only that keep scores small.
+#pragma once
+
+#include "kernels/common/recompute_rows.cuh"
+#include "problem/sequences.cuh"
+
+namespace flash_ext {
+
+// Of an lse in base 2. A row without keys has an infinite one.
+__device__ __forceinline__ bool is_large_lse(float lse_log2) {
+    return is_large(lse_log2) && fabsf(lse_log2) != INFINITY;
+}
+
+// Of 16 rows, of which a lane has two: the maximum and sum of their softmax.
+template <class Element, bool kGeneral>
+__device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParams& params,
+                                                             const Sequence& sequence, int head,
+                                                             int first_query) {
+    const BandMask mask{sequence.seqlen_q, sequence.seqlen_k, params.window_left,
+                        params.window_right};
+    const float scale = kGeneral ? 1.f : params.scale_log2;
+    OnlineSoftmax<16> softmax;
+    if (params.sink != nullptr) softmax.begin_with(params.sink[head] * kLog2e * ptx::rcp(scale));
+    RegisterTile<16, 8> none;  // no output
+    none.clear();
+    const Interval keys = mask.keys_of({first_query, first_query + 16});
+#pragma unroll 1
+    for (int key = keys.begin / 16 * 16; key < keys.end; key += 16) {
+        auto rS = scores_of_rows<Element>(params, sequence, head, first_query, key);
+        if constexpr (kGeneral)
+            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(rS, first_query,
+                                                                                 key);
+        mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
+        softmax.template update<true>(rS, none, scale);
+    }
+    softmax.finish();
+    return softmax;
+}
+
+// By a CTA of the pass before, of its Q tile's queries: where lse is large, the reference and the
+// lse relative to it. All is found anew from the CTA's index, for registers are the pass's.
+template <class Element, bool kGeneral, int kBlockQ>
+__device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
+    if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.name;
+#pragma unroll 1
+    for (int row = 16 * warp_id(); row < kBlockQ; row += blockDim.x / 2) {
+        const int linear = ptx::not_hoisted(blockIdx.x);
+        const auto [tile, head] = q_tile_index<true, kBlockQ>(params, linear);
+        const Sequence sequence = warp_uniform<true>(tile.sequence);
+        const int first_query = ptx::warp_uniform(tile.tile * kBlockQ + row);
+        const auto is_large_row = [&](int i) {
+            const int query = first_query + lane_row() + 8 * i;
+            return query < sequence.seqlen_q &&
+                   is_large_lse(params.lse[statistics_offset(params, sequence, head) + query] *
+                                kLog2e);
+        };
+        if (!__any_sync(0xffffffff, is_large_row(0) || is_large_row(1))) continue;
+        const OnlineSoftmax<16> softmax =
+            softmax_of_rows<Element, kGeneral>(params, sequence, head, first_query);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (lane_col() != 0 || !is_large_row(i)) continue;
+            const int r = lane_row() + 8 * i;
+            const RelativeLse relative{softmax.row_max[0][i], log2f(softmax.row_sum[0][i])};
+            const int64_t index = int64_t{linear} * kBlockQ + row + r;  // of the workspace
+            params.lse_log2[index] = relative.lse_log2;
+            params.reference[index] = relative.reference;
+            if (params.relative_lse != nullptr)
+                params.relative_lse[statistics_offset(params, sequence, head) + first_query + r] =
+                    relative;
+        }
+    }
+}
+
+// Scores relative to the references of their queries, in memory from that of the first row or
+// column on. They do not pass 0 but by rounding.
+template <Rows kRows, class Scores>
+__device__ __forceinline__ void subtract_references(Scores& s, const float* references) {
+    const auto subtract = [](float& x, float reference) {
+        if (reference != 0.f) x = fminf(x - reference, 0.f);
+    };
+    if constexpr (kRows == Rows::kQueries) {
+#pragma unroll
+        for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float reference = references[16 * m + lane_row() + 8 * i];
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) subtract(s.v[m][n][2 * i + e], reference);
+            }
+    } else {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            __syncwarp();  // keeps loads apart: the kernels have no registers for many
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float reference = references[8 * n + lane_col() + e];
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) subtract(s.v[m][n][2 * i + e], reference);
+            }
+        }
+    }
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,92 @@
+// Shared by the launchers: element and feature dispatch, dynamic shared memory, the launch itself.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "plan/device.h"
+#include "plan/dispatch.h"
+#include "problem/params.h"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+// launch(element tag, features constant) with the compile-time values of this call. kForms are the
+// forms that the kernel has, kGeneral the last of them; the next stands in for one that it has not,
+// and for those before `least`.
+template <Features... kForms, class Launch>
+void dispatch_kernel(const AttentionParams& params, Launch launch,
+                     Features least = Features::kPlain) {
+    const Features needed = max_of(features_of(params), least);
+    Features features = Features::kGeneral;
+    (((features = kForms) >= needed) || ...);
+    dispatch<kForms...>(features, [&](auto kFeatures) {
+        if (params.element_type == ElementType::kFloat16) {
+            launch(__half{}, kFeatures);
+        } else {
+            launch(__nv_bfloat16{}, kFeatures);
+        }
+    });
+}
+
+// The largest of value(features constant) over a kernel's forms.
+template <Features... kForms, class Value>
+constexpr int largest_of_forms(Value value) {
+    int largest = 0;
+    ((largest = max_of(largest, value(std::integral_constant<Features, kForms>{}))), ...);
+    return largest;
+}
+
+inline int multiprocessors() { return current_device().multiprocessors; }
+
+// launch(config) with the larger of two configs of a kernel that fits this device.
+template <class Large, class Small, class Launch>
+cudaError_t launch_fitting(Launch launch) {
+    return Large::kSharedBytes <= current_device().shared_bytes ? launch(Large{}) : launch(Small{});
+}
+
+// Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
+// KB of shared memory must be asked for, once per kernel and device. `early`: the kernel may begin
+// before the one that it follows has ended (ptx/grid_dependency.cuh), for which it must be that of
+// a build for sm_90 or later: another does not wait.
+template <auto kKernel, class Params>
+cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
+                          cudaStream_t stream, bool early = false) {
+    if (ctas == 0) return cudaSuccess;
+    if (shared_bytes > 48 * 1024) {
+        static uint64_t devices_done = 0;  // no <atomic>: files compile faster
+        int device = 0;
+        cudaError_t status = cudaGetDevice(&device);
+        const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+        if (status == cudaSuccess &&
+            (__atomic_load_n(&devices_done, __ATOMIC_ACQUIRE) & bit) == 0) {
+            status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          shared_bytes);
+            __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
+        }
+        if (status != cudaSuccess) {
+            cudaGetLastError();  // clears it, lest the next launch report it
+            return status;
+        }
+    }
+    if (early) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = static_cast<unsigned>(ctas);
+        config.blockDim = threads;
+        config.dynamicSmemBytes = shared_bytes;
+        config.stream = stream;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        return cudaLaunchKernelEx(&config, kKernel, params);
+    }
+    kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(params);
+    return cudaGetLastError();
+}
+
+}  // namespace flash_ext

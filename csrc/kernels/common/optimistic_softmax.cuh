@@ -1,0 +1,98 @@
+// Online softmax that looks for a new maximum only where it is needed.
+//
+// Any number near the row's maximum will do as m, since P, l and O share it (OnlineSoftmax::kLag).
+// So a step first takes the m that it has: P = 2^(S scale - m scale), and l's share of the step is
+// the proof. As long as that stays below kLimit no element was far above m, and the maximum of the
+// tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with
+// the maximum; S is kept for that.
+#pragma once
+
+#include "kernels/common/softmax.cuh"
+#include "tile/wgmma.cuh"
+
+namespace flash_ext {
+
+template <class Element, int kCols>
+struct OptimisticSoftmax : OnlineSoftmax<16> {
+    // No P passes it then, and fp16 holds it.
+    static constexpr float kLimit = 4096.f;
+
+    // What O must be multiplied by to keep in step with row_max.
+    struct Rescaling {
+        bool needed = false;  // by any row of the warp
+        float factor[2];
+
+        template <class Output>
+        __device__ __forceinline__ void apply(Output& o) const {
+            if (!needed) [[likely]]
+                return;
+#pragma unroll
+            for (int n = 0; n < Output::kN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o.v[0][n][i] *= factor[i / 2];
+        }
+    };
+
+    // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet.
+    __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
+                                              RegisterOperand<kCols>& p, float scale, bool fresh) {
+        Rescaling rescaling;
+        float sum[2];
+        for (bool proven = false;; proven = true) {
+            if (fresh || proven) [[unlikely]]
+                rescaling = advance(s, scale);
+            exponentiate(s, p, sum, scale);
+            if (fresh || proven) break;
+            const bool doubtful = sum[0] > kLimit || sum[1] > kLimit ||
+                                  row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
+            if (!__any_sync(0xffffffff, doubtful)) [[likely]]
+                break;
+        }
+        row_sum[0][0] += sum[0];
+        row_sum[0][1] += sum[1];
+        return rescaling;
+    }
+
+ private:
+    // row_max and row_sum move on to the scores' maximum.
+    __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale) {
+        Rescaling rescaling;
+        rescaling.needed = true;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float new_max = fmaxf(row_max[0][i], row_maximum(s, 0, i));
+            rescaling.factor[i] = ptx::ex2((row_max[0][i] - finite_max(new_max)) * scale);
+            row_max[0][i] = new_max;
+            row_sum[0][i] *= rescaling.factor[i];
+        }
+        return rescaling;
+    }
+
+    __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
+                                                 RegisterOperand<kCols>& p, float (&sum)[2],
+                                                 float scale) const {
+        float max_scaled[2];
+        float sums[2][2];  // four chains of additions
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            max_scaled[i] = finite_max(row_max[0][i]) * scale;
+            sums[i][0] = sums[i][1] = 0.f;
+        }
+#pragma unroll
+        for (int k = 0; k < kCols / 16; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, column half j / 2
+                const float (&pair)[4] = s.v[0][2 * k + j / 2];
+                const int i = j % 2;
+                const float low = ptx::ex2(pair[2 * i] * scale - max_scaled[i]);
+                const float high = ptx::ex2(pair[2 * i + 1] * scale - max_scaled[i]);
+                sums[i][0] += low;
+                sums[i][1] += high;
+                p.v[k][j] = ptx::pack<Element>(low, high);
+            }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sum[i] = sums[i][0] + sums[i][1];
+    }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,26 @@
+// Sequences that were loaded from memory, in registers that a warp shares: the loops of the kernels
+// have no others to spare.
+#pragma once
+
+#include "problem/sequences.cuh"
+#include "ptx/uniform.cuh"
+#include "schedule/tile_numbers.cuh"
+
+namespace flash_ext {
+
+template <bool kMayBePacked>
+__device__ __forceinline__ Sequence warp_uniform(const Sequence& s) {
+    if constexpr (!kMayBePacked) return s;
+    using ptx::warp_uniform;
+    return {warp_uniform(s.batch),   warp_uniform(s.order),    warp_uniform(s.q_begin),
+            warp_uniform(s.k_begin), warp_uniform(s.seqlen_q), warp_uniform(s.seqlen_k),
+            warp_uniform(s.rows_k)};
+}
+
+template <bool kMayBePacked>
+__device__ __forceinline__ SequenceTile warp_uniform(const SequenceTile& tile) {
+    if constexpr (!kMayBePacked) return tile;
+    return {warp_uniform<true>(tile.sequence), ptx::warp_uniform(tile.tile)};
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,21 @@
+// What a CTA works on, kept in shared memory: what the loop needs for a moment only, or the
+// epilogue alone, would otherwise hold registers that the matmuls need.
+#pragma once
+
+#include "problem/sequences.cuh"
+#include "tile/copy.cuh"
+
+namespace flash_ext {
+
+struct Place {
+    Sequence sequence;
+    int head;
+    int first_row;  // of the CTA's tile within the sequence
+};
+
+// At `offset` in shared memory. One thread writes it, and a barrier follows.
+__device__ __forceinline__ Place& kept_place(int offset) {
+    return *reinterpret_cast<Place*>(dynamic_shared() + offset);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,170 @@
+// Online softmax over the rows of a warp's score tiles (FlashAttention-2, algorithm 1, line 9),
+// in base 2: e^(scale s - m) = 2^(scale log2(e) s - m log2(e)), one FMA and one ex2 an element.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+// Natural logarithm of the sum of e^s over scores s with the maximum `max`, from the sum of
+// 2^((s - max) scale); scale includes log2(e). Only a row without keys has the sum 0, because its
+// maximum contributes 1 to any other. A NaN stays.
+__device__ __forceinline__ float log_sum_exp(float max, float sum, float scale) {
+    return sum == 0.f ? -INFINITY : max * (scale * kLn2) + log2f(sum) * kLn2;
+}
+
+// Reductions over the four lanes that hold a row.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// And over all lanes.
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 2; offset /= 2)
+        x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
+    return quad_max(x);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 2; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
+    return quad_sum(x);
+}
+
+// A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
+__device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+
+// Exponents are one FMA each, s scale - max_scaled. The product max_scaled = max scale is rounded,
+// by up to 2^-24 of itself: an error below 2^-12 in the exponent up to this bound, far beyond the
+// scores of a model that works, but infinities and zeros for scores in the millions. There the
+// scores are made relative to the maximum first: (s - max) scale has no such error.
+inline constexpr float kLargeExponent = 4096.f;
+
+__device__ __forceinline__ bool is_large(float exponent) {
+    return fabsf(exponent) > kLargeExponent;
+}
+
+// The maximum of row 16 m + lane_row() + 8 i of a tile of scores.
+template <class Scores>
+__device__ __forceinline__ float row_maximum(const Scores& s, int m, int i) {
+    float x = fmaxf(s.v[m][0][2 * i], s.v[m][0][2 * i + 1]);
+#pragma unroll
+    for (int n = 1; n < Scores::kN; ++n)
+        x = fmaxf(x, fmaxf(s.v[m][n][2 * i], s.v[m][n][2 * i + 1]));
+    return quad_max(x);
+}
+
+template <int kRows>
+struct OnlineSoftmax {
+    static constexpr int kM = kRows / 16;
+    // The maximum may lag behind by this many powers of two before O is rescaled: the result is the
+    // same, since numerator and denominator share it, and most tiles need no rescaling at all.
+    static constexpr float kLag = 8.f;
+
+    float row_max[kM][2];  // -inf until the row has seen a key
+    float row_sum[kM][2];  // this lane's share
+
+    __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                row_max[m][i] = -INFINITY;
+                row_sum[m][i] = 0.f;
+            }
+    }
+
+    // A score that every row has before its first key, with the value 0: it counts in the sum
+    // alone.
+    __device__ __forceinline__ void begin_with(float score) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) begin_with(score, m, i);
+    }
+    // The same for row 16 m + lane_row() + 8 i.
+    __device__ __forceinline__ void begin_with(float score, int m, int i) {
+        row_max[m][i] = score;
+        row_sum[m][i] = lane_col() == 0 ? 1.f : 0.f;
+    }
+
+    // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.
+    // kRelative: as (s - row_max) * scale, and with a maximum that does not lag.
+    template <bool kRelative = false, class Scores, class Output>
+    __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
+        float tile_max[kM][2];
+        bool rescale = false;
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                tile_max[m][i] = row_maximum(s, m, i);
+                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > (kRelative ? 0.f : kLag);
+            }
+        if (__any_sync(0xffffffff, rescale)) {
+#pragma unroll
+            for (int m = 0; m < kM; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float new_max = fmaxf(row_max[m][i], tile_max[m][i]);
+                    const float factor = ptx::ex2((row_max[m][i] - finite_max(new_max)) * scale);
+                    row_max[m][i] = new_max;
+                    row_sum[m][i] *= factor;
+#pragma unroll
+                    for (int n = 0; n < Output::kN; ++n) {
+                        o.v[m][n][2 * i] *= factor;
+                        o.v[m][n][2 * i + 1] *= factor;
+                    }
+                }
+        }
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float max_scaled = finite_max(row_max[m][i]) * scale;
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& x = s.v[m][n][2 * i + e];
+                        x = ptx::ex2(kRelative ? (x - finite_max(row_max[m][i])) * scale
+                                               : x * scale - max_scaled);
+                        row_sum[m][i] += x;
+                    }
+            }
+    }
+
+    // After the last tile: row_sum of the whole row in every lane of its quad.
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) row_sum[m][i] = quad_sum(row_sum[m][i]);
+    }
+
+    // Of row 16 m + lane_row() + 8 i, where i need not be a compile-time constant.
+    __device__ __forceinline__ float max(int m, int i) const {
+        return i == 0 ? row_max[m][0] : row_max[m][1];
+    }
+    __device__ __forceinline__ float sum(int m, int i) const {
+        return i == 0 ? row_sum[m][0] : row_sum[m][1];
+    }
+    __device__ __forceinline__ float lse(int m, int i, float scale) const {
+        return log_sum_exp(max(m, i), sum(m, i), scale);
+    }
+
+    __device__ __forceinline__ float inverse_sum(int m, int i) const {
+        return row_sum[m][i] == 0.f ? 0.f : ptx::rcp(row_sum[m][i]);
+    }
+};
+
+}  // namespace flash_ext

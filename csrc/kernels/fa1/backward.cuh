@@ -1,0 +1,167 @@
+// FlashAttention-1 backward (Dao et al. 2022, algorithm 4).
+//
+// Loop order: one CTA per (batch, KV head), sequential over KV tiles; inner loop over the Q tiles
+// that see the KV tile, for each query head of the group. dQ is read from and written to HBM, in
+// float32, at every step; delta = rowsum(dO * O), which the paper computes in the loop, comes from
+// a pass before it (backward_delta.cuh). Only this CTA ever touches its heads' dQ, so there are no
+// atomics and the result is deterministic by construction. The steps, warps and shared memory are
+// those of backward_tile.cuh.
+//
+// Barriers, per Q tile: the first says that its Q, dO, lse and delta are there for all threads and
+// that all warps have left the tile before; the second that dS is complete.
+#pragma once
+
+#include "kernels/common/backward_delta.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+
+namespace flash_ext {
+
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                          tuning::fa1_backward({kHeadDim, kHeadDimV})> {
+    using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                tuning::fa1_backward({kHeadDim, kHeadDimV})>;
+    // The old dQ_i is fetched into shared memory. Where it is computed in parts (d 256) there is no
+    // room for it, nor is it faster.
+    static constexpr bool kFetchesDQ = Base::kDQParts == 1;
+    static constexpr int kOldDQ = Base::kPlace;  // which this kernel does not keep
+    static_assert(kOldDQ % 16 == 0);
+    static constexpr int kSharedBytes = kOldDQ + (kFetchesDQ ? Base::kBlockQ * kHeadDim * 4 : 0);
+};
+
+// Q, dO, lse and delta of a Q tile.
+template <class Config>
+__device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
+                                            const QTileWalk& walk) {
+    cta.load_q(walk);
+    cta.load_do(walk);
+    load_statistics<Config>(cta, walk);
+}
+
+// Where this lane keeps a fragment of the old dQ_i in shared memory.
+template <class Config>
+__device__ __forceinline__ float4* old_dq(int m, int n) {
+    return reinterpret_cast<float4*>(dynamic_shared() + Config::kOldDQ) +
+           (m * Config::DQ::kN + n) * Config::kThreads + threadIdx.x;
+}
+
+// Fetches this lane's fragments of the old dQ_i, which no other lane uses, during the matmuls.
+// On their way to registers they would hold these up, as in fa1/forward.cuh.
+template <class Config>
+__device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
+    const float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile, 0);
+#pragma unroll
+    for (int m = 0; m < Config::DQ::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Config::DQ::kN; ++n)
+            ptx::cp_async_16(ptx::shared_address(old_dq<Config>(m, n)),
+                             accum + dq_fragment<Config>(m, n), true);
+    ptx::cp_async_commit();
+}
+
+// Line 21: a part of dQ_i to HBM after adding what was there.
+template <class Config>
+__device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const QTileWalk& walk,
+                                          const typename Config::DQ& rdQ, int part) {
+    float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile, part);
+    if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
+#pragma unroll
+    for (int m = 0; m < Config::DQ::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Config::DQ::kN; ++n) {
+            auto* target = reinterpret_cast<float4*>(accum + dq_fragment<Config>(m, n));
+            const float (&x)[4] = rdQ.v[m][n];
+            const float4 old = Config::kFetchesDQ ? *old_dq<Config>(m, n) : *target;
+            *target = make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]);
+        }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    fa1_backward_kernel(const __grid_constant__ BackwardParams params) {
+    using Tile = BackwardTile<Config>;
+    const int rows_k =
+        sequence_of<Config::kMayBePacked>(params, blockIdx.x / params.heads_k).rows_k;
+
+    for (int first_key = 0; first_key < rows_k; first_key += Config::kBlockKV) {
+        // Made anew for each KV tile: what the inner loop does not need is not carried through it.
+        const int flat_head = ptx::not_hoisted(blockIdx.x);
+        const int head_k = flat_head % params.heads_k;
+        const Tile cta(params,
+                       warp_uniform<Config::kMayBePacked>(
+                           sequence_of<Config::kMayBePacked>(params, flat_head / params.heads_k)),
+                       head_k);
+        const int group = params.heads_q / params.heads_k;
+        const Interval q_tiles = cta.q_tiles_seeing(first_key);
+        typename Tile::GradientK rdK;
+        typename Tile::GradientV rdV;
+        rdK.clear();
+        rdV.clear();
+        QTileWalk walk(q_tiles, head_k * group, group);
+        __syncthreads();  // dK and dV of the KV tile before have left shared memory
+        cta.load_kv(first_key);
+        if (!walk.done()) load_q_tile<Config>(cta, walk);
+        ptx::cp_async_commit();
+
+        while (!walk.done()) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // this Q tile is there; all warps have left the one before
+            const QTileWalk next = walk.next();
+            if (!next.done()) load_q_tile<Config>(cta, next);
+            ptx::cp_async_commit();
+
+            typename Tile::Scores rP;
+            typename Tile::Scores rdS;
+            cta.compute_p(rP, walk, first_key);
+            if constexpr (Config::kFetchesDQ) load_dq<Config>(cta, walk);
+            cta.compute_ds(rdS, rP, walk, first_key);
+            cta.share_p_ds(rP, rdS);
+            if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
+            cta.accumulate_dv(rdV, rP, walk.step);
+            cta.accumulate_dk(rdK, rdS, walk.step);
+            if constexpr (Tile::kInRegisters) __syncthreads();  // dS^T is complete
+            compile_time_for<Config::kDQParts>([&](auto part) {
+                typename Config::DQ rdQ;
+                cta.template compute_dq<part>(rdQ);
+                update_dq<Config>(cta, walk, rdQ, part);
+            });
+            walk = next;
+        }
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // all warps have left the K and V tiles
+        // Its place is found anew, lest it stays in registers over the loop.
+        if constexpr (Config::kGeneral) {
+            Tile(params, cta.sequence, ptx::not_hoisted(head_k)).store_dk_dv(rdK, rdV, first_key);
+        } else {
+            Tile(params, cta.sequence, ptx::not_hoisted(flat_head) % params.heads_k)
+                .store_dk_dv(rdK, rdV, ptx::not_hoisted(first_key));
+        }
+    }
+}
+
+template <int kHeadDim, int kHeadDimV>
+int fa1_backward_shared_bytes() {
+    const auto bytes = [](auto features) {
+        return Fa1BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
+        using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
+        status = launch_prepare<Config>(params, stream);
+        if (status == cudaSuccess)
+            status = launch_kernel<fa1_backward_kernel<Config>>(
+                params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
+                params, stream);
+        if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+    });
+    return status;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,605 @@
+// FlashAttention-1 forward (Dao et al. 2022, algorithm 2).
+//
+// Loop order: one CTA per (batch, head); outer loop over KV tiles, inner loop over Q tiles. O (in
+// float32), l and m live in HBM and are read and written at every step; O is kept normalised.
+//
+//     for each KV tile j:
+//         for each Q tile i that sees it:
+//             S = Q_i K_j^T                          each warp: its keys
+//             m~ = rowmax(S)                         exchanged
+//             P = 2^((S - m~) scale),  l~ = rowsum(P)  exchanged
+//             m_new = max(m_i, m~)
+//             l_new = 2^((m_i - m_new) scale) l_i + 2^((m~ - m_new) scale) l~
+//             O_i = (l_i 2^((m_i - m_new) scale) O_i + 2^((m~ - m_new) scale) P V_j) / l_new
+//                                                    P V_j exchanged
+//             l_i = l_new,  m_i = m_new
+//
+// with scale in base 2.
+//
+// Warps: two teams of four, which share the KV tile and take turns over the Q tiles, so that one
+// team's matmuls overlap with the other's traffic. Within a team K and V are split across the warps
+// (split-K): each computes the scores of its own keys and a partial product with its own rows of V.
+// Row maxima, row sums and partial products must therefore be exchanged through shared memory,
+// which is what FlashAttention-2 does away with. Each warp sums up and owns a quarter of the
+// columns of every panel of O; O_i in HBM is laid out as its owners' fragments.
+//
+// A warp meets the columns of a panel in an order of its own: the t-th quarter belongs to warp
+// (w ^ t), so its own is the first, and what it hands on and gets is the same in every warp.
+//
+// Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
+// [to warp][t - 1][its columns], the O_i fetched ahead, maxima and sums [warp][kBlockQ], the m_i
+// and l_i fetched ahead.
+//
+// Barriers (of a team, but for the KV tiles' own) stand commented in the code. cp.async groups are
+// committed in the order Q with m and l, O chunk 0, O chunk 1, ... of each step, so that counting
+// them tells what has landed.
+//
+// All that a step needs from HBM goes through cp.async, also what only one lane uses. A load into a
+// register would hold up the matmuls: a warp can tell few loads apart, so that waiting for an
+// operand from shared memory may mean waiting for HBM.
+#pragma once
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/packed.cuh"
+#include "kernels/common/softmax.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/mask.cuh"
+#include "problem/score.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/barrier.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "tile/copy.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_ext {
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kBlockKV_>
+struct Fa1ForwardConfig {
+    using Element = Element_;
+    static constexpr auto kTuning = tuning::fa1_forward({kHeadDim_, kHeadDimV_});
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kTeams = 2;
+    static constexpr int kTeamWarps = 4;
+    static constexpr int kTeamThreads = 32 * kTeamWarps;
+    static constexpr int kThreads = kTeams * kTeamThreads;
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = kBlockKV_;
+    static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+
+    // Columns of the partial products exchanged at a time, a panel, and a warp's own among them.
+    static constexpr int kExchangeCols = VTile::kPanelCols;
+    static constexpr int kChunks = VTile::kPanels;
+    using Owned = RegisterTile<kBlockQ, kExchangeCols / kTeamWarps>;
+    static constexpr int kOwnedBytes = Owned::kM * Owned::kN * 32 * 16;
+
+    // Offsets in shared memory; those of the second part count from the team's.
+    static constexpr int kK = 0;
+    static constexpr int kV = kK + KTile::kBytes;
+    static constexpr int kTeam = kV + VTile::kBytes;
+    static constexpr int kQ = 0;
+    static constexpr int kPartial = kQ + QTile::kBytes;
+    static constexpr int kOld = kPartial + kTeamWarps * (kTeamWarps - 1) * kOwnedBytes;
+    static constexpr int kMax = kOld + kTeamWarps * kChunks * kOwnedBytes;
+    static constexpr int kSum = kMax + kTeamWarps * kBlockQ * 4;
+    static constexpr int kTeamBytes =  // a multiple of 1024, which swizzled tiles start on
+        ceil_div(kSum + kTeamWarps * kBlockQ * 4, 1024) * 1024;
+    static constexpr int kStatistics = kTeam + kTeams * kTeamBytes;  // per team m_i, then l_i
+    static constexpr int kStatisticsBytes = 2 * kBlockQ * 4;
+    static constexpr int kSharedBytes = kStatistics + kTeams * kStatisticsBytes;
+};
+
+template <class Config>
+struct Fa1Forward {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using Scores = RegisterTile<Config::kBlockQ, Config::kKeysPerWarp>;
+    using Weights = AInRegisters<Config::kBlockQ, Config::kKeysPerWarp>;
+    using Product = RegisterTile<Config::kBlockQ, Config::kExchangeCols>;
+    using Owned = typename Config::Owned;
+    static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr int kM = Scores::kM;
+
+    // Per row that this lane holds elements of.
+    struct RowValues {
+        float v[kM][2];
+    };
+
+    const ForwardParams& params;
+    int head;
+    Sequence sequence;
+    BandMask mask;
+    float first_max;  // m of a row that has seen no key
+    int team;
+    int warp;  // within the team: which part of the keys, and which columns of O, are its own
+    char* team_memory;
+    int64_t first_tile;  // the number of Q tile 0 in the workspaces
+    uint32_t sK;
+    uint32_t sV;
+    uint32_t sQ;
+
+    __device__ __forceinline__ Fa1Forward(const ForwardParams& p, int flat_head)
+        : params(p),
+          head(flat_head % p.heads_q),
+          sequence(warp_uniform<Config::kMayBePacked>(
+              sequence_of<Config::kMayBePacked>(p, flat_head / p.heads_q))),
+          mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          first_max(params.sink != nullptr && sequence.is_owned(params)
+                        ? params.sink[head] * kLog2e / score_scale()
+                        : -INFINITY),
+          team(warp_id() / Config::kTeamWarps),
+          warp(warp_id() % Config::kTeamWarps),
+          team_memory(dynamic_shared() + Config::kTeam + team * Config::kTeamBytes),
+          first_tile(workspace_tile(p, sequence, head, 0,
+                                    tile_numbers(p, p.seqlen_q, Config::kBlockQ), Config::kBlockQ)),
+          sK(ptx::shared_address(dynamic_shared()) + Config::kK),
+          sV(ptx::shared_address(dynamic_shared()) + Config::kV),
+          sQ(ptx::shared_address(team_memory) + Config::kQ) {}
+
+    __device__ __forceinline__ void team_barrier() const {
+        ptx::barrier_sync(1 + team, Config::kTeamThreads);
+    }
+
+    __device__ __forceinline__ void load_kv(int kv_tile) const {
+        const int first_key = kv_tile * Config::kBlockKV;
+        const int head_k = head / (params.heads_q / params.heads_k);
+        const int64_t row = sequence.k_begin + first_key;
+        const int rows = sequence.seqlen_k - first_key;
+        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
+                                                   params.head_dim);
+        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
+                                                   params.head_dim_v);
+        load_tile<KTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
+    }
+
+    __device__ __forceinline__ void load_q(int q_tile) const {
+        const int first_query = q_tile * Config::kBlockQ;
+        const auto gQ =
+            global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
+                                       head, sequence.seqlen_q - first_query, params.head_dim);
+        load_tile<QTile, Config::kTeamThreads, kGeneral>(sQ, gQ, params.aligned);
+    }
+
+    // Fetches this lane's part of a chunk of O_i. Only this lane ever uses it.
+    __device__ __forceinline__ void load_old(int q_tile, int chunk) const {
+        const float* global = old_global(q_tile, chunk);
+        const uint32_t shared = ptx::shared_address(old_shared(chunk)) + lane_id() * 16;
+#pragma unroll
+        for (int f = 0; f < Owned::kM * Owned::kN; ++f)
+            ptx::cp_async_16(shared + f * 512, global + f * 128, true);
+    }
+
+    // l of a row that has seen no key: a sink counts as one, with the value 0.
+    __device__ __forceinline__ float first_sum() const {
+        return first_max == -INFINITY ? 0.f : 1.f;
+    }
+
+    // Fetches m_i and l_i for the team.
+    __device__ __forceinline__ void load_statistics(int q_tile) const {
+        const int chunk = threadIdx.x % Config::kTeamThreads;
+        if (chunk < Config::kStatisticsBytes / 16)
+            ptx::cp_async_16(ptx::shared_address(old_statistics()) + chunk * 16,
+                             statistics_global(q_tile) + chunk * 4, true);
+    }
+
+    // m_i and l_i; those of a Q tile that no KV tile has visited yet were not fetched.
+    __device__ __forceinline__ void read_statistics(bool first_visit, RowValues& row_max,
+                                                    RowValues& row_sum) const {
+        for_each_row([&](int m, int i, int row) {
+            row_max.v[m][i] = first_visit ? first_max : old_statistics()[row];
+            row_sum.v[m][i] = first_visit ? first_sum() : old_statistics()[Config::kBlockQ + row];
+        });
+    }
+
+    // Scores are in units of the exponent's base 2 once multiplied by this. The general kernel does
+    // so at once (a scale may be zero or negative), the plain one inside the exponent.
+    __device__ __forceinline__ float score_scale() const {
+        return kGeneral ? 1.f : params.scale_log2;
+    }
+
+    // The warp's scores, masked; its row maxima go to shared memory.
+    __device__ __forceinline__ void compute_scores(Scores& rS, int q_tile, int kv_tile) const {
+        const int first_query = q_tile * Config::kBlockQ;
+        const int warp_key = warp * Config::kKeysPerWarp;
+        rS.clear();
+        gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KTile>(sK, warp_key));
+        if constexpr (kGeneral)
+            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
+                rS, first_query, kv_tile * Config::kBlockKV + warp_key);
+        if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
+                          tile_interval(kv_tile, Config::kBlockKV))) {
+            mask_scores(rS, kv_tile * Config::kBlockKV + warp_key,
+                        [&](int row) { return mask.key_range(first_query + row); });
+        }
+        for_each_row([&](int m, int i, int row) {
+            float x = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n)
+                x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
+            x = quad_max(x);
+            if (lane_col() == 0) maxima()[warp * Config::kBlockQ + row] = x;
+        });
+    }
+
+    // P from S with the maxima of all keys; its row sums go to shared memory.
+    __device__ __forceinline__ void exponentiate(Scores& rS, Weights& rP, RowValues& tile_max,
+                                                 int q_tile, int kv_tile) const {
+        for_each_row([&](int m, int i, int row) {
+            float x = maxima()[row];
+#pragma unroll
+            for (int w = 1; w < Config::kTeamWarps; ++w)
+                x = fmaxf(x, maxima()[w * Config::kBlockQ + row]);
+            tile_max.v[m][i] = x;
+        });
+        for_each_row([&](int m, int i, int row) {
+            const float max = finite_max(tile_max.v[m][i]);
+            float max_scaled = max * score_scale();
+            if (is_large(max_scaled)) [[unlikely]] {
+                max_scaled = 0.f;
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n) {
+                    rS.v[m][n][2 * i] -= max;
+                    rS.v[m][n][2 * i + 1] -= max;
+                }
+            }
+            float sum = 0.f;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = rS.v[m][n][2 * i + e];
+                    x = ptx::ex2(x * score_scale() - max_scaled);
+                    sum += x;
+                }
+            sum = quad_sum(sum);
+            if (lane_col() == 0) sums()[warp * Config::kBlockQ + row] = sum;
+        });
+        if constexpr (kGeneral) {
+            if (params.rng_state != nullptr) {
+                for_each_keep<Scores>(dropout_mask(params, sequence, head),
+                                      q_tile * Config::kBlockQ,
+                                      kv_tile * Config::kBlockKV + warp * Config::kKeysPerWarp,
+                                      [&](int m, int n, int i, bool keep) {
+                                          if (!keep) rS.v[m][n][i] = 0.f;
+                                      });
+            }
+        }
+        rP.fetch(AFromRegisters<Element, Scores>{rS});
+    }
+
+    // A chunk of the warp's partial product with its own rows of V.
+    template <int kChunk>
+    __device__ __forceinline__ void multiply_v(Product& rO, const Weights& rP) const {
+        using VColumns = BFromColumns<VTile>;
+        const VColumns v(sV, warp * Config::kKeysPerWarp, 0, warp * (Owned::kCols / 8));
+        rO.clear();
+        gemm<Element, Config::kKeysPerWarp>(
+            rO, rP, BSkipping<VColumns, kChunk * Config::kExchangeCols / 16>{v});
+    }
+
+    // Hands a chunk of the partial product to the warps that own its columns; own is this warp's.
+    __device__ __forceinline__ void exchange(const Product& rO, Owned& own) const {
+#pragma unroll
+        for (int t = 0; t < Config::kTeamWarps; ++t)
+#pragma unroll
+            for (int m = 0; m < Owned::kM; ++m)
+#pragma unroll
+                for (int n = 0; n < Owned::kN; ++n) {
+                    const float (&x)[4] = rO.v[m][t * Owned::kN + n];
+                    if (t == 0) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) own.v[m][n][e] = x[e];
+                    } else {
+                        *fragment(partial(warp ^ t, t), m, n) = make_float4(x[0], x[1], x[2], x[3]);
+                    }
+                }
+    }
+
+    // What the other warps handed over is added to own.
+    __device__ __forceinline__ void collect(Owned& own) const {
+#pragma unroll
+        for (int t = 1; t < Config::kTeamWarps; ++t)
+            add(own, partial(warp, t), [](float sum, float x, int, int) { return sum + x; });
+    }
+
+    // own = old_factor O_i + new_factor own, for each row.
+    __device__ __forceinline__ void merge_old(Owned& own, int chunk, bool first_visit,
+                                              const RowValues& old_factor,
+                                              const RowValues& new_factor) const {
+        if (first_visit) {
+#pragma unroll
+            for (int m = 0; m < Owned::kM; ++m)
+#pragma unroll
+                for (int n = 0; n < Owned::kN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) own.v[m][n][e] *= new_factor.v[m][e / 2];
+        } else {
+            add(own, old_shared(chunk), [&](float product, float old, int m, int i) {
+                return new_factor.v[m][i] * product + old_factor.v[m][i] * old;
+            });
+        }
+    }
+
+    __device__ __forceinline__ void store_old(const Owned& own, int q_tile, int chunk) const {
+        float* global = old_global(q_tile, chunk);
+#pragma unroll
+        for (int m = 0; m < Owned::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Owned::kN; ++n) {
+                const float (&x)[4] = own.v[m][n];
+                *reinterpret_cast<float4*>(global + (m * Owned::kN + n) * 128) =
+                    make_float4(x[0], x[1], x[2], x[3]);
+            }
+    }
+
+    // A chunk of the final output.
+    __device__ __forceinline__ void store_out(const Owned& own, int q_tile, int chunk) const {
+        const int first_col = chunk * Config::kExchangeCols + warp * Owned::kCols + lane_col();
+        for_each_row([&](int m, int i, int row) {
+            const int query = q_tile * Config::kBlockQ + row;
+            if (query >= sequence.seqlen_q) return;
+            Element* target =
+                row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query, head);
+#pragma unroll
+            for (int n = 0; n < Owned::kN; ++n)
+                store_pair(target, first_col + 8 * n, own.v[m][n][2 * i], own.v[m][n][2 * i + 1]);
+        });
+    }
+
+    // Lines 13 and 16: the factors of the old O_i and of the step's product; m_i and l_i brought up
+    // to date.
+    __device__ __forceinline__ void update_statistics(const RowValues& tile_max, RowValues& row_max,
+                                                      RowValues& row_sum, RowValues& old_factor,
+                                                      RowValues& new_factor) const {
+        for_each_row([&](int m, int i, int row) {
+            float tile_sum = 0.f;
+#pragma unroll
+            for (int w = 0; w < Config::kTeamWarps; ++w)
+                tile_sum += sums()[w * Config::kBlockQ + row];
+            const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
+            const auto factor = [&](float max) {
+                return ptx::ex2((max - finite_max(new_max)) * score_scale());
+            };
+            const float old_share = factor(row_max.v[m][i]) * row_sum.v[m][i];
+            const float new_share = factor(tile_max.v[m][i]);
+            const float sum = old_share + new_share * tile_sum;
+            const float inverse = sum == 0.f ? 0.f : ptx::rcp(sum);
+            old_factor.v[m][i] = old_share * inverse;
+            new_factor.v[m][i] = new_share * inverse * (kGeneral ? params.keep_scale : 1.f);
+            row_max.v[m][i] = new_max;
+            row_sum.v[m][i] = sum;
+        });
+    }
+
+    // m_i and l_i to HBM, after the last visit the logsumexp. Every warp has them; one writes.
+    __device__ __forceinline__ void store_statistics(int q_tile, bool last_visit,
+                                                     const RowValues& row_max,
+                                                     const RowValues& row_sum) const {
+        if (warp != 0 || lane_col() != 0) return;
+        if (last_visit) {
+            float* lse = params.lse + statistics_offset(params, sequence, head);
+            for_each_row([&](int m, int i, int row) {
+                const int query = q_tile * Config::kBlockQ + row;
+                if (query < sequence.seqlen_q)
+                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i], score_scale());
+            });
+        } else {
+            float* statistics = statistics_global(q_tile);
+            for_each_row([&](int m, int i, int row) {
+                statistics[row] = row_max.v[m][i];
+                statistics[Config::kBlockQ + row] = row_sum.v[m][i];
+            });
+        }
+    }
+
+    // A Q tile that sees no key.
+    __device__ __forceinline__ void store_empty(int q_tile) const {
+        Owned zero;
+        zero.clear();
+#pragma unroll
+        for (int chunk = 0; chunk < Config::kChunks; ++chunk) store_out(zero, q_tile, chunk);
+        const int query = q_tile * Config::kBlockQ + lane_id();
+        if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
+            params.lse[statistics_offset(params, sequence, head) + query] =
+                log_sum_exp(first_max, first_sum(), score_scale());
+    }
+
+ private:
+    __device__ __forceinline__ float* maxima() const {
+        return reinterpret_cast<float*>(team_memory + Config::kMax);
+    }
+    __device__ __forceinline__ float* sums() const {
+        return reinterpret_cast<float*>(team_memory + Config::kSum);
+    }
+
+    // Where warp `owner` finds what warp (owner ^ t) hands to it.
+    __device__ __forceinline__ char* partial(int owner, int t) const {
+        return team_memory + Config::kPartial +
+               (owner * (Config::kTeamWarps - 1) + t - 1) * Config::kOwnedBytes;
+    }
+
+    // This warp's part of a chunk of O_i, fetched ahead; and in HBM, where this lane's begins.
+    __device__ __forceinline__ char* old_shared(int chunk) const {
+        return team_memory + Config::kOld + (warp * Config::kChunks + chunk) * Config::kOwnedBytes;
+    }
+    __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
+        return params.out_accum + (first_tile + q_tile) * (Config::kBlockQ * Config::kHeadDimV) +
+               (warp * Config::kChunks + chunk) * (Config::kOwnedBytes / 4) + lane_id() * 4;
+    }
+
+    // m_i, then l_i: fetched ahead, and in HBM.
+    __device__ __forceinline__ float* old_statistics() const {
+        return reinterpret_cast<float*>(dynamic_shared() + Config::kStatistics +
+                                        team * Config::kStatisticsBytes);
+    }
+    __device__ __forceinline__ float* statistics_global(int q_tile) const {
+        return params.row_statistics + (first_tile + q_tile) * (2 * Config::kBlockQ);
+    }
+
+    static __device__ __forceinline__ float4* fragment(char* owned, int m, int n) {
+        return reinterpret_cast<float4*>(owned + (m * Owned::kN + n) * 512 + lane_id() * 16);
+    }
+
+    // own = combine(own, what lies in shared memory, m, i) for each element.
+    template <class Combine>
+    static __device__ __forceinline__ void add(Owned& own, char* shared, Combine combine) {
+#pragma unroll
+        for (int m = 0; m < Owned::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Owned::kN; ++n) {
+                const float4 x = *fragment(shared, m, n);
+                float (&sum)[4] = own.v[m][n];
+                sum[0] = combine(sum[0], x.x, m, 0);
+                sum[1] = combine(sum[1], x.y, m, 0);
+                sum[2] = combine(sum[2], x.z, m, 1);
+                sum[3] = combine(sum[3], x.w, m, 1);
+            }
+    }
+
+    // visit(m, i, row of the Q tile) for the rows that this lane holds elements of.
+    template <class Visit>
+    static __device__ __forceinline__ void for_each_row(Visit visit) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) visit(m, i, 16 * m + lane_row() + 8 * i);
+    }
+
+    // Columns col and col + 1 of a row of the output.
+    __device__ __forceinline__ void store_pair(Element* row, int col, float x, float y) const {
+        const uint32_t packed = ptx::pack<Element>(x, y);
+        if (!kGeneral || params.aligned) {
+            if (col < params.head_dim_v) *reinterpret_cast<uint32_t*>(row + col) = packed;
+            return;
+        }
+        auto* bits = reinterpret_cast<uint16_t*>(row);
+        if (col < params.head_dim_v) bits[col] = static_cast<uint16_t>(packed);
+        if (col + 1 < params.head_dim_v) bits[col + 1] = static_cast<uint16_t>(packed >> 16);
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    fa1_forward_kernel(const __grid_constant__ ForwardParams params) {
+    using Kernel = Fa1Forward<Config>;
+    using RowValues = typename Kernel::RowValues;
+    const Kernel cta(params, blockIdx.x);
+    const int kv_tiles = ceil_div(cta.sequence.seqlen_k, Config::kBlockKV);
+
+    for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
+        const Interval q_tiles = tiles_of(
+            cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
+        // The KV tiles that a Q tile sees, hence which of its visits is the first and the last.
+        const auto seen_by = [&](int q_tile) {
+            return tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
+                            Config::kBlockKV);
+        };
+        if (q_tiles.empty()) continue;
+        __syncthreads();  // all warps have left the KV tile before; its O, m and l are written
+        cta.load_kv(kv_tile);
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // the KV tile has landed
+
+        int q_tile = q_tiles.begin + cta.team;
+        const bool has_old = q_tile < q_tiles.end && seen_by(q_tile).begin != kv_tile;
+        if (q_tile < q_tiles.end) cta.load_q(q_tile);
+        if (has_old) cta.load_statistics(q_tile);
+        ptx::cp_async_commit();
+        for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+            if (has_old) cta.load_old(q_tile, chunk);
+            ptx::cp_async_commit();
+        }
+
+        for (; q_tile < q_tiles.end; q_tile += Config::kTeams) {
+            const int next = q_tile + Config::kTeams;
+            ptx::cp_async_wait<Config::kChunks>();  // all but O's chunks
+            cta.team_barrier();  // Q, m, l have landed; the exchange buffers, maxima, sums are free
+
+            const Interval seen = seen_by(q_tile);
+            const bool first_visit = kv_tile == seen.begin;
+            const bool last_visit = kv_tile == seen.end - 1;
+            const bool next_has_old = next < q_tiles.end && seen_by(next).begin != kv_tile;
+            typename Kernel::Scores rS;
+            RowValues tile_max, row_max, row_sum, old_factor, new_factor;
+            cta.read_statistics(first_visit, row_max, row_sum);
+            cta.compute_scores(rS, q_tile, kv_tile);
+            cta.team_barrier();  // the maxima of all keys are there; Q, m and l have been read
+            if (next < q_tiles.end) cta.load_q(next);
+            if (next_has_old) cta.load_statistics(next);
+            ptx::cp_async_commit();
+            typename Kernel::Weights rP;
+            cta.exponentiate(rS, rP, tile_max, q_tile, kv_tile);
+            compile_time_for<Config::kChunks>([&](auto chunk) {
+                typename Kernel::Product rO;
+                typename Config::Owned own;
+                cta.template multiply_v<chunk>(rO, rP);
+                if (chunk > 0) cta.team_barrier();  // the chunk before has been collected
+                cta.exchange(rO, own);
+                cta.team_barrier();  // all partial products, and the sums, are there
+                if (chunk == 0)
+                    cta.update_statistics(tile_max, row_max, row_sum, old_factor, new_factor);
+                cta.collect(own);
+                ptx::cp_async_wait<Config::kChunks>();  // this chunk of O, the oldest group
+                cta.merge_old(own, chunk, first_visit, old_factor, new_factor);
+                if (last_visit) {
+                    cta.store_out(own, q_tile, chunk);
+                } else {
+                    cta.store_old(own, q_tile, chunk);
+                }
+                if (next_has_old) cta.load_old(next, chunk);
+                ptx::cp_async_commit();
+            });
+            cta.store_statistics(q_tile, last_visit, row_max, row_sum);
+        }
+    }
+
+    const int q_tiles = ceil_div(cta.sequence.seqlen_q, Config::kBlockQ);
+    for (int q_tile = cta.team; q_tile < q_tiles; q_tile += Config::kTeams)
+        if (cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)).empty())
+            cta.store_empty(q_tile);
+}
+
+template <int kHeadDim, int kHeadDimV>
+int fa1_forward_shared_bytes() {
+    const auto bytes = [](auto features) {
+        return Fa1ForwardConfig<
+            __half, kHeadDim, kHeadDimV, features.value,
+            tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
+        constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
+        using Element = decltype(element);
+        using Large =
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
+        using Small =
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
+        const auto launch = [&](auto config) {
+            using Config = decltype(config);
+            return launch_kernel<fa1_forward_kernel<Config>>(
+                params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
+                params, stream);
+        };
+        // The larger the KV tile, the fewer times O goes through HBM; what fits depends on the GPU.
+        status = launch_fitting<Large, Small>(launch);
+    });
+    return status;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,229 @@
+// FlashAttention-2 backward (Dao 2023, algorithm 2).
+//
+// Loop order: delta = rowsum(dO * O) in a pass of its own; then one CTA per (KV tile, KV head,
+// batch), inner loop over the Q tiles that see the KV tile, for each query head of the group. dK
+// and dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; a last
+// pass converts it. The steps, warps and shared memory are those of backward_tile.cuh.
+//
+// Barriers, per Q tile, beside those that the comments in the loop name: the first says that its Q,
+// lse and delta have landed for all threads and that all warps have left the tile before, so that
+// dS and the next tile's stage may be overwritten. With two stages a whole tile is fetched ahead.
+// With one, which makes room for larger tiles, each load goes behind the matmuls that do not need
+// its tile: dO of this step behind S^T = K Q^T, Q of the next behind dQ = dS K.
+//
+// Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that
+// have; a CTA waits for its turn. CTAs take their work by ticket, so all that a CTA waits for are
+// already running and none waits forever.
+#pragma once
+
+#include "kernels/common/backward_delta.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
+
+namespace flash_ext {
+
+// The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
+template <class Config>
+struct Turn {
+    const BackwardParams& params;
+    const BackwardTile<Config>& cta;
+    int kv_tile;
+    int head;
+    int q_tile;
+
+    // The Q tile's counter of KV tiles that have added their dQ.
+    __device__ __forceinline__ int* counter() const {
+        return params.turn + 1 +
+               workspace_row(params, cta.sequence, head, q_tile * Config::kBlockQ) /
+                   Config::kBlockQ;
+    }
+
+    // How many KV tiles see the Q tile and come before this CTA's.
+    __device__ __forceinline__ int mine() const {
+        return kv_tile -
+               cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)).begin / Config::kBlockKV;
+    }
+
+    __device__ __forceinline__ void wait() const {
+        if (threadIdx.x == 0) ptx::wait_for_count(counter(), mine(), 64);
+        __syncthreads();  // what the earlier CTAs added is visible to all threads
+    }
+
+    __device__ __forceinline__ void end() const {
+        __syncthreads();  // all threads have issued their additions
+        if (threadIdx.x == 0) {
+            __threadfence();
+            ptx::red_add_release(counter(), 1);
+        }
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* accum) {
+#pragma unroll
+    for (int m = 0; m < Config::DQ::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Config::DQ::kN; ++n) {
+            const float (&x)[4] = rdQ.v[m][n];
+            ptx::red_add_v4(accum + dq_fragment<Config>(m, n), x[0], x[1], x[2], x[3]);
+        }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
+    using Tile = BackwardTile<Config>;
+    // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
+    // from overlapping that with the matmul before; but not where it would spill there.
+    constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
+    // What the stores at the end need of the place lies in shared memory, where registers are
+    // short. ptxas decides: with 64 columns sm_90 spills without it, sm_80 with it.
+    constexpr bool kKeepsPlace = Config::kHeadDim > 64 || kCudaArch >= 900;
+    int linear = blockIdx.x;
+    if (params.deterministic) {
+        int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
+        if (threadIdx.x == 0) *ticket = atomicAdd(params.turn, 1);
+        __syncthreads();  // the ticket is drawn
+        linear = ptx::warp_uniform(*ticket);
+    }
+    const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
+    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBePacked, Rows::kKeys>(
+        params, work.batch, work.rank, Config::kBlockKV));
+    const Tile cta(params, sequence, work.head);
+    const int first_key = kv_tile * Config::kBlockKV;
+    if (Config::kMayBePacked && first_key >= sequence.rows_k) return;  // a spare number
+    const Interval q_tiles = cta.q_tiles_seeing(first_key);
+    const int group = params.heads_q / params.heads_k;
+
+    typename Tile::GradientK rdK;
+    typename Tile::GradientV rdV;
+    rdK.clear();
+    rdV.clear();
+    Place& kept = kept_place(Config::kPlace);
+    if (kKeepsPlace && threadIdx.x == 0) kept = {sequence, work.head, first_key};
+    QTileWalk walk(q_tiles, work.head * group, group);
+    cta.load_kv(first_key);
+    if (!walk.done()) {
+        cta.load_q(walk);
+        load_statistics<Config>(cta, walk);
+        if constexpr (Config::kStages == 2) cta.load_do(walk);
+    }
+    ptx::cp_async_commit();
+
+    while (!walk.done()) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // this Q tile has landed; all warps have left the one before
+        const QTileWalk next = walk.next();
+        if constexpr (Config::kStages == 1) {
+            cta.load_do(walk);
+        } else if (!next.done()) {
+            cta.load_q(next);
+            load_statistics<Config>(cta, next);
+            cta.load_do(next);
+        }
+        ptx::cp_async_commit();
+
+        typename Tile::Scores rP;
+        typename Tile::Scores rdS;
+        cta.compute_p(rP, walk, first_key);
+        if constexpr (Config::kStages == 1) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // dO has landed
+        }
+        cta.compute_ds(rdS, rP, walk, first_key);
+        cta.share_p_ds(rP, rdS);
+        if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
+        cta.accumulate_dk(rdK, rdS, walk.step);
+        cta.accumulate_dv(rdV, rP, walk.step);
+
+        if constexpr (Tile::kInRegisters || Config::kStages == 1)
+            __syncthreads();  // dS^T is complete; all warps have left Q
+        if constexpr (Config::kStages == 1) {
+            if (!next.done()) {
+                cta.load_q(next);
+                load_statistics<Config>(cta, next);
+            }
+            ptx::cp_async_commit();
+        }
+        const Turn<Config> turn{params, cta, kv_tile, walk.head, walk.q_tile};
+        if (kTurnFirst && params.deterministic) turn.wait();
+        compile_time_for<Config::kDQParts>([&](auto part) {
+            typename Config::DQ rdQ;
+            cta.template compute_dq<part>(rdQ);
+            if (!kTurnFirst && params.deterministic) turn.wait();
+            add_dq<Config>(
+                rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
+        });
+        if (params.deterministic) turn.end();
+        walk = next;
+    }
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // all warps have left the K and V tiles; the place is there
+    if constexpr (kKeepsPlace) {
+        Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
+    } else {
+        cta.store_dk_dv(rdK, rdV, first_key);
+    }
+}
+
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using Fa2BackwardConfig = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                         tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures)>;
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using SmallFa2BackwardConfig =
+    BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                   tuning::small_fa2_backward({kHeadDim, kHeadDimV}, kFeatures)>;
+
+template <int kHeadDim, int kHeadDimV>
+int fa2_backward_shared_bytes() {
+    const auto bytes = [](auto features) {
+        return SmallFa2BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+}
+
+template <class Config>
+cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
+    const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
+    const int group = params.heads_q / params.heads_k;
+    const bool masked = is_masked(params);
+    const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
+    // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run side by
+    // side, the less they wait for each other.
+    const int64_t bytes_per_head =
+        int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group;
+    params.schedule =
+        make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
+                      tensor_batches(params), tiles_differ || params.deterministic,
+                      params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
+                      section_fillings(params, masked));
+
+    cudaError_t status = launch_prepare<Config>(params, stream);
+    if (status == cudaSuccess && params.deterministic)
+        status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
+    if (status == cudaSuccess)
+        status = launch_kernel<fa2_backward_kernel<Config>>(
+            cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
+    if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+    return status;
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+        params, [&](auto element, auto features) {
+            using Element = decltype(element);
+            using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            using Small = SmallFa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            status = launch_fitting<Large, Small>(
+                [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
+        });
+    return status;
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,413 @@
+// FlashAttention-2 forward (Dao 2023, algorithm 1).
+//
+// Loop order: one CTA per (Q tile, head, batch); inner loop over KV tiles, last to first, so that
+// the tiles which need masking at the diagonal come first.
+// Warps: each owns kRowsPerWarp rows of the Q tile and sees all of K and V (split-Q): S, P and O of
+// a row never leave the warp, and the warps exchange nothing.
+//
+//     for each KV tile j:
+//         S = Q K_j^T                           tensor cores, S in registers
+//         m_new = max(m, rowmax(S))             quad shuffles
+//         P = 2^(S scale - m_new scale)
+//         l = 2^((m - m_new) scale) l + rowsum(P)
+//         O = 2^((m - m_new) scale) O + P V_j   P from registers
+//     O = O / l,  lse = m scale + log(l)        one rescale, at the end
+//
+// m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
+// which saves most rescalings of O and changes no result, since l and O share the same m. A warp
+// that ends with an m too large for P's one FMA (kLargeExponent) does such rows again.
+//
+// Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
+// Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
+// result. The plain form has no parts: the packed one stands in for it.
+//
+// Shared memory: Q [kBlockQ][D], then a ring of stages, each a V tile and a K tile [kBlockKV][D],
+// swizzled, the ring's mbarriers, and the CTA's place.
+// Pipeline: a stage holds V of one step of the loop and K of the next, so a step waits once, before
+// P V, for what it and the next Q K^T need. A stage is free when all warps have read its K: the
+// copy into it, at the end of a step, waits for that and for no more, so the warps drift apart by
+// up to half a step and one's softmax runs beside another's matmuls.
+#pragma once
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/packed.cuh"
+#include "kernels/common/place.cuh"
+#include "kernels/common/recompute_rows.cuh"
+#include "kernels/common/softmax.cuh"
+#include "plan/tuning.h"
+#include "problem/mask.cuh"
+#include "problem/score.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/packed_gqa.h"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
+#include "tile/copy.cuh"
+#include "tile/gemm.cuh"
+#include "tile/ring.cuh"
+
+namespace flash_ext {
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Forward kTuning>
+struct ForwardConfig {
+    using Element = Element_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr bool kMayHaveParts = kFeatures != Features::kPlain;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
+    static constexpr int kThreads = kTuning.warps * 32;
+    static constexpr int kBlockQ = kTuning.warps * kRowsPerWarp;
+    static constexpr int kBlockKV = kTuning.block_kv;
+    static constexpr int kQRegisterCols = kTuning.q_register_cols;
+    static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using OTile = SharedTile<kBlockQ, kHeadDimV>;  // leaves through Q's memory
+    using StageRing = Ring<2, KTile::kBytes + VTile::kBytes, kThreads>;  // the loop loads one ahead
+    static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
+    // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
+    // where an SM has one CTA; but registers that hold the place would spill here.
+    static constexpr bool kPlaceInLoop = kFeatures == Features::kPacked && kHeadDim == 128;
+    static constexpr int kPlace = kQBytes + StageRing::kBytes;
+    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
+
+    static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
+    static_assert(kBlockQ == tuning::kForwardBlockQ);
+};
+
+template <class Config>
+struct Fa2Forward {
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using OTile = typename Config::OTile;
+    using StageRing = typename Config::StageRing;
+    using Scores = RegisterTile<Config::kRowsPerWarp, Config::kBlockKV>;
+    using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDimV>;
+    using Softmax = OnlineSoftmax<Config::kRowsPerWarp>;
+    using QOperand = ACached<AFromRows<QTile>, Config::kRowsPerWarp, Config::kQRegisterCols>;
+    static constexpr bool kGeneral = Config::kGeneral;
+
+    const ForwardParams& params;
+    int head;
+    Sequence sequence;
+    BandMask mask;
+    int first_query;  // of the CTA; below 0 where there is nothing to do
+    int warp_row;     // the warp's first row within the Q tile
+    uint32_t sQ;
+    StageRing ring;
+    TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
+    TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
+
+    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const Place& place)
+        : params(p),
+          head(place.head),
+          sequence(place.sequence),
+          mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          first_query(place.first_row),
+          warp_row(warp_id() * Config::kRowsPerWarp),
+          sQ(ptx::shared_address(dynamic_shared())),
+          ring{sQ + Config::kQBytes} {}
+
+    // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
+    // the longest.
+    static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
+        WorkTile work = work_tile(linear, params.schedule);
+        if (has_parts(params)) work.rank /= params.key_parts;
+        const auto [sequence, tile] =
+            warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
+                params, work.batch, work.rank, Config::kBlockQ));
+        const int last = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1;
+        return {sequence, work.head, (last - tile) * Config::kBlockQ};
+    }
+
+    // The same CTA, from the place that it has kept.
+    static __device__ __forceinline__ Fa2Forward kept(const ForwardParams& params) {
+        return Fa2Forward(params, kept_place(Config::kPlace));
+    }
+
+    static __device__ __forceinline__ bool has_parts(const ForwardParams& params) {
+        return Config::kMayHaveParts && params.key_parts > 1;
+    }
+
+    // The part of the keys that this CTA takes. Computed where it is needed: kept, it would take a
+    // register over the loop.
+    __device__ __forceinline__ int part() const {
+        if (!has_parts(params)) return 0;
+        const int linear = ptx::not_hoisted(blockIdx.x);
+        return work_tile(linear, params.schedule).rank % params.key_parts;
+    }
+
+    __device__ __forceinline__ int head_k() const {
+        return head / (params.heads_q / params.heads_k);
+    }
+
+    // The KV tiles that the CTA takes.
+    __device__ __forceinline__ Interval kv_tiles() const {
+        const Interval seen =
+            tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
+        return has_parts(params) ? part_of(seen, part(), params.key_parts) : seen;
+    }
+
+    __device__ __forceinline__ void load_q() const {
+        const auto gQ =
+            global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
+                                       head, sequence.seqlen_q - first_query, params.head_dim);
+        load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
+    }
+
+    // From here on, each load_k or load_v loads the tile before the last one.
+    __device__ __forceinline__ void start_kv(int kv_tile) {
+        const int64_t row = int64_t{sequence.k_begin} + kv_tile * Config::kBlockKV;
+        const auto tile = [&](const TensorView& view) {
+            return global_tile<const Element>(view, sequence.batch, row, head_k(), 0, 0);
+        };
+        k_cursor.start(tile(params.k));
+        v_cursor.start(tile(params.v));
+    }
+    // Into a stage of the ring; kAllRows as for TileCursor::load.
+    template <bool kAllRows>
+    __device__ __forceinline__ void load_k(int kv_tile, uint32_t stage) {
+        k_cursor.template load<kAllRows>(sK(stage), params.k.row_stride,
+                                         sequence.seqlen_k - kv_tile * Config::kBlockKV,
+                                         params.head_dim, params.aligned);
+    }
+    template <bool kAllRows>
+    __device__ __forceinline__ void load_v(int kv_tile, uint32_t stage) {
+        v_cursor.template load<kAllRows>(sV(stage), params.v.row_stride,
+                                         sequence.seqlen_k - kv_tile * Config::kBlockKV,
+                                         params.head_dim_v, params.aligned);
+    }
+    __device__ __forceinline__ void publish(uint32_t stage) const {
+        ring.publish(stage, !kGeneral || params.aligned);
+    }
+
+    // S = Q K^T, masked.
+    __device__ __forceinline__ void score(Scores& rS, const QOperand& q, int kv_tile,
+                                          uint32_t stage) const {
+        rS.clear();
+        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
+        ring.release(stage);
+
+        const Fa2Forward cta = in_loop();
+        const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
+        const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        const int first_row = cta.first_query + warp_row;
+        if constexpr (kGeneral)
+            ScoreFunction<Element, Rows::kQueries>{params, cta.sequence, cta.head}.apply(
+                rS, first_row, keys.begin);
+        if (!cta.mask.is_full(queries, keys)) {
+            mask_scores(rS, keys.begin,
+                        [&](int row) { return cta.mask.key_range(first_row + row); });
+        }
+    }
+
+    // S becomes P.
+    __device__ __forceinline__ void exponentiate(Scores& rS, Output& rO, Softmax& softmax,
+                                                 int kv_tile, float exponent_scale) const {
+        softmax.update(rS, rO, exponent_scale);
+        if constexpr (kGeneral) {
+            if (params.rng_state != nullptr) {
+                for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
+                                      kv_tile * Config::kBlockKV,
+                                      [&](int m, int n, int i, bool keep) {
+                                          if (!keep) rS.v[m][n][i] = 0.f;
+                                      });
+            }
+        }
+    }
+
+    // O += P V.
+    __device__ __forceinline__ void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
+        gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
+                                        BFromColumns<VTile>(sV(stage)));
+    }
+
+    // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp; or those of a
+    // part of the keys, straight from registers. True where rows of this lane are marked.
+    __device__ __forceinline__ bool store(Output& rO, const Softmax& softmax,
+                                          float exponent_scale) const {
+        const int first_row = first_query + warp_row;
+        const int64_t statistics = statistics_offset(params, sequence, head);
+        const bool parts = has_parts(params);
+        const int64_t first = statistics + (parts ? part() * statistics_rows(params) : 0);
+        // One pointer for both, which saves registers.
+        float* target = parts ? &params.part_statistics[first].max : params.lse + first;
+        bool marked = false;
+#pragma unroll
+        for (int m = 0; m < Output::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float factor = softmax.inverse_sum(m, i);
+                if constexpr (kGeneral) factor *= params.keep_scale;
+#pragma unroll
+                for (int n = 0; n < Output::kN; ++n) {
+                    rO.v[m][n][2 * i] *= factor;
+                    rO.v[m][n][2 * i + 1] *= factor;
+                }
+                const float lse = softmax.lse(m, i, exponent_scale);
+                float statistic = parts ? softmax.row_max[m][i] : lse;
+                if (!kGeneral && needs_recomputing(softmax.row_max[m][i], lse)) [[unlikely]] {
+                    statistic = mark_of(0);
+                    marked = true;
+                }
+                const int row = first_row + 16 * m + lane_row() + 8 * i;
+                if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
+                if (parts) {
+                    target[2 * row] = statistic;
+                    target[2 * row + 1] = softmax.row_sum[m][i];
+                } else {
+                    target[row] = statistic;
+                }
+            }
+        if (parts) {
+            store_rows(params.part_out, rO, [&](int row) {
+                const int query = first_row + row;
+                return query < sequence.seqlen_q ? first + query : -1;
+            });
+            return false;
+        }
+        __syncwarp();  // the warp has read its rows of Q
+        store_to_shared<Element, OTile>(sQ, rO, warp_row);
+        __syncwarp();  // O's rows are complete
+        const auto gO =
+            global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
+                                 sequence.seqlen_q - first_row, params.head_dim_v);
+        store_tile<OTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
+        return marked;
+    }
+
+ private:
+    // Of this CTA, what follows from its place would otherwise stay in registers over the loop.
+    __device__ __forceinline__ Fa2Forward in_loop() const {
+        if constexpr (Config::kPlaceInLoop) return kept(params);
+        Fa2Forward cta = *this;
+        cta.mask.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
+        return cta;
+    }
+
+    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return ring.slot(stage); }
+    __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
+        return ring.slot(stage) + VTile::kBytes;
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
+    using Kernel = Fa2Forward<Config>;
+    const Place place = Kernel::place_of(params, blockIdx.x);
+    Kernel cta(params, place);
+    if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
+
+    const Interval kv_tiles = cta.kv_tiles();
+    const int last = kv_tiles.end - 1;
+    const auto& ring = cta.ring;
+    if (threadIdx.x == 0) {
+        ring.init();
+        kept_place(Config::kPlace) = place;
+    }
+    __syncthreads();  // the ring's barriers and the place are there
+    cta.load_q();
+    if (!kv_tiles.empty()) {
+        cta.start_kv(last);
+        cta.template load_k<false>(last, 0);  // the last tile may end past the sequence
+        cta.publish(0);
+        cta.template load_v<false>(last, 1);
+        if (last > kv_tiles.begin) cta.template load_k<true>(last - 1, 1);
+        cta.publish(1);
+        ring.wait(0);
+    } else {
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+    }
+    // Q has landed.
+
+    typename Kernel::Output rO;
+    rO.clear();
+    typename Kernel::Softmax softmax;
+    // The general kernel scales the scores before it masks them; the others inside the exponent.
+    const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
+    if (params.sink != nullptr && cta.part() == 0 && cta.sequence.is_owned(params))
+        softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
+    typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
+    q.fetch();
+
+    uint32_t stage = 0;  // has K of the step; the next one has V
+    for (int kv_tile = last; kv_tile >= kv_tiles.begin; --kv_tile, ++stage) {
+        typename Kernel::Scores rS;
+        cta.score(rS, q, kv_tile, stage);
+        cta.exponentiate(rS, rO, softmax, kv_tile, exponent_scale);
+        ring.wait(stage + 1);
+        cta.accumulate(rO, rS, stage + 1);
+        if (kv_tile > kv_tiles.begin) {
+            ring.acquire(stage + 2);
+            cta.template load_v<true>(kv_tile - 1, stage + 2);
+            if (kv_tile - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tile - 2, stage + 2);
+            cta.publish(stage + 2);
+        }
+    }
+
+    softmax.finish();
+    const bool marked = Kernel::kept(params).store(rO, softmax, exponent_scale);
+    if (__any_sync(0xffffffff, marked)) [[unlikely]] {
+        const Kernel kept = Kernel::kept(params);
+#pragma unroll 1
+        for (int row = 0; row < Config::kRowsPerWarp; row += 16)
+            recompute_marked<typename Config::Element>(
+                params, kept.sequence.batch * params.heads_q + kept.head,
+                kept.sequence.q_begin + kept.first_query + kept.warp_row + row,
+                min_of(kept.sequence.seqlen_q - (kept.first_query + kept.warp_row + row), 16), 0);
+    }
+}
+
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using Fa2ForwardConfig = ForwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                                       tuning::fa2_forward({kHeadDim, kHeadDimV}, kFeatures)>;
+template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
+using SmallFa2ForwardConfig =
+    ForwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+                  tuning::small_fa2_forward({kHeadDim, kHeadDimV}, kFeatures)>;
+
+template <int kHeadDim, int kHeadDimV>
+int fa2_forward_shared_bytes() {
+    const auto bytes = [](auto features) {
+        return SmallFa2ForwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
+    };
+    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+}
+
+template <class Config>
+cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
+    params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
+                                       Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
+    params.schedule.tiles *= params.key_parts;
+    return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
+                                                     Config::kSharedBytes, params, stream);
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    const Features least = params.key_parts > 1 ? Features::kPacked : Features::kPlain;
+    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+        params,
+        [&](auto element, auto features) {
+            using Element = decltype(element);
+            using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
+            status = launch_fitting<Large, Small>(
+                [&](auto config) { return launch_fa2_forward<decltype(config)>(params, stream); });
+        },
+        least);
+    return status;
+}
+
+}  // namespace flash_ext

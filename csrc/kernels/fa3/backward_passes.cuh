@@ -1,0 +1,103 @@
+// The passes before and behind the FA3 backward: row statistics and, where dQ is summed in memory,
+// zeros before it; the sum to dQ behind it. Each is a CTA per Q tile. The pass behind begins on SMs
+// that the kernel leaves idle or has left, and converts heads as they are done; of packed sequences
+// all when the kernel has ended.
+#pragma once
+
+#include "kernels/common/backward_delta.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/stmatrix.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kFa3PassThreads = 256;
+
+// Where the KV tiles of a head of K and V are counted that have added all of their dQ: in
+// params.turn behind the counts of Q tiles, which are at least as many.
+template <int kBlockQ>
+__device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
+                                           int head) {
+    static_assert(kBlockQ >= 2 * tuning::kMinBackwardBlockQ);  // so there is room for both
+    const int64_t q_tiles = workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ;
+    return params.turn + 1 + q_tiles + sequence.index() * params.heads_k + head;
+}
+
+// Its warps are those of the kernel's consumers, with the same parts of dQ.
+template <class Config>
+__global__ void __launch_bounds__(kFa3PassThreads)
+    fa3_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+    using Element = typename Config::Element;
+    using DQ = typename Config::DQ;
+    const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
+    const auto [sequence, q_tile] = tile;
+    const float* accum = params.dq_accum +
+                         int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
+                         warp_id() * (DQ::kN * 128) + lane_id() * 4;
+    const int first_query = q_tile * Config::kBlockQ;
+    auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
+                                    sequence.seqlen_q - first_query, params.head_dim);
+    // What follows in the stream waits for this pass alone, so one CTA waits for the kernel's end.
+    // Where sequences are packed all do: with wrong offsets a count might never be reached.
+    const bool packed = params.cu_seqlens_q != nullptr;
+    if (packed || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+    if (!packed && threadIdx.x == 0) {
+        const int* done =
+            tiles_done<Config::kBlockQ>(params, sequence, head / (params.heads_q / params.heads_k));
+        ptx::wait_for_count(done, ceil_div(sequence.rows_k, Config::kBlockKV), 256);
+    }
+    __syncthreads();
+    if (first_query >= sequence.seqlen_q) return;
+    const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
+    DQ rdQ;
+#pragma unroll
+    for (int n = 0; n < DQ::kN; ++n) {
+        if (!stored) continue;
+        const float4 x = __ldcs(reinterpret_cast<const float4*>(accum + n * 128));
+        rdQ.v[0][n][0] = x.x;
+        rdQ.v[0][n][1] = x.y;
+        rdQ.v[0][n][2] = x.z;
+        rdQ.v[0][n][3] = x.w;
+    }
+    if (!stored) rdQ.clear();
+    rdQ.scale(params.scale);
+    if constexpr (Config::kTransposeDQ) {
+        using QTile = typename Config::QTile;
+        __shared__ __align__(16) char storage[QTile::kBytes];
+        const uint32_t sdQ = ptx::shared_address(storage);
+        const int lane = lane_id();
+#pragma unroll
+        for (int n = 0; n < DQ::kN; n += 2) {
+            uint32_t blocks[4];  // of 8 columns and 8 queries
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float (&x)[4] = rdQ.v[0][n + i / 2];
+                blocks[i] = ptx::pack<Element>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+            }
+            ptx::stmatrix_x4_trans(
+                sdQ + QTile::offset(8 * n + lane / 16 * 8 + lane % 8, 2 * warp_id() + lane / 8 % 2),
+                blocks);
+        }
+        __syncthreads();
+        store_tile<QTile, kFa3PassThreads, Config::kBlockQ, false>(gdQ, sdQ, 0, true);
+    } else {
+        gdQ.data += warp_id() * 16 * gdQ.row_stride;
+        gdQ.rows -= warp_id() * 16;
+        store_rows(gdQ, rdQ);
+    }
+#else
+    __trap();  // not to be run elsewhere
+#endif
+}
+
+template <class Config>
+cudaError_t launch_fa3_convert_dq(const BackwardParams& params, cudaStream_t stream) {
+    return launch_kernel<fa3_convert_dq_kernel<Config>>(
+        workspace_rows(params, Config::kWorkspaceBlock) / Config::kBlockQ, kFa3PassThreads, 0,
+        params, stream, true);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,50 @@
+// The launchers, one per kernel, instantiated per head dim in instantiate/. Each fills in the
+// schedule, picks element type and features, and launches on the stream without waiting.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "problem/params.h"
+
+namespace flash_ext {
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
+
+// After a forward with keys in parts. `early` as for launch_kernel(): after FA3, since every GPU
+// that runs it can wait.
+cudaError_t combine_parts(ForwardParams params, cudaStream_t stream, bool early);
+
+// After a variant's backward, whose workspace they read.
+template <int kHeadDim, int kHeadDimV>
+cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
+cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
+
+// Before a deterministic backward of packed sequences: offsets (B + 1) that nobody can wait on
+// forever.
+cudaError_t monotone_offsets(const BackwardParams& params, int* offsets_q, int* offsets_k,
+                             cudaStream_t stream);
+
+// Shared memory that a CTA of the kernel needs.
+template <int kHeadDim, int kHeadDimV>
+int fa1_forward_shared_bytes();
+template <int kHeadDim, int kHeadDimV>
+int fa2_forward_shared_bytes();
+template <int kHeadDim, int kHeadDimV>
+int fa1_backward_shared_bytes();
+template <int kHeadDim, int kHeadDimV>
+int fa2_backward_shared_bytes();
+
+}  // namespace flash_ext

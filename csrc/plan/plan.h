@@ -1,0 +1,56 @@
+// From a call to its kernels: which variant, which tiles and splits, how much workspace, and their
+// launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+
+#include "plan/call.h"
+#include "plan/variants.h"
+#include "plan/workspace.h"
+#include "problem/params.h"
+
+namespace flash_ext {
+
+enum class Pass { kForward, kBackward };
+
+// Whose kernels run a pass.
+struct Choice {
+    std::optional<Variant> variant;  // none: no kernel can
+    std::string why;                 // not the one that was asked for
+};
+
+// Of a forward: the one named, or the fastest that runs it.
+Choice choose_forward(const Call& call, std::optional<Variant> wanted);
+
+// Of the backward of a call whose forward is `forward`'s: its own, or those of the variant that
+// stands in.
+Choice choose_backward(const Call& call, Variant forward);
+
+// To be filled in with the call's tensors and options; make_plan() adds the rest, and the caller
+// gives the workspace memory before the launch.
+struct ForwardPlan {
+    Variant variant;
+    ForwardParams params;
+    Workspace workspace;
+};
+
+struct BackwardPlan {
+    Variant variant;
+    BackwardParams params;
+    Workspace workspace;
+    // Where packed sequences are computed deterministically; see monotone_offsets.cuh.
+    int* offsets_q = nullptr;  // (B + 1)
+    int* offsets_k = nullptr;  // (B + 1)
+};
+
+void make_plan(ForwardPlan& plan, const Device& device);
+void make_plan(BackwardPlan& plan);
+
+// All kernels of the pass, on the current device.
+cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream);
+cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream);
+
+}  // namespace flash_ext

@@ -1,0 +1,331 @@
+// Every tuned number: tile shapes, stages and warps per (kernel, head dim). What was measured, and
+// what else was tried, is in docs/notes.
+//
+// A kernel has a table with a row for each pair of head dims, and does not compile for a pair
+// without one.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/head_dims.h"
+#include "problem/params.h"
+#include "tile/host_device.h"
+
+namespace flash_ext::tuning {
+
+template <class Row, int kRows>
+constexpr bool has_row(const Row (&table)[kRows], HeadDims dims) {
+    for (const Row& row : table)
+        if (row.head_dims == dims) return true;
+    return false;
+}
+
+template <class Row, int kRows>
+constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
+    for (const Row& row : table)
+        if (row.head_dims == dims) return row;
+    throw "no row of these head dims";  // no constant expression gets here
+}
+
+template <class Row, int kRows>
+constexpr bool has_all_rows(const Row (&table)[kRows]) {
+    for (const HeadDims dims : kHeadDims)
+        if (!has_row(table, dims)) return false;
+    return true;
+}
+
+// --- FA1, forward ---
+
+struct Fa1Forward {
+    HeadDims head_dims;
+    int block_q;
+    int block_kv;        // where shared memory suffices (227 KB, Hopper)
+    int small_block_kv;  // elsewhere (163 KB, A100)
+};
+
+inline constexpr Fa1Forward kFa1Forward[] = {
+    {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 256},
+    {.head_dims = {96, 96}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
+    {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
+    {.head_dims = {192, 128}, .block_q = 16, .block_kv = 128, .small_block_kv = 128},
+    {.head_dims = {192, 192}, .block_q = 16, .block_kv = 128, .small_block_kv = 128},
+    {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
+};
+static_assert(has_all_rows(kFa1Forward));
+
+constexpr Fa1Forward fa1_forward(HeadDims dims) { return row_of(kFa1Forward, dims); }
+
+// --- FA2, forward ---
+
+inline constexpr int kForwardBlockQ = 128;  // rows of fa2's Q tiles, and of fa3's smallest
+
+struct Forward {
+    int rows_per_warp;
+    int warps;
+    int block_kv;
+    int q_register_cols = 0;  // so many columns of Q stay in registers
+    int ctas_per_sm = 1;
+};
+
+// Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond. As many keys
+// a tile as then fit. Q in registers takes from the fragments that are under way: it pays where the
+// 16-row warps leave shared memory too little time.
+struct Fa2Forward {
+    HeadDims head_dims;
+    Forward plain;  // and packed
+    Forward general;
+    // Where shared memory does not suffice for those (163 KB, A100).
+    Forward small_plain = plain;
+    Forward small_general = general;
+};
+
+inline constexpr Fa2Forward kFa2Forward[] = {
+    {.head_dims = {64, 64},
+     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 128, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2}},
+    {.head_dims = {96, 96},
+     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 32, .ctas_per_sm = 2}},
+    {.head_dims = {128, 128},
+     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 32, .ctas_per_sm = 2}},
+    {.head_dims = {192, 128},
+     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 48, .ctas_per_sm = 2},
+     .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64}},
+    {.head_dims = {192, 192},
+     .plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 64, .q_register_cols = 192},
+     .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64}},
+    {.head_dims = {256, 256},
+     .plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 64, .q_register_cols = 128},
+     .general = {.rows_per_warp = 16, .warps = 8, .block_kv = 64},
+     .small_plain = {.rows_per_warp = 16, .warps = 8, .block_kv = 32, .q_register_cols = 128},
+     .small_general = {.rows_per_warp = 16, .warps = 8, .block_kv = 32}},
+};
+static_assert(has_all_rows(kFa2Forward));
+
+constexpr Forward fa2_forward(HeadDims dims, Features features) {
+    const Fa2Forward row = row_of(kFa2Forward, dims);
+    return features == Features::kGeneral ? row.general : row.plain;
+}
+
+constexpr Forward small_fa2_forward(HeadDims dims, Features features) {
+    const Fa2Forward row = row_of(kFa2Forward, dims);
+    return features == Features::kGeneral ? row.small_general : row.small_plain;
+}
+
+// --- FA3, forward ---
+
+struct Fa3Forward {
+    int consumers;  // warpgroups, of 64 rows each
+    int block_kv;
+    int q_stages = 2;
+    int k_stages;
+    int v_stages;
+    bool take_turns = false;
+};
+
+// What tiles are chosen by, beside head dims. kParts: the keys are cut into parts.
+enum class Fa3Lengths { kParts, kFewQueries, kUsual, kLongKeys };
+
+inline constexpr int kLongKeys = 8192;  // so many keys or more are many
+
+// Of a sequence. Few queries are those of which 256 rows a tile would leave many more rows empty
+// than 128 do, or which fill the GPU no more than once with tiles of 128.
+constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
+    const auto rounded = [&](int64_t rows) { return ceil_div<int64_t>(queries, rows) * rows; };
+    if (few_tiles || rounded(256) > rounded(128) + rounded(128) / 8) return Fa3Lengths::kFewQueries;
+    return keys >= kLongKeys ? Fa3Lengths::kLongKeys : Fa3Lengths::kUsual;
+}
+
+struct Fa3ForwardRow {
+    HeadDims head_dims;
+    Fa3Forward few_queries;  // or keys in parts, or the general form
+    Fa3Forward long_keys = few_queries;
+    Fa3Forward usual = few_queries;
+};
+
+inline constexpr Fa3ForwardRow kFa3Forward[] = {
+    {.head_dims = {64, 64},
+     .few_queries =
+         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .take_turns = true},
+     .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
+     .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3}},
+    {.head_dims = {96, 96},
+     .few_queries = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 3}},
+    {.head_dims = {128, 128},
+     .few_queries =
+         {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .take_turns = true}},
+    {.head_dims = {192, 128},
+     .few_queries = {.consumers = 2, .block_kv = 96, .k_stages = 2, .v_stages = 2}},
+    {.head_dims = {192, 192},
+     .few_queries = {.consumers = 2, .block_kv = 80, .k_stages = 2, .v_stages = 2}},
+    {.head_dims = {256, 256},
+     .few_queries = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
+};
+static_assert(has_all_rows(kFa3Forward));
+
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
+    const Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    if (features == Features::kGeneral || lengths <= Fa3Lengths::kFewQueries)
+        return row.few_queries;
+    return lengths == Fa3Lengths::kLongKeys ? row.long_keys : row.usual;
+}
+
+// --- FA1 and FA2, backward ---
+
+struct Backward {
+    int block_q;
+    int keys_per_warp;  // rows of S^T, dK and dV that a warp holds
+    int warps_kv;       // block_kv = keys_per_warp * warps_kv
+    int warps_d = 1;    // warps that share those rows: see backward_tile.cuh
+    int ctas_per_sm = 1;
+    int dq_parts = 1;  // dQ is computed in so many column parts, to save registers
+    int stages = 2;    // Q tiles in shared memory, with their dO
+};
+
+// Computing delta in the loop takes registers.
+struct Fa1Backward {
+    HeadDims head_dims;
+    Backward all;
+};
+
+inline constexpr Fa1Backward kFa1Backward[] = {
+    {.head_dims = {64, 64}, .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
+    {.head_dims = {96, 96}, .all = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
+    {.head_dims = {128, 128},
+     .all = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
+    {.head_dims = {192, 128},
+     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2}},
+    {.head_dims = {192, 192},
+     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2}},
+    {.head_dims = {256, 256},
+     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 4}},
+};
+static_assert(has_all_rows(kFa1Backward));
+
+constexpr Backward fa1_backward(HeadDims dims) { return row_of(kFa1Backward, dims).all; }
+
+// As many keys a warp as dK and dV leave registers for: each fragment of Q and dO serves them all.
+struct Fa2Backward {
+    HeadDims head_dims;
+    Backward general;  // options take registers
+    Backward plain;
+    Backward packed = plain;
+    Backward small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
+};
+
+inline constexpr Fa2Backward kFa2Backward[] = {
+    {.head_dims = {64, 64},
+     .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8},
+     .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
+    {.head_dims = {96, 96},
+     .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .ctas_per_sm = 2},
+     .plain = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
+    {.head_dims = {128, 128},
+     .general = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2},
+     .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
+    {.head_dims = {192, 128},
+     .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
+     .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
+    {.head_dims = {192, 192},
+     .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
+     .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
+    {.head_dims = {256, 256},
+     .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2},
+     .plain = {.block_q = 128, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1},
+     .packed = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2},
+     .small_plain =
+         {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2}},
+};
+static_assert(has_all_rows(kFa2Backward));
+
+constexpr Backward fa2_backward(HeadDims dims, Features features) {
+    const Fa2Backward row = row_of(kFa2Backward, dims);
+    if (features == Features::kGeneral) return row.general;
+    return features == Features::kPacked ? row.packed : row.plain;
+}
+
+constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
+    return features == Features::kPlain ? row_of(kFa2Backward, dims).small_plain
+                                        : fa2_backward(dims, features);
+}
+
+// --- FA3, backward ---
+
+struct Fa3Backward {
+    int block_q;
+    int q_stages;   // Q tiles in shared memory, with their lse
+    int do_stages;  // dO tiles, with their delta
+    // Do consumers begin their steps by turns? That is worth 3 to 9 % where exponentials take as
+    // long as matmuls, and costs 1 % where reads of shared memory take longer than both (note 010).
+    bool turns = false;
+};
+
+// Of heads that sum dQ in memory. 80 queries a step take less of shared memory's time at d 128. Few
+// queries fill their tiles less well.
+struct Fa3BackwardRow {
+    HeadDims head_dims;
+    Fa3Backward usual;
+    Fa3Backward many_queries = usual;
+};
+
+inline constexpr Fa3BackwardRow kFa3Backward[] = {
+    {.head_dims = {64, 64},
+     .usual = {.block_q = 128, .q_stages = 3, .do_stages = 2, .turns = true}},
+    {.head_dims = {128, 128},
+     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2},
+     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2}},
+};
+
+inline constexpr int kManyQueries = 8192;
+
+constexpr bool many_queries(Features features, int queries) {
+    return features != Features::kGeneral && queries >= kManyQueries;
+}
+
+constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {
+    const Fa3BackwardRow row = row_of(kFa3Backward, dims);
+    return many_queries ? row.many_queries : row.usual;
+}
+
+// Of wider ones, with as many tiles as shared memory holds.
+struct Fa3BackwardWide {
+    HeadDims head_dims;
+    int pool_pairs;      // dK and dV: Q and dO tiles in shared memory
+    int k_stages;        // dQ: K tiles ...
+    int v_stages;        // ... and V tiles
+    int product_stages;  // dS K: tiles of both
+};
+
+inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
+    {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .product_stages = 5},
+    {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .product_stages = 5},
+    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .product_stages = 4},
+};
+
+constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
+    return row_of(kFa3BackwardWide, dims);
+}
+
+constexpr bool is_fa3_backward_wide(HeadDims dims) { return has_row(kFa3BackwardWide, dims); }
+
+// A pair without a backward kernel takes that of the next one.
+constexpr HeadDims fa3_backward_head_dims(HeadDims dims) {
+    for (const HeadDims padded : kHeadDims)
+        if (padded.holds(dims) && (has_row(kFa3Backward, padded) || is_fa3_backward_wide(padded)))
+            return padded;
+    throw "no row that holds these head dims";
+}
+
+// Of queries or keys, in fa3's backward.
+inline constexpr int kMinFa3BackwardBlock = 64;
+
+// --- All variants ---
+
+// Parts of a head's rows in the sum of sink's gradient.
+inline constexpr int kSinkParts = 32;
+
+// The fewest rows of a Q tile in any backward.
+inline constexpr int kMinBackwardBlockQ = 32;
+
+}  // namespace flash_ext::tuning

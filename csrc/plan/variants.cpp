@@ -1,0 +1,263 @@
+#include <algorithm>
+#include <cstdint>
+#include <sstream>
+#include <string>
+
+#include "plan/dispatch.h"
+#include "plan/ds_workspace.cuh"
+#include "plan/head_dims.h"
+#include "plan/launchers.h"
+#include "plan/tuning.h"
+#include "plan/variant_table.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/launch_name.h"
+#include "schedule/packed_gqa.h"
+#include "schedule/split_kv.cuh"
+
+namespace flash_ext {
+namespace {
+
+HeadDims head_dims(const Sizes& sizes) {
+    return pad_head_dims({static_cast<int>(sizes.head_dim), static_cast<int>(sizes.head_dim_v)});
+}
+
+HeadDims head_dims(const AttentionParams& params) {
+    return pad_head_dims({params.head_dim, params.head_dim_v});
+}
+
+// --- Workspaces ---
+
+// Where the keys of a Q tile are split, or heads are folded, each split leaves results of its own.
+bool has_splits(const ForwardParams& params) { return params.key_parts > 1 || params.fold > 0; }
+
+// Folds and splits for a GPU that works on `at_once` Q tiles at a time. How many there are.
+int64_t plan_splits(ForwardPlan& plan, bool may_fold, int at_once) {
+    ForwardParams& params = plan.params;
+    const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_fold);
+    const int64_t tiles = tile_count(params, q_tiles);
+    params.few_tiles = tiles <= at_once;
+    params.fold = q_tiles.fold;
+    params.key_parts =
+        key_parts(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
+    if (has_splits(params)) {
+        const int64_t rows = params.key_parts * statistics_rows(params);
+        plan.workspace.reserve(params.part_out, rows * head_dims(params).v);
+        plan.workspace.reserve(params.part_statistics, rows);
+    }
+    return tiles * params.key_parts;
+}
+
+// Statistics of the rows, in blocks of `block`; dQ's sum, of `sum_columns`; and who adds to it.
+void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
+    BackwardParams& params = plan.params;
+    params.q_blocks = tile_numbers(params, params.seqlen_q, block);
+    const int64_t rows = workspace_rows(params, block);
+    plan.workspace.reserve(params.lse_log2, rows);
+    plan.workspace.reserve(params.delta, rows);
+    plan.workspace.reserve(params.reference, rows);
+    plan.workspace.reserve(params.dq_accum, rows * sum_columns);
+    plan.workspace.reserve(params.turn, 1 + rows / tuning::kMinBackwardBlockQ);
+    plan.workspace.reserve(params.large_lse.word, 1);
+    params.large_lse.name = launch_name();
+    if (params.dsink != nullptr && params.may_have_large_lse)
+        plan.workspace.reserve(params.relative_lse, statistics_rows(params));
+}
+
+// FA1's and FA2's.
+void plan_mma_backward(BackwardPlan& plan) {
+    plan.params.may_have_large_lse = true;
+    reserve_rows(plan, kWorkspaceRows, head_dims(plan.params).qk);
+}
+
+// Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
+std::string shared_memory_reason(const Call& call, Pass pass, int needed) {
+    if (needed <= call.device.shared_bytes) return "";
+    std::ostringstream text;
+    text << "needs " << needed << " bytes of shared memory per block "
+         << (pass == Pass::kBackward ? "in the backward pass " : "") << "at head dimensions "
+         << call.sizes.head_dim << " and " << call.sizes.head_dim_v << ", this GPU has "
+         << call.device.shared_bytes;
+    return text.str();
+}
+
+// --- FA1 ---
+
+std::string fa1_unsupported_reason(const Call& call, Pass pass) {
+    return shared_memory_reason(
+        call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
+            return pass == Pass::kForward ? fa1_forward_shared_bytes<dim, dim_v>()
+                                          : fa1_backward_shared_bytes<dim, dim_v>();
+        }));
+}
+
+void plan_fa1_forward(ForwardPlan& plan, const Device& /*device*/) {
+    ForwardParams& params = plan.params;
+    const HeadDims dims = head_dims(params);
+    const int block_q = tuning::fa1_forward(dims).block_q;
+    const int64_t rows = tile_count(params, {params.heads_q, block_q}) * block_q;
+    plan.workspace.reserve(params.out_accum, rows * dims.v);
+    plan.workspace.reserve(params.row_statistics, rows * 2);
+}
+
+cudaError_t run_fa1_forward(const ForwardParams& params, cudaStream_t stream) {
+    return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+        return fa1_forward<dim, dim_v>(params, stream);
+    });
+}
+
+cudaError_t run_fa1_backward(const BackwardParams& params, cudaStream_t stream) {
+    return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+        return fa1_backward<dim, dim_v>(params, stream);
+    });
+}
+
+// --- FA2 ---
+
+std::string fa2_unsupported_reason(const Call& call, Pass pass) {
+    return shared_memory_reason(
+        call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
+            return pass == Pass::kForward ? fa2_forward_shared_bytes<dim, dim_v>()
+                                          : fa2_backward_shared_bytes<dim, dim_v>();
+        }));
+}
+
+void plan_fa2_forward(ForwardPlan& plan, const Device& device) {
+    // An SM has 1 KB more shared memory than a CTA may have, and takes as much for each CTA.
+    constexpr int kReserved = 1024;
+    const HeadDims dims = head_dims(plan.params);
+    const int needed = dispatch_head_dims(
+        dims, [](auto dim, auto dim_v) { return fa2_forward_shared_bytes<dim, dim_v>(); });
+    const int fitting = (device.shared_bytes + kReserved) / (needed + kReserved);
+    const int tuned = tuning::fa2_forward(dims, features_of(plan.params)).ctas_per_sm;
+    plan_splits(plan, /*may_fold=*/false, device.multiprocessors * std::min(tuned, fitting));
+}
+
+cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
+    const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+        return fa2_forward<dim, dim_v>(params, stream);
+    });
+    if (status != cudaSuccess || !has_splits(params)) return status;
+    return combine_parts(params, stream, /*early=*/false);
+}
+
+cudaError_t run_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
+    return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+        return fa2_backward<dim, dim_v>(params, stream);
+    });
+}
+
+// --- FA3 ---
+
+// With which lse is never large, see kernels/common/large_lse.cuh.
+constexpr double kMaxFa3Softcap = 2048;
+
+std::string fa3_unsupported_reason(const Call& call, Pass pass) {
+#ifndef FLASH_EXT_SM90A
+    return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
+#endif
+    const Sizes& sizes = call.sizes;
+    const bool backward = pass == Pass::kBackward;
+    if (call.device.major != 9)
+        return "needs a Hopper GPU (compute capability 9.0), this one has " +
+               std::to_string(call.device.major) + "." + std::to_string(call.device.minor);
+    if (call.has_dropout) return "has no dropout";
+    if (call.has_bias) return "has no bias";
+    if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
+    for (const Operand& x : call.operands) {
+        // A tensor map wants memory.
+        if (backward && x.is_empty()) return std::string("has no backward for an empty ") + x.name;
+        if (!x.is_aligned())
+            return std::string("needs rows of ") + x.name +
+                   " that start and end on 16-byte boundaries";
+        if (!x.is_reached_by_tma())
+            return std::string("needs rows of ") + x.name +
+                   " that are not one row repeated, within 32 GiB of memory";
+    }
+    // What tile_counter.cuh can count, of the smallest tiles.
+    const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
+    const auto tiles = [&](int64_t heads, int64_t length) {
+        return heads * sizes.tensor_batches() *
+               (length / rows + 1 + (sizes.packed ? sizes.batch : 0));
+    };
+    const int64_t keys = backward ? tiles(sizes.heads_k, sizes.seqlen_k) : 0;
+    if (std::max(keys, tiles(sizes.heads_q, sizes.seqlen_q)) >= int64_t{1} << 24)
+        return "needs fewer than 2^24 tiles of " + std::to_string(rows) + " rows";
+    return "";
+}
+
+void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
+    ForwardParams& params = plan.params;
+    // ALiBi tells heads apart, and TMA wants them apart in memory.
+    const bool may_fold = params.alibi_slopes == nullptr && params.q.head_stride > 0;
+    const int64_t tiles = plan_splits(plan, may_fold, device.multiprocessors);
+    if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_counter, 1);
+}
+
+cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
+    const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+        return fa3_forward<dim, dim_v>(params, stream);
+    });
+    if (status != cudaSuccess || !has_splits(params)) return status;
+    return combine_parts(params, stream, /*early=*/true);
+}
+
+void plan_fa3_backward(BackwardPlan& plan) {
+    BackwardParams& params = plan.params;
+    params.may_have_large_lse = params.softcap == 0.f;
+    const HeadDims dims = tuning::fa3_backward_head_dims(head_dims(params));
+    if (!tuning::is_fa3_backward_wide(dims)) {
+        const bool many = tuning::many_queries(features_of(params), mean_queries(params));
+        const int block_q = tuning::fa3_backward(dims, many).block_q;
+        reserve_rows(plan, workspace_block(block_q), dims.qk);
+    } else {
+        reserve_rows(plan, kWorkspaceRows, /*sum_columns=*/0);
+        plan.workspace.reserve(params.tile_counter, 2);
+        params.ds_bytes = ds_workspace_bytes(params);
+        if (params.ds_bytes > 0) plan.workspace.reserve(params.ds, params.ds_bytes);
+    }
+}
+
+cudaError_t run_fa3_backward(const BackwardParams& params, cudaStream_t stream) {
+    return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+        constexpr HeadDims kDims = tuning::fa3_backward_head_dims({dim, dim_v});
+        if constexpr (tuning::is_fa3_backward_wide(kDims)) {
+            return fa3_backward_wide<kDims.qk, kDims.v>(params, stream);
+        } else {
+            return fa3_backward<kDims.qk, kDims.v>(params, stream);
+        }
+    });
+}
+
+// --- The table, in the order of Variant ---
+
+constexpr VariantRow kTable[] = {
+    {.name = name_of(Variant::kFa1),
+     .unsupported_reason = fa1_unsupported_reason,
+     .stand_in = std::nullopt,
+     .plan_forward = plan_fa1_forward,
+     .plan_backward = plan_mma_backward,
+     .forward = run_fa1_forward,
+     .backward = run_fa1_backward},
+    {.name = name_of(Variant::kFa2),
+     .unsupported_reason = fa2_unsupported_reason,
+     .stand_in = std::nullopt,
+     .plan_forward = plan_fa2_forward,
+     .plan_backward = plan_mma_backward,
+     .forward = run_fa2_forward,
+     .backward = run_fa2_backward},
+    {.name = name_of(Variant::kFa3),
+     .unsupported_reason = fa3_unsupported_reason,
+     .stand_in = Variant::kFa2,
+     .plan_forward = plan_fa3_forward,
+     .plan_backward = plan_fa3_backward,
+     .forward = run_fa3_forward,
+     .backward = run_fa3_backward},
+};
+static_assert(std::size(kTable) == kVariants);
+
+}  // namespace
+
+const VariantRow& row_of(Variant variant) { return kTable[static_cast<int>(variant)]; }
+
+}  // namespace flash_ext

@@ -1,0 +1,74 @@
+// Which keys a query sees. A mask is two functions, key_range(query) and query_range(key), both
+// half-open intervals of positions within the sequence. Tile ranges, "does this tile need masking"
+// and the masking of scores, forward (rows are queries) and backward (rows are keys), follow from
+// these two and are written once, here.
+#pragma once
+
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+struct Interval {
+    int begin;
+    int end;
+
+    FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
+};
+
+// Full, causal, sliding-window and tail masks in one: with offset = seqlen_k - seqlen_q (which
+// aligns the mask bottom-right), query i sees key j iff
+//     i + offset - window_left <= j <= i + offset + window_right,  0 <= j < seqlen_k.
+// Causal is window_right = 0; kUnlimited lifts a bound. Both interval ends never decrease with the
+// row, so the union over consecutive rows is the interval from the first begin to the last end.
+struct BandMask {
+    // Larger than any sequence, and far enough from INT_MAX that sums of three do not overflow.
+    static constexpr int kUnlimited = 1 << 29;
+
+    int seqlen_q;
+    int seqlen_k;
+    int window_left;
+    int window_right;
+
+    FLASH_HOST_DEVICE constexpr int offset() const { return seqlen_k - seqlen_q; }
+
+    FLASH_HOST_DEVICE constexpr Interval key_range(int query) const {
+        const int diagonal = query + offset();
+        return {max_of(diagonal - window_left, 0), min_of(diagonal + window_right + 1, seqlen_k)};
+    }
+
+    FLASH_HOST_DEVICE constexpr Interval query_range(int key) const {
+        const int diagonal = key - offset();
+        const bool exists = key < seqlen_k;
+        return {max_of(diagonal - window_right, 0),
+                exists ? min_of(diagonal + window_left + 1, seqlen_q) : 0};
+    }
+
+    // Keys seen by at least one of the queries in `queries`.
+    FLASH_HOST_DEVICE constexpr Interval keys_of(Interval queries) const {
+        return {key_range(queries.begin).begin, key_range(min_of(queries.end, seqlen_q) - 1).end};
+    }
+
+    // Queries that see at least one of the keys in `keys`.
+    FLASH_HOST_DEVICE constexpr Interval queries_of(Interval keys) const {
+        return {query_range(keys.begin).begin, query_range(min_of(keys.end, seqlen_k) - 1).end};
+    }
+
+    // Does every query in `queries` see every key in `keys`? Then the tile needs no masking.
+    // Queries past the sequence do not count: their results are never stored.
+    FLASH_HOST_DEVICE constexpr bool is_full(Interval queries, Interval keys) const {
+        return key_range(min_of(queries.end, seqlen_q) - 1).begin <= keys.begin &&
+               keys.end <= key_range(queries.begin).end;
+    }
+};
+
+// The tiles of `block` positions that an interval of positions touches.
+FLASH_HOST_DEVICE constexpr Interval tiles_of(Interval positions, int block) {
+    return positions.empty() ? Interval{0, 0}
+                             : Interval{positions.begin / block, ceil_div(positions.end, block)};
+}
+
+FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {
+    return {tile * block, (tile + 1) * block};
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,314 @@
+// What happens to a tile of scores between Q K^T and the softmax (and back): scale, softcap, ALiBi,
+// bias, mask and dropout, for tiles whose rows are queries (forward) and tiles whose rows are keys
+// (backward). All kernels of all variants get these options here.
+#pragma once
+
+#include <cfloat>
+#include <type_traits>
+
+#include "problem/dropout.cuh"
+#include "problem/mask.cuh"
+#include "problem/params.h"
+#include "problem/sequences.cuh"
+#include "ptx/memory.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash_ext {
+
+// The score of (query i, key j) is, in this order and in base 2,
+//     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
+//     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
+// General kernels only; kHasBias = false is for those without a bias. Elements are addressed by
+// position within the sequence: a tile's row 0 and column 0 are at first_row and first_col.
+template <class Element, Rows kRows, bool kHasBias = true>
+struct ScoreFunction {
+    const AttentionParams& params;
+    const Sequence& sequence;
+    int head;
+
+    template <class Scores>
+    __device__ __forceinline__ void apply(Scores& s, int first_row, int first_col) const {
+        if (params.softcap == 0.f) {
+            s.scale(params.scale_log2);
+        } else {
+            const float cap = params.softcap * kLog2e;
+            const float factor = params.scale / params.softcap;
+            for_each_score(s, [&](float& x, int, int) { x = cap * tanh(factor * x); });
+        }
+        add_offsets(s, first_row, first_col, 1.f);
+    }
+
+    // ds becomes the gradient of scale q k, by the factor 1 - tanh^2. p is the softmax's value,
+    // from which tanh is found again: log2(p) + lse_of(query) is what apply() returned, with the
+    // query's row or column in the tile.
+    template <class Scores, class LseOfQuery>
+    __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p, int first_row,
+                                                     int first_col, LseOfQuery lse_of) const {
+        const float inverse_cap = 1.f / (params.softcap * kLog2e);
+#pragma unroll
+        for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n) {
+                RegisterTile<16, 8> t;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int query = kRows == Rows::kQueries ? 16 * m + lane_row() + i / 2 * 8
+                                                              : 8 * n + lane_col() + i % 2;
+                    t.v[0][0][i] = ptx::lg2(p.v[m][n][i]) + lse_of(query);
+                }
+                add_offsets(t, first_row + 16 * m, first_col + 8 * n, -1.f);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float tanh = t.v[0][0][i] * inverse_cap;
+                    float& x = ds.v[m][n][i];
+                    x = p.v[m][n][i] == 0.f ? 0.f : x * (1.f - tanh * tanh);
+                }
+            }
+    }
+
+ private:
+    // To a few units in the last place: near 0 by its series, since 1 - 2 / (1 + e^(2 x)) cancels.
+    static __device__ __forceinline__ float tanh(float x) {
+        const float y = x * x;
+        const float near = x * (1.f + y * (-1.f / 3.f + y * (2.f / 15.f)));
+        const float far = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(2.f * kLog2e * x));
+        return y < 0.004f ? near : far;
+    }
+
+    // visit(score, row, column) for this lane's elements.
+    template <class Scores, class Visit>
+    static __device__ __forceinline__ void for_each_score(Scores& s, Visit visit) {
+#pragma unroll
+        for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    visit(s.v[m][n][i], 16 * m + lane_row() + i / 2 * 8,
+                          8 * n + lane_col() + i % 2);
+    }
+
+    // s += sign (ALiBi + bias)
+    template <class Scores>
+    __device__ __forceinline__ void add_offsets(Scores& s, int first_row, int first_col,
+                                                float sign) const {
+        if (params.alibi_slopes != nullptr) {
+            const int64_t batch = sequence.index();
+            const float slope =
+                sign * kLog2e * params.alibi_slopes[batch * params.alibi_batch_stride + head];
+            const int offset = sequence.seqlen_k - sequence.seqlen_q;
+            // query + offset - key, from the tile's first
+            const int first = kRows == Rows::kQueries ? first_row + offset - first_col
+                                                      : first_col + offset - first_row;
+            for_each_score(s, [&](float& x, int row, int col) {
+                const int distance =
+                    kRows == Rows::kQueries ? first + row - col : first + col - row;
+                x -= slope * fabsf(static_cast<float>(distance));
+            });
+        }
+        if (!kHasBias || params.bias.data == nullptr) return;
+        switch (params.bias.type) {
+            case BiasType::kElement:
+                add_bias<Element>(s, first_row, first_col, sign * kLog2e);
+                break;
+            case BiasType::kFloat32:
+                add_bias<float>(s, first_row, first_col, sign * kLog2e);
+                break;
+            case BiasType::kBool:
+                add_bias<bool>(s, first_row, first_col, 1.f);
+                break;
+        }
+    }
+
+    // Only positions of the sequence are read, and only as far as the bias reaches; beyond, all is
+    // hidden.
+    template <class BiasElement, class Scores>
+    __device__ __forceinline__ void add_bias(Scores& s, int first_row, int first_col,
+                                             float factor) const {
+        const Bias& bias = params.bias;
+        const auto reach = [&](int dim, int length) {
+            return bias.sizes[dim] == 1 ? length : min_of(length, bias.sizes[dim]);
+        };
+        const int queries = reach(2, sequence.seqlen_q);
+        const int keys = reach(3, sequence.seqlen_k);
+        constexpr bool kByQuery = kRows == Rows::kQueries;
+        const int rows = (kByQuery ? queries : keys) - first_row;
+        const int cols = (kByQuery ? keys : queries) - first_col;
+        const int64_t row_stride = bias.strides[kByQuery ? 2 : 3];
+        const int64_t col_stride = bias.strides[kByQuery ? 3 : 2];
+        const auto* element = static_cast<const BiasElement*>(bias.data) +
+                              sequence.index() * bias.strides[0] + head * bias.strides[1] +
+                              (first_row + lane_row()) * row_stride +
+                              (first_col + lane_col()) * col_stride;
+        const auto add = [&](float& x, BiasElement b) {
+            if constexpr (std::is_same_v<BiasElement, bool>) {
+                if (!b) x = -INFINITY;
+            } else {
+                // Finite numbers stay finite in base 2, as the most negative one that masks have.
+                const float y = x + factor * ptx::to_float(b);
+                x = y == -INFINITY && ptx::to_float(b) != -INFINITY ? -FLT_MAX : y;
+            }
+        };
+        // Inside the bias, and with keys side by side, addresses differ by constants, so that many
+        // loads are under way at a time.
+        const bool inside = rows >= Scores::kRows && cols >= Scores::kCols && bias.sizes[3] != 1;
+        if (inside && kByQuery) {
+#pragma unroll
+            for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const BiasElement* row = element + (16 * m + 8 * i) * row_stride;
+                    BiasElement b[Scores::kN][2];
+                    if (bias.paired) {
+#pragma unroll
+                        for (int n = 0; n < Scores::kN; ++n) ptx::load_pair(b[n], row + 8 * n);
+                    } else {
+#pragma unroll
+                        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) b[n][e] = row[8 * n + e];
+                    }
+#pragma unroll
+                    for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) add(s.v[m][n][2 * i + e], b[n][e]);
+                }
+        } else if (inside) {
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n) {
+                BiasElement b[2][Scores::kM][2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+#pragma unroll
+                    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i)
+                            b[e][m][i] = element[(8 * n + e) * col_stride + 16 * m + 8 * i];
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+#pragma unroll
+                    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) add(s.v[m][n][2 * i + e], b[e][m][i]);
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+#pragma unroll
+                    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            const int row = 16 * m + 8 * i;
+                            float& x = s.v[m][n][2 * i + e];
+                            if (row + lane_row() < rows && 8 * n + e + lane_col() < cols) {
+                                add(x, element[row * row_stride]);
+                            } else {
+                                x = -INFINITY;
+                            }
+                        }
+                    element += e == 0 ? col_stride : 7 * col_stride;
+                }
+        }
+    }
+};
+
+// How many of a lane's columns, 0, 1, 8, 9, 16, 17, ..., lie before one.
+__device__ __forceinline__ int columns_before(int column) {
+    const uint32_t x = max_of(column, 0);
+    return static_cast<int>((x + 7) / 8 + (x + 6) / 8);
+}
+
+// Hides all but the columns in range_of_row(row), an interval of positions; the tile's columns
+// begin at first_col. Rows count from the warp's first.
+//
+// The columns that a lane sees of a row are a run, so they are bits of a word first: the compiler
+// makes seven predicates of it with one instruction (R2P), where comparing takes two for each. But
+// R2P wants all predicates, and a warp of 32 rows has no registers for what they hold meanwhile.
+template <class Scores, class RangeOfRow>
+__device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow range_of_row) {
+    constexpr int kColumns = 2 * Scores::kN;  // a lane's
+#pragma unroll
+    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Interval range = range_of_row(ptx::not_hoisted(16 * m + lane_row() + 8 * i));
+            // Relative to this lane, so that each column compares with a compile-time constant.
+            const int begin = range.begin - first_col - lane_col();
+            const int end = range.end - first_col - lane_col();
+            const auto score = [&](int column) -> float& {
+                return s.v[m][column / 2][2 * i + column % 2];
+            };
+            if constexpr (Scores::kM == 1) {
+#pragma unroll
+                for (int first = 0; first < kColumns; first += 32) {
+                    const int from = max_of(columns_before(begin) - first, 0);
+                    const int until = max_of(columns_before(end) - first, from);
+                    const uint32_t visible = ptx::bit_range(from, until - from);
+#pragma unroll
+                    for (int j = 0; j < min_of(kColumns - first, 32); ++j)
+                        if (!(visible >> j & 1)) score(first + j) = -INFINITY;
+                }
+            } else {
+#pragma unroll
+                for (int c = 0; c < kColumns; ++c) {
+                    const int column = c / 2 * 8 + c % 2;
+                    if (column < begin || column >= end) score(c) = -INFINITY;
+                }
+            }
+        }
+}
+
+__device__ __forceinline__ DropoutMask dropout_mask(const AttentionParams& params,
+                                                    const Sequence& sequence, int head) {
+    return DropoutMask(params.rng_state[0], params.rng_state[1],
+                       static_cast<int64_t>(sequence.index()) * params.heads_q + head,
+                       params.keep_threshold);
+}
+
+// visit(m, n, i, keep) for every element of a tile whose rows are queries and columns keys.
+// first_query and first_key are multiples of 16.
+template <class Scores, class Visit>
+__device__ __forceinline__ void for_each_keep(const DropoutMask& mask, int first_query,
+                                              int first_key, Visit visit) {
+#pragma unroll
+    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+        for (int block = 0; block < Scores::kN / 2; ++block) {
+            const Philox4 random =
+                mask.block(first_query + 16 * m + lane_row(), first_key + 16 * block + lane_col());
+#pragma unroll
+            for (int idx = 0; idx < 8; ++idx)  // DropoutMask::index: row half, column half, parity
+                visit(m, 2 * block + idx / 2 % 2, idx / 4 * 2 + idx % 2,
+                      random.half(idx) < mask.keep_threshold);
+        }
+}
+
+// The same for a tile whose rows are keys and columns queries.
+template <class Scores, class Visit>
+__device__ __forceinline__ void for_each_keep_transposed(const DropoutMask& mask, int first_key,
+                                                         int first_query, Visit visit) {
+    const int key_parity = lane_row() % 2;
+#pragma unroll
+    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+        for (int block = 0; block < Scores::kN / 2; ++block)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const Philox4 random = mask.block(first_query + 16 * block + lane_col() + e,
+                                                  first_key + 16 * m + lane_row());
+#pragma unroll
+                for (int query_half = 0; query_half < 2; ++query_half)
+#pragma unroll
+                    for (int key_half = 0; key_half < 2; ++key_half) {
+                        const int idx = query_half * 4 + key_half * 2;
+                        const uint32_t number =
+                            key_parity == 0 ? random.half(idx) : random.half(idx + 1);
+                        visit(m, 2 * block + query_half, 2 * key_half + e,
+                              number < mask.keep_threshold);
+                    }
+            }
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,98 @@
+// Where the sequences of a batch lie in the tensors, dense or packed.
+#pragma once
+
+#include <cstdint>
+
+#include "problem/params.h"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+// The rows of a tile.
+enum class Rows { kQueries, kKeys };
+
+// One sequence of the batch: where its rows lie in the tensors, and how many it has. A dense batch
+// is indexed by `batch`; packed sequences share batch 0 and begin at a row of their own. The rows
+// of packed tensors before the first sequence and after the last are two more sequences, numbers 0
+// and B + 1, which own no key: so their results come out as zeros.
+struct Sequence {
+    int batch;
+    int order;  // 0 in a dense batch; sequence b of packed ones is number b + 1
+    int q_begin;
+    int k_begin;
+    int seqlen_q;
+    int seqlen_k;  // keys in use
+    int rows_k;    // rows of K and V, in use or not
+
+    // Its number in the batch, by which options such as dropout know it.
+    FLASH_HOST_DEVICE constexpr int index() const { return order > 0 ? order - 1 : batch; }
+    // Is it one of the batch? Otherwise it stands for rows that belong to none.
+    FLASH_HOST_DEVICE constexpr bool is_owned(const AttentionParams& params) const {
+        return params.cu_seqlens_q == nullptr || (order > 0 && order <= params.batch);
+    }
+};
+
+FLASH_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
+    return min_of(max_of(x, low), high);
+}
+
+// Row offset of packed sequence number `order`. Nothing outside the tensors is touched, whatever
+// cu_seqlens holds.
+FLASH_HOST_DEVICE int packed_begin(const int* cu_seqlens, int order, int total) {
+    return order == 0 ? 0 : clamp(cu_seqlens[order - 1], 0, total);
+}
+
+// kMayBePacked = false is for kernels that never see packed sequences: there the lengths stay in
+// the constant bank and take no registers.
+//
+// `number` is from 0 to sequence_count() - 1: the batch, or the order of packed sequences.
+template <bool kMayBePacked>
+FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number) {
+    Sequence sequence{number, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
+    if constexpr (!kMayBePacked) return sequence;
+    if (params.cu_seqlens_q != nullptr) {
+        const auto place = [&](const int* cu_seqlens, int total, int& begin, int& rows) {
+            begin = packed_begin(cu_seqlens, number, total);
+            rows =
+                (number <= params.batch ? clamp(cu_seqlens[number], begin, total) : total) - begin;
+        };
+        sequence.batch = 0;
+        sequence.order = number;
+        place(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
+        place(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
+        sequence.seqlen_k = sequence.is_owned(params) ? sequence.rows_k : 0;
+    }
+    if (params.seqused_k != nullptr && sequence.is_owned(params))
+        sequence.seqlen_k = clamp(params.seqused_k[sequence.index()], 0, sequence.rows_k);
+    return sequence;
+}
+
+// How many sequences there are, those of rows that belong to none included.
+FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
+    return params.batch + (params.cu_seqlens_q != nullptr ? 2 : 0);
+}
+
+// How many batches the tensors have: packed sequences are all in one.
+FLASH_HOST_DEVICE constexpr int tensor_batches(const AttentionParams& params) {
+    return params.cu_seqlens_q == nullptr ? params.batch : 1;
+}
+
+// First row of a sequence's (head, query) statistics such as lse: (B, Hq, Sq), or (Hq, total).
+FLASH_HOST_DEVICE int64_t statistics_offset(const AttentionParams& params, const Sequence& sequence,
+                                            int head) {
+    return (static_cast<int64_t>(sequence.batch) * params.heads_q + head) * params.seqlen_q +
+           sequence.q_begin;
+}
+
+// How many rows of statistics there are.
+FLASH_HOST_DEVICE constexpr int64_t statistics_rows(const AttentionParams& params) {
+    return int64_t{tensor_batches(params)} * params.heads_q * params.seqlen_q;
+}
+
+// Keys that a query sees, at most; of packed sequences on average.
+inline int keys_seen(const AttentionParams& params) {
+    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    return min_of(params.seqlen_k / sequences, params.window_left + params.window_right + 1);
+}
+
+}  // namespace flash_ext

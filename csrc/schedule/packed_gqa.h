@@ -1,0 +1,78 @@
+// Heads that share keys, as rows of one tile, which then loads K and V once for all of them.
+#pragma once
+
+#include <cstdint>
+
+#include "problem/mask.cuh"
+#include "problem/params.h"
+#include "problem/sequences.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+// A single query, as in decoding: the heads that share a key head become the rows of one tile,
+// which loads K and V once for all of them. Only where nothing tells these heads or rows apart.
+inline void fold_group(ForwardParams& params) {
+    const int group = params.heads_q / max_of(params.heads_k, 1);
+    const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+                       params.sink == nullptr && params.rng_state == nullptr;
+    const bool sees_all_keys = params.window_left >= params.seqlen_k;
+    if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
+        !sees_all_keys || params.q.head_stride == 0)
+        return;
+    for (TensorView* view : {&params.q, &params.out}) {
+        view->row_stride = view->head_stride;
+        view->head_stride *= group;
+    }
+    params.seqlen_q = group;  // and lse (B, Hq, 1) is lse (B, Hk, group)
+    params.heads_q = params.heads_k;
+    params.window_right = BandMask::kUnlimited;
+}
+
+// The Q tiles of a forward pass: `queries` of one of `heads` heads each. The rows of a tile are
+// queries of a query head; or, where heads share keys and queries are few, tiles are folded: a
+// query has 2^fold rows, the first of which are the heads of a group, and K and V are loaded once
+// for all of them.
+struct QueryTiles {
+    int heads;
+    int queries;
+    int fold = 0;
+};
+
+// How many there are, of all heads and batches.
+inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles) {
+    return int64_t{tiles.heads} * tensor_batches(params) *
+           tile_numbers(params, params.seqlen_q, tiles.queries);
+}
+
+// Tiles of block_q rows, folded if that makes half of them or fewer, and saves more bytes of K and
+// V than results cost, which leave folded tiles in float32 and are read again (combine.cuh).
+inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_fold) {
+    const QueryTiles unfolded{params.heads_q, block_q};
+    const int group = params.heads_q / max_of(params.heads_k, 1);
+    if (!may_fold || group < 2 || group > block_q) return unfolded;
+    int fold = 3;  // a load takes eight rows
+    while (1 << fold < group) ++fold;
+    const QueryTiles folded{params.heads_k, block_q >> fold, fold};
+    const int64_t many = tile_count(params, unfolded);
+    const int64_t few = tile_count(params, folded);
+    const int64_t results = int64_t{params.heads_q} * tensor_batches(params) * params.seqlen_q;
+    const int64_t saved_bytes =
+        (many - few) * keys_seen(params) * (params.head_dim + params.head_dim_v) * 2;
+    return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? folded : unfolded;
+}
+
+// Their order. Heads share K and V, `head_dims` numbers a key.
+inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
+                                 int head_dims, int ctas_per_sm) {
+    const bool masked = params.window_right < params.seqlen_k;
+    const int64_t bytes_per_head =
+        int64_t{2} * head_dims * params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
+    return make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
+                         tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+                         bytes_per_head, ctas_per_sm, section_fillings(params, masked));
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,53 @@
+// Split-KV: the keys of a Q tile in parts, a CTA's work each, as in Flash-Decoding.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "problem/mask.cuh"
+#include "problem/params.h"
+#include "problem/sequences.cuh"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+// Of `parts` about equal parts of an interval, the one of that number; it may be empty.
+FLASH_HOST_DEVICE constexpr Interval part_of(Interval all, int part, int parts) {
+    const int least = (all.end - all.begin) / parts;
+    const int longer = (all.end - all.begin) % parts;  // the first ones, by one
+    const int begin = all.begin + part * least + min_of(part, longer);
+    return {begin, begin + least + (part < longer)};
+}
+
+// Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
+// Flash-Decoding), which works on `at_once` of them at a time: the fewest that come near the least
+// time. Parts of few keys do not pay, the less so the more queries have partial results and the
+// more parts are worked on one after another.
+inline int key_parts(const AttentionParams& params, int64_t tiles, int heads_per_tile,
+                     int at_once) {
+    const int queries = mean_queries(params);
+    const int keys = keys_seen(params);
+    if (tiles == 0 || queries == 0 || keys == 0) return 1;
+    const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
+    // What a tile sees of them in the mean: under a causal mask the first queries see few.
+    const double share = whole_tiles && params.window_right < params.seqlen_k
+                             ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
+                             : 1.;
+    const int least_keys = !whole_tiles ? 512 : 2 * tiles <= at_once ? 1024 : 2048;
+    const auto most =
+        static_cast<int>(min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * at_once, tiles)));
+    // In units of the longest tile's.
+    const auto time = [&](int parts) {
+        const double rounds = share * tiles * parts / at_once;
+        const double price = whole_tiles && parts > 1 ? 1.3 : 1.;
+        return price * (share < 1. ? max_of(rounds, 1.) : std::ceil(rounds)) / parts;
+    };
+    if (share * tiles >= at_once) return 1;
+    double least = time(1);
+    for (int parts = 2; parts <= most; ++parts) least = min_of(least, time(parts));
+    int parts = 1;
+    while (0.95 * time(parts) > least) ++parts;
+    return parts;
+}
+
+}  // namespace flash_ext

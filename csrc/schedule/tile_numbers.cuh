@@ -1,0 +1,59 @@
+// Tiles of `block` rows are numbered per head: in a dense batch for each batch again, in packed
+// tensors through all sequences, so that the host needs no lengths: sequence `order`, whose rows
+// begin at `begin`, has the numbers from begin / block + order on, which is at least as many as it
+// has tiles. Grids and workspaces go by these numbers.
+#pragma once
+
+#include "problem/params.h"
+#include "problem/sequences.cuh"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+FLASH_HOST_DEVICE constexpr int first_tile(int begin, int order, int block) {
+    return begin / block + order;
+}
+
+// Numbers per head (and, in a dense batch, per batch).
+FLASH_HOST_DEVICE constexpr int tile_numbers(const AttentionParams& params, int rows, int block) {
+    return params.cu_seqlens_q == nullptr ? ceil_div(rows, block)
+                                          : first_tile(rows, params.batch + 1, block) + 1;
+}
+
+// The packed sequence that a tile number belongs to: the last whose first number is not beyond it.
+FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
+                                    int number) {
+    int low = 0;
+    int high = batch + 2;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (first_tile(packed_begin(cu_seqlens, middle, total), middle, block) <= number) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// A tile number taken apart. Tiles past the sequence's end exist where numbers are spare.
+struct SequenceTile {
+    Sequence sequence;
+    int tile;
+};
+
+template <bool kMayBePacked, Rows kRows>
+FLASH_HOST_DEVICE SequenceTile tile_of(const AttentionParams& params, int batch, int number,
+                                       int block) {
+    constexpr bool kQueries = kRows == Rows::kQueries;
+    const int* cu_seqlens = kQueries ? params.cu_seqlens_q : params.cu_seqlens_k;
+    if (!kMayBePacked || cu_seqlens == nullptr)
+        return {sequence_of<kMayBePacked>(params, batch), number};
+    const int total = kQueries ? params.seqlen_q : params.seqlen_k;
+    const Sequence sequence = sequence_of<kMayBePacked>(
+        params, find_sequence(cu_seqlens, params.batch, total, block, number));
+    const int begin = kQueries ? sequence.q_begin : sequence.k_begin;
+    return {sequence, number - first_tile(begin, sequence.order, block)};
+}
+
+}  // namespace flash_ext

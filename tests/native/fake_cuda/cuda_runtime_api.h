@@ -1,0 +1,17 @@
+// What csrc/plan/ takes of the CUDA runtime, for tests without one. plan.cpp beside it has the
+// GPUs.
+#pragma once
+
+enum cudaError_t { cudaSuccess, cudaErrorInvalidDevice };
+enum cudaDeviceAttr {
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrComputeCapabilityMinor,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin,
+    cudaDevAttrMultiProcessorCount,
+};
+using cudaStream_t = void*;
+
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaGetLastError();

@@ -1,0 +1,333 @@
+// csrc/plan/ as a Python module, for tests/test_plan.py: which kernels a call takes, and how its
+// workspace is laid out. The GPUs and the kernels are stand-ins, which note that they were asked.
+#include "plan/plan.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/dispatch.h"
+#include "plan/head_dims.h"
+#include "plan/launchers.h"
+#include "problem/mask.cuh"
+
+namespace py = pybind11;
+
+namespace {
+
+// Compute capability, shared memory of a CTA, multiprocessors.
+constexpr int kGpus[][4] = {{9, 0, 232448, 132}, {8, 0, 166912, 108}, {8, 9, 101376, 142}};
+
+int attributes_asked = 0;
+std::vector<std::string> launched;
+
+cudaError_t note(const std::string& name, int head_dim = 0, int head_dim_v = 0) {
+    launched.push_back(head_dim == 0 ? name
+                                     : name + "<" + std::to_string(head_dim) + ", " +
+                                           std::to_string(head_dim_v) + ">");
+    return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t cudaGetDeviceCount(int* count) {
+    *count = std::size(kGpus);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+    ++attributes_asked;
+    *value = kGpus[device][attribute];
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+namespace flash_ext {
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa1_forward(ForwardParams, cudaStream_t) {
+    return note("fa1_forward", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa2_forward(ForwardParams, cudaStream_t) {
+    return note("fa2_forward", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_forward(ForwardParams, cudaStream_t) {
+    return note("fa3_forward", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa1_backward(BackwardParams, cudaStream_t) {
+    return note("fa1_backward", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa2_backward(BackwardParams, cudaStream_t) {
+    return note("fa2_backward", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward(BackwardParams, cudaStream_t) {
+    return note("fa3_backward", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_backward_wide(BackwardParams, cudaStream_t) {
+    return note("fa3_backward_wide", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
+cudaError_t bias_gradient(BackwardParams, cudaStream_t) {
+    return note("bias_gradient", kHeadDim, kHeadDimV);
+}
+cudaError_t combine_parts(ForwardParams, cudaStream_t, bool early) {
+    return note(early ? "combine_parts, early" : "combine_parts");
+}
+cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
+cudaError_t monotone_offsets(const BackwardParams&, int*, int*, cudaStream_t) {
+    return note("monotone_offsets");
+}
+
+// About as much as the kernels take.
+template <int kHeadDim, int kHeadDimV>
+int fa1_forward_shared_bytes() {
+    return 100'000;
+}
+template <int kHeadDim, int kHeadDimV>
+int fa2_forward_shared_bytes() {
+    return 512 * kHeadDim;
+}
+template <int kHeadDim, int kHeadDimV>
+int fa1_backward_shared_bytes() {
+    return 110'000;
+}
+template <int kHeadDim, int kHeadDimV>
+int fa2_backward_shared_bytes() {
+    return 110'000;
+}
+
+// To be linked with, as in csrc/instantiate/.
+std::vector<const void*> instantiated_for_all_head_dims() {
+    std::vector<const void*> all;
+    compile_time_for<kHeadDimPairs>([&](auto i) {
+        constexpr int kD = kHeadDims[i].qk;
+        constexpr int kDv = kHeadDims[i].v;
+        const auto keep = [&](auto*... functions) {
+            (all.push_back(reinterpret_cast<const void*>(functions)), ...);
+        };
+        keep(&fa1_forward<kD, kDv>, &fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>,
+             &fa1_backward<kD, kDv>, &fa2_backward<kD, kDv>, &bias_gradient<kD, kDv>,
+             &fa1_forward_shared_bytes<kD, kDv>, &fa2_forward_shared_bytes<kD, kDv>,
+             &fa1_backward_shared_bytes<kD, kDv>, &fa2_backward_shared_bytes<kD, kDv>);
+    });
+    return all;
+}
+template cudaError_t fa3_backward<64, 64>(BackwardParams, cudaStream_t);
+template cudaError_t fa3_backward<128, 128>(BackwardParams, cudaStream_t);
+template cudaError_t fa3_backward_wide<192, 128>(BackwardParams, cudaStream_t);
+template cudaError_t fa3_backward_wide<192, 192>(BackwardParams, cudaStream_t);
+template cudaError_t fa3_backward_wide<256, 256>(BackwardParams, cudaStream_t);
+
+namespace {
+
+const int kOffsets[1] = {0};                             // the plan reads none
+char* const kMemory = reinterpret_cast<char*>(1 << 20);  // nor anything of the workspace
+
+using Regions = std::map<std::string, std::pair<int64_t, int64_t>>;  // name: (offset, bytes)
+
+struct Planned {
+    Regions regions;
+    int64_t bytes;
+    std::vector<std::string> launches;
+    int key_parts = 1;
+    int fold = 0;
+};
+
+// A problem, with contiguous tensors.
+struct Problem {
+    int gpu = 0;
+    int batch = 1, seqlen_q = 1, seqlen_k = 1, heads_q = 1, heads_k = 1;
+    int head_dim = 64, head_dim_v = 64;
+    int window_left = -1, window_right = -1;
+    bool packed = false, bias = false, dropout = false, sink = false, deterministic = false;
+    bool repeated_rows = false;  // of k
+    double softcap = 0;
+
+    Sizes sizes() const {
+        return {packed, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v};
+    }
+
+    Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
+        Operand x{name, kMemory, {packed ? 1 : batch, rows, heads, dim}, {}};
+        int64_t stride = 1;
+        for (int i = 3; i >= 0; --i) {
+            x.strides[i] = stride;
+            stride *= x.sizes[i];
+        }
+        if (repeated_rows && name[0] == 'k') x.strides[1] = 0;
+        return x;
+    }
+
+    std::vector<Operand> operands() const {
+        return {operand("q", seqlen_q, heads_q, head_dim),
+                operand("k", seqlen_k, heads_k, head_dim),
+                operand("v", seqlen_k, heads_k, head_dim_v),
+                operand("out", seqlen_q, heads_q, head_dim_v),
+                operand("dout", seqlen_q, heads_q, head_dim_v)};
+    }
+
+    template <class Choose>
+    std::pair<std::optional<std::string>, std::string> choose(int operands_there,
+                                                              Choose choose) const {
+        const std::vector<Operand> all = operands();
+        const Choice choice =
+            choose({*find_device(gpu), sizes(), std::span(all).first(operands_there), softcap, bias,
+                    dropout});
+        if (!choice.variant) return {std::nullopt, choice.why};
+        return {name_of(*choice.variant), choice.why};
+    }
+
+    static std::optional<Variant> variant_of(const std::string& name) {
+        for (int i = 0; i < kVariants; ++i)
+            if (name == kVariantNames[i]) return static_cast<Variant>(i);
+        return std::nullopt;
+    }
+
+    void fill(AttentionParams& params) const {
+        params.batch = batch;
+        params.seqlen_q = seqlen_q;
+        params.seqlen_k = seqlen_k;
+        params.heads_q = heads_q;
+        params.heads_k = heads_k;
+        params.head_dim = head_dim;
+        params.head_dim_v = head_dim_v;
+        if (packed) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
+        params.window_left = window_left < 0 ? BandMask::kUnlimited : window_left;
+        params.window_right = window_right < 0 ? BandMask::kUnlimited : window_right;
+        params.scale = params.scale_log2 = 1.f;
+        params.softcap = static_cast<float>(softcap);
+        if (bias) params.bias.data = kMemory;
+        if (sink) params.sink = reinterpret_cast<float*>(kMemory);
+        params.aligned = true;
+    }
+
+    // The regions by name, once they have memory.
+    template <class Plan>
+    static Planned planned(Plan& plan, const std::map<std::string, void*>& names) {
+        Planned found{{}, plan.workspace.bytes(), {}};
+        plan.workspace.place(kMemory);
+        for (const Workspace::Region& region : plan.workspace.regions())
+            for (const auto& [name, pointer] : names)
+                if (region.pointer == pointer) {
+                    const auto offset = *static_cast<char**>(pointer) - kMemory;
+                    found.regions[name] = {offset, region.bytes};
+                }
+        if (found.regions.size() != plan.workspace.regions().size())
+            throw std::runtime_error("a region without a name");
+        launched.clear();
+        launch(plan, nullptr);
+        found.launches = launched;
+        return found;
+    }
+
+    Planned forward(const std::string& variant) const {
+        ForwardPlan plan{.variant = *variant_of(variant)};
+        ForwardParams& params = plan.params;
+        fill(params);
+        params.q = operands()[0].view();
+        params.out = operands()[3].view();
+        make_plan(plan, *find_device(gpu));
+        Planned found = planned(plan, {{"out_accum", &params.out_accum},
+                                       {"row_statistics", &params.row_statistics},
+                                       {"part_out", &params.part_out},
+                                       {"part_statistics", &params.part_statistics},
+                                       {"tile_counter", &params.tile_counter}});
+        found.key_parts = params.key_parts;
+        found.fold = params.fold;
+        return found;
+    }
+
+    Planned backward(const std::string& variant) const {
+        BackwardPlan plan{.variant = *variant_of(variant)};
+        BackwardParams& params = plan.params;
+        fill(params);
+        params.deterministic = deterministic;
+        if (bias) params.dbias = kMemory;
+        if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
+        make_plan(plan);
+        return planned(plan, {{"offsets_q", &plan.offsets_q},
+                              {"offsets_k", &plan.offsets_k},
+                              {"lse_log2", &params.lse_log2},
+                              {"delta", &params.delta},
+                              {"reference", &params.reference},
+                              {"dq_accum", &params.dq_accum},
+                              {"turn", &params.turn},
+                              {"large_lse", &params.large_lse.word},
+                              {"relative_lse", &params.relative_lse},
+                              {"tile_counter", &params.tile_counter},
+                              {"ds", &params.ds},
+                              {"dsink_parts", &params.dsink_parts}});
+    }
+};
+
+}  // namespace
+}  // namespace flash_ext
+
+PYBIND11_MODULE(flash_ext_plan, m) {
+    using flash_ext::Planned;
+    using flash_ext::Problem;
+    py::class_<Planned>(m, "Planned")
+        .def_readonly("regions", &Planned::regions)
+        .def_readonly("bytes", &Planned::bytes)
+        .def_readonly("launches", &Planned::launches)
+        .def_readonly("key_parts", &Planned::key_parts)
+        .def_readonly("fold", &Planned::fold);
+    py::class_<Problem>(m, "Problem")
+        .def(py::init<>())
+        .def_readwrite("gpu", &Problem::gpu)
+        .def_readwrite("batch", &Problem::batch)
+        .def_readwrite("seqlen_q", &Problem::seqlen_q)
+        .def_readwrite("seqlen_k", &Problem::seqlen_k)
+        .def_readwrite("heads_q", &Problem::heads_q)
+        .def_readwrite("heads_k", &Problem::heads_k)
+        .def_readwrite("head_dim", &Problem::head_dim)
+        .def_readwrite("head_dim_v", &Problem::head_dim_v)
+        .def_readwrite("window_left", &Problem::window_left)
+        .def_readwrite("window_right", &Problem::window_right)
+        .def_readwrite("packed", &Problem::packed)
+        .def_readwrite("bias", &Problem::bias)
+        .def_readwrite("dropout", &Problem::dropout)
+        .def_readwrite("sink", &Problem::sink)
+        .def_readwrite("deterministic", &Problem::deterministic)
+        .def_readwrite("repeated_rows", &Problem::repeated_rows)
+        .def_readwrite("softcap", &Problem::softcap)
+        .def("choose_forward",
+             [](const Problem& p, const std::string& wanted) {
+                 return p.choose(3, [&](const flash_ext::Call& call) {
+                     return flash_ext::choose_forward(call, Problem::variant_of(wanted));
+                 });
+             })
+        .def("choose_backward",
+             [](const Problem& p, const std::string& forward) {
+                 return p.choose(5, [&](const flash_ext::Call& call) {
+                     return flash_ext::choose_backward(call, *Problem::variant_of(forward));
+                 });
+             })
+        .def("forward", &Problem::forward)
+        .def("backward", &Problem::backward);
+    m.def("attributes_asked", [] { return attributes_asked; });
+    m.def("multiprocessors", [](int gpu) {
+        const flash_ext::Device* device = flash_ext::find_device(gpu);
+        return device == nullptr ? 0 : device->multiprocessors;
+    });
+    m.attr("alignment") = flash_ext::Workspace::kAlignment;
+}

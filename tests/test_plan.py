@@ -1,0 +1,262 @@
+"""csrc/plan/, compiled for the host: which kernels a call takes, and how its workspace is laid out.
+
+Would catch, without a GPU: regions of a workspace that overlap, end beyond it or are not aligned;
+too little or too much of it; a variant that runs what it cannot, or stands in without a word; heads
+that take another's kernel; and a GPU that is asked for its attributes at every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+
+import pytest
+from attention_testing import KERNEL_DIMS, VARIANTS
+from compiled import CSRC, NATIVE, python_module
+
+H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
+PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "variants")]
+
+
+@pytest.fixture(scope="session")
+def native() -> ModuleType:
+    flags = [f"-I{NATIVE / 'fake_cuda'}", "-DFLASH_EXT_SM90A"]
+    return python_module("flash_ext_plan", [NATIVE / "plan.cpp", *PLAN], flags)
+
+
+def problem(native: ModuleType, **fields: object) -> object:
+    p = native.Problem()
+    for name, value in fields.items():
+        setattr(p, name, value)
+    return p
+
+
+# --- Workspaces ---
+
+SHAPES = (
+    dict(batch=2, seqlen_q=300, seqlen_k=500, heads_q=4, heads_k=2),
+    dict(batch=1, seqlen_q=4, seqlen_k=100_000, heads_q=8, heads_k=1),
+    dict(batch=3, seqlen_q=1, seqlen_k=4096, heads_q=8, heads_k=2),
+    dict(batch=8, seqlen_q=9000, seqlen_k=9000, heads_q=16, heads_k=16, window_right=0),
+    dict(batch=0, seqlen_q=7, seqlen_k=7),
+    dict(batch=2, seqlen_q=0, seqlen_k=7),
+)
+
+
+@pytest.mark.parametrize("head_dims", KERNEL_DIMS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_regions_lie_side_by_side(
+    variant: str, head_dims: tuple[int, int], native: ModuleType
+) -> None:
+    switches = ("packed", "sink", "deterministic")
+    for shape, values in itertools.product(SHAPES, itertools.product((False, True), repeat=3)):
+        dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
+        p = problem(native, **shape, **dims, **dict(zip(switches, values, strict=True)))
+        for plan in (p.forward(variant), p.backward(variant)):
+            regions = sorted(plan.regions.values())
+            assert all(offset % native.alignment == 0 for offset, _ in regions)
+            ends = [offset + size for offset, size in regions]
+            begins = [offset for offset, _ in regions] + [plan.bytes]
+            assert begins[0] == 0
+            assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=True))
+            slack = plan.bytes - sum(size for _, size in regions)
+            assert 0 <= slack <= native.alignment * len(regions)
+
+
+def sizes(plan: object) -> dict[str, int]:
+    return {name: size for name, (_, size) in plan.regions.items()}
+
+
+def test_what_a_forward_keeps(native: ModuleType) -> None:
+    p = problem(native, batch=2, seqlen_q=100, seqlen_k=500, heads_q=3, heads_k=3, head_dim=40)
+    rows = 2 * 3 * 128  # of fa1: four Q tiles of 32
+    assert sizes(p.forward("fa1")) == {"out_accum": rows * 64 * 4, "row_statistics": rows * 2 * 4}
+    assert p.forward("fa2").bytes == p.forward("fa3").bytes == 0
+    p.batch = 200  # 600 tiles, more than an H200 works on at a time
+    assert p.forward("fa2").bytes == 0
+    assert sizes(p.forward("fa3")) == {"tile_counter": 8}
+
+
+def test_what_splits_keep(native: ModuleType) -> None:
+    """A result in float32 for each split and row."""
+    p = problem(native, seqlen_q=4, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
+    for variant, splits in (("fa2", 32), ("fa3", 16)):
+        plan = p.forward(variant)
+        assert plan.key_parts == splits
+        rows = splits * 8 * 4
+        assert sizes(plan) == {"part_out": rows * 128 * 4, "part_statistics": rows * 8}
+        assert "combine_parts" in plan.launches[1]
+
+
+def test_what_a_backward_keeps(native: ModuleType) -> None:
+    p = problem(native, batch=2, seqlen_q=300, seqlen_k=500, heads_q=4, heads_k=2, head_dim_v=40)
+    rows = 2 * 4 * 3 * 128  # in blocks of 128 queries
+    statistics = {
+        "lse_log2": rows * 4,
+        "delta": rows * 4,
+        "reference": rows * 4,
+        "dq_accum": rows * 64 * 4,
+        "turn": (1 + rows // 32) * 4,
+        "large_lse": 8,
+    }
+    of_sinks = {"relative_lse": 2 * 4 * 300 * 8, "dsink_parts": 4 * 32 * 4}
+    for variant in VARIANTS:
+        p.sink = False
+        assert sizes(p.backward(variant)) == statistics
+        p.sink = True
+        assert sizes(p.backward(variant)) == statistics | of_sinks
+    p.softcap = 30.0
+    assert "relative_lse" in p.backward("fa2").regions
+    assert "relative_lse" not in p.backward("fa3").regions
+    p.head_dim, p.softcap = 96, 0.0  # which fa3 pads to 128
+    assert sizes(p.backward("fa2"))["dq_accum"] == rows * 96 * 4
+    assert sizes(p.backward("fa3"))["dq_accum"] == rows * 128 * 4
+    p.packed = p.deterministic = True
+    assert sizes(p.backward("fa2")).items() >= {"offsets_q": 12, "offsets_k": 12}.items()
+
+
+def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:
+    p = problem(native, seqlen_q=8192, seqlen_k=64, head_dim=128, head_dim_v=128)
+    assert sizes(p.backward("fa3"))["delta"] == 103 * 80 * 4
+    p.softcap = 30.0  # the general form
+    assert sizes(p.backward("fa3"))["delta"] == 8192 * 4
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4])
+def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
+    """Of one head or more, within 576 MB and what the call's own tensors take; else none."""
+    p = problem(native, **shape, head_dim=256, head_dim_v=256)
+    found = sizes(p.backward("fa3"))
+    assert found["tile_counter"] == 16 and found["dq_accum"] == 0
+    tiles_q, tiles_k = -(-p.seqlen_q // 64), -(-p.seqlen_k // 64)
+    tiles = tiles_q * (tiles_q + 1) // 2 if p.window_right == 0 else tiles_q * tiles_k
+    head = tiles * 64 * 64 * 2 * (p.heads_q // p.heads_k)
+    most = min(576 << 20, p.batch * p.heads_q * p.seqlen_q * (256 + 256) * 8)
+    assert ("ds" in found) == (head <= most)
+    if "ds" in found:
+        assert found["ds"] % head == 0 and found["ds"] <= most
+    p.packed = True
+    assert "ds" not in p.backward("fa3").regions
+
+
+# --- Splits ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "splits", "fold"),
+    [
+        (dict(seqlen_q=4, seqlen_k=131072, heads_q=32, heads_k=8), 16, 3),
+        (dict(seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1), 126, 0),  # one tile, by a view
+        (
+            dict(
+                seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1, window_left=4095, window_right=0
+            ),
+            8,
+            3,
+        ),
+        (dict(seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_k=8), 1, 0),
+        (dict(batch=64, seqlen_q=1, seqlen_k=8192, heads_q=8, heads_k=8), 1, 0),
+    ],
+)
+def test_splits_of_a_decoding_step(
+    fields: dict[str, int], splits: int, fold: int, native: ModuleType
+) -> None:
+    plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
+    assert (plan.key_parts, plan.fold) == (splits, fold)
+    assert len(plan.launches) == (2 if splits > 1 or fold > 0 else 1)
+
+
+# --- Variants ---
+
+
+def test_the_fastest_variant_or_the_one_named(native: ModuleType) -> None:
+    p = problem(native, seqlen_q=100, seqlen_k=100)
+    for variant in VARIANTS:
+        assert p.choose_forward(variant) == p.choose_backward(variant) == (variant, "")
+    assert p.choose_forward("auto") == ("fa3", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (dict(dropout=True), "has no dropout"),
+        (dict(bias=True), "has no bias"),
+        (dict(softcap=2049.0), "has no softcap above 2048"),
+        (dict(head_dim=60), "needs rows of q that start and end on 16-byte boundaries"),
+        (dict(head_dim_v=60), "needs rows of v that start and end on 16-byte boundaries"),
+        (
+            dict(repeated_rows=True),
+            "needs rows of k that are not one row repeated, within 32 GiB of memory",
+        ),
+        (dict(batch=1 << 24, seqlen_q=1, seqlen_k=1), "needs fewer than 2^24 tiles of 128 rows"),
+        (dict(gpu=A100), "needs a Hopper GPU (compute capability 9.0), this one has 8.0"),
+    ],
+)
+def test_fa2_stands_in_for_fa3(fields: dict[str, object], why: str, native: ModuleType) -> None:
+    p = problem(native, **{"seqlen_q": 100, "seqlen_k": 100, **fields})
+    assert p.choose_forward("auto") == ("fa2", f"variant 'fa3' {why}")
+    assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why}")
+    variant, reason = p.choose_backward("fa3")
+    assert variant == "fa2" and reason == f"variant 'fa3' {why}".replace("of 128", "of 64")
+    assert p.choose_backward("fa2") == ("fa2", "")
+
+
+def test_fa2_computes_the_gradients_of_empty_tensors(native: ModuleType) -> None:
+    p = problem(native, seqlen_q=100, seqlen_k=0)
+    assert p.choose_forward("fa3") == ("fa3", "")
+    assert p.choose_backward("fa3") == ("fa2", "variant 'fa3' has no backward for an empty k")
+
+
+def test_what_does_not_fit_a_gpu_is_refused(native: ModuleType) -> None:
+    p = problem(native, gpu=SMALL, seqlen_q=100, seqlen_k=100)
+    why = "needs {} bytes of shared memory per block {}at head dimensions 64 and 64"
+    variant, reason = p.choose_forward("fa1")
+    assert (variant, reason) == ("fa1", "")
+    variant, reason = p.choose_backward("fa1")
+    assert variant is None
+    where = "in the backward pass "
+    assert reason == f"variant 'fa1' {why.format(110000, where)}, this GPU has 101376"
+    p.head_dim = p.head_dim_v = 256
+    variant, reason = p.choose_forward("auto")
+    assert variant is None and reason.startswith("variant 'fa2' needs 131072 bytes")
+
+
+# --- Launches ---
+
+
+@pytest.mark.parametrize("head_dims", KERNEL_DIMS)
+def test_every_head_dim_takes_its_kernels(head_dims: tuple[int, int], native: ModuleType) -> None:
+    for d, dv in (head_dims, (head_dims[0] - 8, head_dims[1] - 8)):
+        p = problem(native, seqlen_q=100, seqlen_k=100, head_dim=d, head_dim_v=dv)
+        name = "<{}, {}>".format(*head_dims)
+        for variant in VARIANTS:
+            assert p.forward(variant).launches == [f"{variant}_forward{name}"]
+        for variant in ("fa1", "fa2"):
+            assert p.backward(variant).launches == [f"{variant}_backward{name}"]
+        padded = (128, 128) if head_dims == (96, 96) else head_dims
+        kind = "_wide" if padded[0] > 128 else ""
+        expected = "fa3_backward{}<{}, {}>".format(kind, *padded)
+        assert p.backward("fa3").launches == [expected]
+
+
+def test_gradients_of_options_follow(native: ModuleType) -> None:
+    p = problem(native, seqlen_q=9, seqlen_k=9, bias=True, sink=True, packed=True)
+    assert p.backward("fa2").launches == [
+        "fa2_backward<64, 64>", "bias_gradient<64, 64>", "sink_gradient",
+    ]  # fmt: skip
+    p.deterministic = True
+    assert p.backward("fa2").launches[0] == "monotone_offsets"
+
+
+def test_only_fa3_lets_the_combination_begin_early(native: ModuleType) -> None:
+    p = problem(native, seqlen_q=4, seqlen_k=131072)
+    assert p.forward("fa2").launches[1] == "combine_parts"
+    assert p.forward("fa3").launches[1] == "combine_parts, early"
+
+
+# --- Devices ---
+
+
+def test_a_gpu_is_asked_once(native: ModuleType) -> None:
+    assert [native.multiprocessors(gpu) for gpu in (-1, 0, 1, 2, 3)] == [0, 132, 108, 142, 0]
+    assert native.attributes_asked() == 3 * 4
