@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ?
         const int r = row + i * kRowsPerPass;
         o[i] = d_o[i] = make_uint4(0, 0, 0, 0);
         if (r >= rows || first_col >= params.head_dim_v) continue;
-        o[i] = load_chunk(gO, r, first_col, params.aligned);
-        d_o[i] = load_chunk(gdO, r, first_col, params.aligned);
+        o[i] = load_chunk(gO, r, first_col, !kGeneral || params.aligned);
+        d_o[i] = load_chunk(gdO, r, first_col, !kGeneral || params.aligned);
     }
     if (kSumCols > 0) {
         if (threadIdx.x == 0) {
