@@ -186,5 +186,5 @@ def test_float16_holds_what_dropout_keeps(variant: str, device: str) -> None:
         assert x.isfinite().all(), name
         error = (x.double() - ref[name]).abs().max().item()
         largest = ref[name].abs().max().item()
-        assert error <= 1e-2 * largest, (name, error, largest)
+        assert error <= 4e-3 * largest, (name, error, largest)
     assert actual["dv"].abs().max() > 1 and actual["dq"].abs().max() > 0.1

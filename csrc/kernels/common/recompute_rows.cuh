@@ -133,8 +133,8 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& params, i
 // Of `rows` rows of a head, 16 at most, those that this warp has marked. Here packed sequences are
 // one: `row` counts from the tensors' first.
 template <class Element>
-__device__ __noinline__ void recompute_marked(const ForwardParams& params, int flat_head,
-                                                 int row, int rows, int warp) {
+__device__ __noinline__ void recompute_marked(const ForwardParams& params, int flat_head, int row,
+                                              int rows, int warp) {
     __syncwarp();  // its lanes have written all results
     const float* lse = params.lse + int64_t{flat_head} * params.seqlen_q + row;
     const int lane = lane_id();

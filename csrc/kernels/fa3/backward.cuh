@@ -722,6 +722,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) kernel.init();
     __syncthreads();  // the barriers are there
     run_roles<Config>(kernel);
+#else
+    __trap();  // not to be run elsewhere
 #endif
 }
 

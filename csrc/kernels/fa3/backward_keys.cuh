@@ -581,6 +581,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::wait_for_grid_before();  // the statistics are there
     ptx::launch_dependents();
     run_roles<Config>(kernel);
+#else
+    __trap();  // not to be run elsewhere
 #endif
 }
 

@@ -494,6 +494,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     // Needs nothing of the kernel before but the statistics that this one had read, and so begins
     // while that one's last CTAs run; but what comes behind needs both.
     ptx::wait_for_grid_before();
+#else
+    __trap();  // not to be run elsewhere
 #endif
 }
 

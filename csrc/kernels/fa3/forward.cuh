@@ -104,7 +104,8 @@ struct Fa3ForwardConfig {
     static constexpr int kKBarriers = kQBarriers + QRing::kBarrierBytes;
     static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
     static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kHasMarked = kTileBarriers + Tiles::kBarrierBytes;  // a number of each warp
+    static constexpr int kHasMarked =
+        kTileBarriers + Tiles::kBarrierBytes;  // a number of each warp
     static constexpr int kSharedBytes = kHasMarked + kConsumers * 4 * 4;
     static_assert(kSharedBytes <= 227 * 1024);
     // What matrix_descriptor() and the swizzle expect of every tile.
