@@ -610,7 +610,12 @@ def sizes(
     (found["dv"],) = torch.autograd.grad(out, leaves["dv"], dout, retain_graph=True, **options)
     delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of so many products
     shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
-    return found | {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
+    found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
+    if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0
+        ratio = torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
+        for name in names:
+            found[name] = found[name] + ratio * found[name].max()
+    return found
 
 
 def expected_results(problem: Problem, inputs: Inputs) -> Expected:
@@ -648,7 +653,8 @@ def _assert_rows_accurate(
         return
     # P = exp(S - lse) is as wrong as S - lse, whose rounding error grows with it.
     eps = torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
-    tiny = torch.finfo(dtype).tiny
+    # Exponentials below 2^-126 are zeros; their products with dP and q are larger, and summed.
+    tiny = 2.0**-100
     # The sizes of out and dv bound each error; those of the others, only all of some together.
     if name in ("out", "dv") or x.shape[-1] >= HANDFUL:
         error, plain, allowed = (t.abs().amax(-1) for t in (x - ref, pt - ref, size))

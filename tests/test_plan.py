@@ -97,7 +97,6 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
         "reference": rows * 4,
         "dq_accum": rows * 64 * 4,
         "turn": (1 + rows // 32) * 4,
-        "large_lse": 8,
     }
     of_sinks = {"relative_lse": 2 * 4 * 300 * 8, "dsink_parts": 4 * 32 * 4}
     for variant in VARIANTS:

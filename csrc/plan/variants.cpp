@@ -5,6 +5,7 @@
 
 #include "plan/dispatch.h"
 #include "plan/ds_workspace.cuh"
+#include "plan/flag_words.h"
 #include "plan/head_dims.h"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
@@ -58,8 +59,8 @@ void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     plan.workspace.reserve(params.reference, rows);
     plan.workspace.reserve(params.dq_accum, rows * sum_columns);
     plan.workspace.reserve(params.turn, 1 + rows / tuning::kMinBackwardBlockQ);
-    plan.workspace.reserve(params.large_lse.word, 1);
-    params.large_lse.name = launch_name();
+    const uint64_t name = launch_name();
+    params.large_lse = {flag_word(name), name};
     if (params.dsink != nullptr && params.may_have_large_lse)
         plan.workspace.reserve(params.relative_lse, statistics_rows(params));
 }

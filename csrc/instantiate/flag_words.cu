@@ -1,0 +1,1 @@
+#include "kernels/common/flag_words.cuh"
