@@ -614,7 +614,7 @@ def sizes(
     if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0
         ratio = torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
         for name in names:
-            found[name] = found[name] + ratio * found[name].max()
+            found[name] = found[name] + ratio * _largest(found[name])
     return found
 
 
@@ -654,7 +654,7 @@ def _assert_rows_accurate(
     # P = exp(S - lse) is as wrong as S - lse, whose rounding error grows with it.
     eps = torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
     # Exponentials below 2^-126 are zeros; their products with dP and q are larger, and summed.
-    tiny = 2.0**-100
+    tiny = max(torch.finfo(dtype).tiny, 2.0**-100)
     # The sizes of out and dv bound each error; those of the others, only all of some together.
     if name in ("out", "dv") or x.shape[-1] >= HANDFUL:
         error, plain, allowed = (t.abs().amax(-1) for t in (x - ref, pt - ref, size))
