@@ -653,8 +653,9 @@ def _assert_rows_accurate(
         return
     # P = exp(S - lse) is as wrong as S - lse, whose rounding error grows with it.
     eps = torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
-    # Exponentials below 2^-126 are zeros; their products with dP and q are larger, and summed.
-    tiny = max(torch.finfo(dtype).tiny, 2.0**-100)
+    # What numbers near 0 are rounded to: the type's smallest, one of fp16's grid; and exponentials
+    # below 2^-126 to 0, whose products with dP and q are larger, and summed.
+    tiny = max(torch.finfo(dtype).smallest_subnormal, 2.0**-100)
     # The sizes of out and dv bound each error; those of the others, only all of some together.
     if name in ("out", "dv") or x.shape[-1] >= HANDFUL:
         error, plain, allowed = (t.abs().amax(-1) for t in (x - ref, pt - ref, size))
