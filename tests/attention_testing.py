@@ -655,7 +655,8 @@ def _assert_rows_accurate(
     eps = torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
     # What numbers near 0 are rounded to: the type's smallest, one of fp16's grid; and exponentials
     # below 2^-126 to 0, whose products with dP and q are larger, and summed.
-    tiny = max(torch.finfo(dtype).smallest_subnormal, 2.0**-100)
+    limits = torch.finfo(dtype)
+    tiny = max(limits.tiny * limits.eps, 2.0**-100)
     # The sizes of out and dv bound each error; those of the others, only all of some together.
     if name in ("out", "dv") or x.shape[-1] >= HANDFUL:
         error, plain, allowed = (t.abs().amax(-1) for t in (x - ref, pt - ref, size))

@@ -30,10 +30,10 @@ FA3_SPEEDS = {
 }  # fmt: skip
 
 # Where a goal is not reached, why: ours to judge, the numbers are not.
-FULL = "fa1 leaves few SMs idle where batch times heads is near their number"
+FULL = "supposed, not measured: fa1 leaves few SMs idle where B·H is near their number"
 MATMULS = (
-    "without a mask cuBLAS uses wgmma, fa1 mma.sync and one matmul more, and its dQ"
-    " passes through HBM in float32"
+    "supposed, not measured: without a mask cuBLAS uses wgmma, fa1 mma.sync and one matmul more,"
+    " and its dQ passes through HBM in float32"
 )
 OPEN = "the reason is not known yet"
 

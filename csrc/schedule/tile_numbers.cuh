@@ -1,7 +1,7 @@
-// Tiles of `block` rows are numbered per head: in a dense batch separately for each batch, in packed
-// tensors through all sequences, so that the host needs no lengths: sequence `order`, whose rows
-// begin at `begin`, has the numbers from begin / block + order on, which is at least as many as it
-// has tiles. Grids and workspaces go by these numbers.
+// Tiles of `block` rows are numbered per head: in a dense batch separately for each batch, in
+// packed tensors through all sequences, so that the host needs no lengths: sequence `order`, whose
+// rows begin at `begin`, has the numbers from begin / block + order on, which is at least as many
+// as it has tiles. Grids and workspaces go by these numbers.
 #pragma once
 
 #include "problem/params.h"

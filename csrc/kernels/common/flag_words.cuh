@@ -1,5 +1,5 @@
-// The words are zeros when the library is loaded, and hold names of launches later: so a launch
-// needs neither memory of its own for its flag nor a pass that clears it.
+// The words are zeros when the library is loaded, and hold the names of launches afterwards. So a
+// launch needs neither memory of its own for its flag nor a pass that clears it.
 #pragma once
 
 #include <cuda_runtime_api.h>

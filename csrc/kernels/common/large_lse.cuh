@@ -48,8 +48,9 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     return softmax;
 }
 
-// By a CTA of the pass before, of its Q tile's queries: where lse is large, the reference and the
-// lse relative to it. All is found anew from the CTA's index, for registers are the pass's.
+// Finds the reference and the relative lse of the CTA's queries whose lse is large, at the end of
+// the preprocess pass. It derives everything from the CTA's index again: what stayed in registers
+// would lower the occupancy of the whole pass.
 template <class Element, bool kGeneral, int kBlockQ>
 __device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
     if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.name;
@@ -83,8 +84,8 @@ __device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
     }
 }
 
-// Scores relative to the references of their queries, in memory from that of the first row or
-// column on. They do not pass 0 but by rounding.
+// Subtracts from scores the references of their queries; references[0] is that of the first. Only
+// rounding takes a difference above 0.
 template <Rows kRows, class Scores>
 __device__ __forceinline__ void subtract_references(Scores& s, const float* references) {
     const auto subtract = [](float& x, float reference) {

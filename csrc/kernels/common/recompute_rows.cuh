@@ -1,8 +1,8 @@
-// Rows whose scores are too large for P's one FMA (kLargeExponent), again: from global memory, by a
-// warp, with P = 2^((S - m) scale). Slow, but no model that works has such scores.
+// Recomputes rows whose scores are too large for P's one FMA (kLargeExponent): from global memory,
+// by a warp, with P = 2^((S - m) scale). Slow, but no model that works has such scores.
 //
-// A kernel that finds such a row where it cannot do it again leaves a mark in place of its
-// statistics, and does it at its end or leaves it to the next.
+// Kernels find such a row when they store it. They store a mark in place of its statistics, and
+// recompute it after their last tile; the rows of splits are left to the combine kernel.
 #pragma once
 
 #include "kernels/common/packed.cuh"
@@ -15,8 +15,8 @@
 
 namespace flash_ext {
 
-// The mark of a warp: a NaN that no arithmetic makes. `warp` tells those apart that look for theirs
-// in the same place.
+// The mark of a warp: a NaN that no arithmetic produces. A warp recomputes only rows with its own
+// mark, since others may not have been stored yet.
 inline constexpr uint32_t kMark = 0x7fd00000, kMarkWarps = 1 << 16;
 
 __device__ __forceinline__ float mark_of(int warp) { return __uint_as_float(kMark + warp); }
@@ -25,13 +25,13 @@ __device__ __forceinline__ bool is_marked(float statistic) {
     return __float_as_uint(statistic) - kMark < kMarkWarps;
 }
 
-// Must a row with this maximum and lse be done again? One without keys need not; the lse may be
-// infinite or no number because of a maximum that is not large any more.
+// Must a row with this maximum and lse be recomputed? A row without keys need not be. An lse that
+// is infinite or NaN may come from an earlier maximum that was large.
 __device__ __forceinline__ bool needs_recomputing(float max, float lse) {
     return !(fabsf(lse) <= kLargeExponent * kLn2) && max != -INFINITY;
 }
 
-// The 16 x 16 scores of queries and keys that begin there.
+// Q K^T of 16 queries and 16 keys, from these two on.
 template <class Element, class Params>
 __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const Params& params,
                                                                const Sequence& sequence, int head,
@@ -56,8 +56,8 @@ __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const Params& par
     return rS;
 }
 
-// out and lse of those of 16 rows whose bits are set in `wanted`. Not for the general kernels,
-// whose scores include the scale: m scale is m, and not rounded.
+// Computes out and lse of the rows, of 16, whose bits are set in `wanted`. Not for the general
+// kernels: their scores include the scale, so the product with it is not rounded.
 template <class Element>
 __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
                                                const Sequence& sequence, int head, int first_query,
@@ -66,7 +66,7 @@ __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
                         params.window_right};
     const float scale = params.scale_log2;
     const Interval keys = mask.keys_of({first_query, first_query + 16});
-    constexpr int kCols = 16;  // of O at a time: registers are the kernel's
+    constexpr int kCols = 16;  // of O at a time, to save registers
 #pragma unroll 1
     for (int first_col = 0; first_col < params.head_dim_v; first_col += kCols) {
         RegisterTile<16, kCols> rO;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
             gV.data += first_col;
             gemm<Element, 16>(rO, AFromRegisters<Element, decltype(rS)>{rS},
                               BFromGlobalColumns<Element>{gV});
-            // Where nothing but NaN can come, as from inputs that have NaN, it comes soon.
+            // Inputs with NaN come here too, and their rows are NaN after a few keys.
             const auto is_lost = [&](int i) {
                 return softmax.row_sum[0][i] != softmax.row_sum[0][i] ||
                        !(wanted >> (lane_row() + 8 * i) & 1);
@@ -130,8 +130,8 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& params, i
     return sequence_of<true>(params, number);
 }
 
-// Of `rows` rows of a head, 16 at most, those that this warp has marked. Here packed sequences are
-// one: `row` counts from the tensors' first.
+// Recomputes those of `rows` rows of a head, at most 16, that this warp has marked. `row` counts
+// from the first row of the tensors, through all packed sequences.
 template <class Element>
 __device__ __noinline__ void recompute_marked(const ForwardParams& params, int flat_head, int row,
                                               int rows, int warp) {
@@ -153,8 +153,8 @@ __device__ __noinline__ void recompute_marked(const ForwardParams& params, int f
     }
 }
 
-// Of the whole call, by a warp at its end. A function of its own, which leaves the kernel its
-// registers.
+// The same for all rows of the call, after the warp's last tile. Not inlined, so that the kernel
+// keeps its registers.
 template <class Element>
 __device__ __noinline__ void recompute_all_marked(const ForwardParams& params, int warp) {
     const int heads = params.heads_q * tensor_batches(params);
