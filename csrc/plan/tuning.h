@@ -121,7 +121,7 @@ struct Fa3Forward {
     int q_stages = 2;
     int k_stages;
     int v_stages;
-    bool take_turns = false;
+    bool ping_pong = false;
 };
 
 // What tiles are chosen by, beside head dims. kParts: the keys are cut into parts.
@@ -147,14 +147,14 @@ struct Fa3ForwardRow {
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {64, 64},
      .few_queries =
-         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .take_turns = true},
+         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3}},
     {.head_dims = {96, 96},
      .few_queries = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 3}},
     {.head_dims = {128, 128},
      .few_queries =
-         {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .take_turns = true}},
+         {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
     {.head_dims = {192, 128},
      .few_queries = {.consumers = 2, .block_kv = 96, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 192},

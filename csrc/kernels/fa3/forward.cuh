@@ -13,7 +13,7 @@
 //     O += P V_j                wgmma, asynchronous
 //     P' = softmax(S')          when S' is there, while P V_j runs (optimistic_softmax.cuh)
 //
-// The steps of all the CTA's Q tiles form one sequence: behind a tile's last K_j comes the first of
+// The steps of all the CTA's Q tiles form one sequence: after a tile's last K_j comes the first of
 // the next tile, so that tensor cores have work while a result is written. A result O / l leaves
 // where O would be rescaled. Most steps are steady: within a tile, without a mask; these are
 // compiled apart, without branches.
@@ -21,23 +21,23 @@
 // Four consumers have no registers for a second P: they wait for P V before the softmax, and the
 // others' matmuls run beside it (kOverlap).
 //
-// Consumers may take turns at starting their matmuls (ping-pong), so that one's softmax runs beside
-// the other's matmuls; else they drift apart by themselves.
+// Consumers may start their matmuls by turns (ping-pong), so that one's softmax runs beside the
+// other's matmuls; otherwise they drift apart by themselves.
 //
 // Where tiles are few, a tile is a Q tile and a part of its keys, with a result in float32 of its
 // own; combine.cuh makes one of them. Where queries are few and heads share keys, the rows of a Q
 // tile are the heads of a group (QueryTiles); kernels for that load Q by eights, of heads or of
 // queries, since no more need lie side by side in memory.
 //
-// Shared memory: rings of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
+// Shared memory: pipelines of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
 //
 //   barrier             arrives                       waits
 //   full(Q, K, V)       TMA, by bytes                 consumers, before the matmul that reads it
 //   empty(Q, K, V)      each consumer warp, when      its producer, before it loads the next
 //                       the matmul is done
-//   full(tiles)         K's producer                  the others, and the consumers
-//   empty(tiles)        those                         K's producer
-//   turn (named)        consumer i, when its matmuls  consumer i + 1
+//   full(work tiles)    K's producer                  the others, and the consumers
+//   empty(work tiles)   those                         K's producer
+//   ping-pong (named)   consumer i, when its matmuls  consumer i + 1
 //                       are started
 #pragma once
 
@@ -47,24 +47,31 @@
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
-#include "kernels/fa3/tiles.cuh"
+#include "kernels/fa3/cta.cuh"
 #include "plan/tuning.h"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/uniform.cuh"
 #include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_counter.cuh"
 #include "schedule/tile_order.cuh"
+#include "tile/tma_load.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
+
+struct Fa3ForwardParams : ForwardParams {
+    TileCounter counter;
+    CUtensorMap q_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+};
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
           tuning::Fa3Forward kTuning, bool kMayHaveParts_>
 struct Fa3ForwardConfig {
     using Element = Element_;
+    using Params = Fa3ForwardParams;
     static constexpr bool kMayHaveParts = kMayHaveParts_;  // of the keys; and tiles may be folded
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
@@ -75,11 +82,11 @@ struct Fa3ForwardConfig {
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
     static_assert(!kMayHaveParts || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
-    static constexpr bool kTakeTurns = kTuning.take_turns;
+    static constexpr bool kPingPong = kTuning.ping_pong;
     // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
     // registers for that, and one's softmax runs beside the others' matmuls.
     static constexpr bool kOverlap = kConsumers < 4;
-    static constexpr int kDrawAhead = 2;
+    static constexpr int kFetchAhead = 2;  // tiles of K, when the next Q tile is fetched
     // All that a CTA of this size can have, less a little for the producer.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
@@ -91,70 +98,67 @@ struct Fa3ForwardConfig {
     // a decoding step, which waits for memory alone, is slower (docs/notes/009-fa3-forward.md).
     static constexpr int kQBoxRows = kMayHaveParts ? 8 : kBlockQ;  // what lies side by side
     static constexpr int kKVBoxRows = KTile::kPanels == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
-    using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
-    using KRing = TmaRing<kTuning.k_stages, KTile::kBytes>;
-    using VRing = TmaRing<kTuning.v_stages, VTile::kBytes>;
+    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
+    using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
+    using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
+    using WorkTiles = WorkTilePipeline<QueryTile>;
 
-    static constexpr int kQ = 0;
-    static constexpr int kK = kQ + QRing::kSlots * QRing::kSlotBytes;
-    static constexpr int kV = kK + KRing::kSlots * KRing::kSlotBytes;
-    static constexpr int kTiles = kV + VRing::kSlots * VRing::kSlotBytes;
-    using Tiles = TileQueue<QueryTile, kTiles>;
-    static constexpr int kQBarriers = kTiles + Tiles::kBytes;
-    static constexpr int kKBarriers = kQBarriers + QRing::kBarrierBytes;
-    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
-    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kHasMarked =
-        kTileBarriers + Tiles::kBarrierBytes;  // a number of each warp
-    static constexpr int kSharedBytes = kHasMarked + kConsumers * 4 * 4;
-    static_assert(kSharedBytes <= 227 * 1024);
+    struct SharedStorage {
+        typename QPipeline::Stages q;
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;
+        typename QPipeline::Barriers q_barriers;
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename WorkTiles::Storage work_tiles;
+        int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
+    };
     // What matrix_descriptor() and the swizzle expect of every tile.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
                   VTile::kBytes % 1024 == 0);
 };
 
-struct Fa3ForwardParams : ForwardParams {
-    TileCounter counter;
-    CUtensorMap q_map;
-    CUtensorMap k_map;
-    CUtensorMap v_map;
-};
-
-template <class Config>
-struct Fa3Forward {
+template <class Config_>
+struct Fa3Forward : Fa3Cta<Config_> {
+    using Config = Config_;
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
+    using QPipeline = typename Config::QPipeline;
+    using KPipeline = typename Config::KPipeline;
+    using VPipeline = typename Config::VPipeline;
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Probabilities = RegisterOperand<Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
     using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
+    using Turns = PingPong<Config::kConsumers, Config::kPingPong>;
+    using Cta = Fa3Cta<Config>;
+    using typename Cta::WorkTileState;
+    using Cta::group, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
+        Cta::work_tiles;
 
-    const Fa3ForwardParams& params;
-    int consumer;     // number of this thread's warpgroup
-    bool leads_warp;  // is it its warp's first?
-    typename Config::QRing q_ring;
-    typename Config::KRing k_ring;
-    typename Config::VRing v_ring;
-    typename Config::Tiles tiles;
+    int consumer;  // number of this thread's warpgroup
+    QPipeline q_pipeline;
+    KPipeline k_pipeline;
+    VPipeline v_pipeline;
 
-    __device__ __forceinline__ Fa3Forward(const Fa3ForwardParams& p, uint32_t shared)
-        : params(p),
+    __device__ __forceinline__ explicit Fa3Forward(const Fa3ForwardParams& p)
+        : Cta(p),
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
-          leads_warp(lane_id() == 0),
-          q_ring{shared + Config::kQ, shared + Config::kQBarriers},
-          k_ring{shared + Config::kK, shared + Config::kKBarriers},
-          v_ring{shared + Config::kV, shared + Config::kVBarriers},
-          tiles(shared, Config::kTileBarriers) {}
+          q_pipeline(storage.q, storage.q_barriers),
+          k_pipeline(storage.k, storage.k_barriers),
+          v_pipeline(storage.v, storage.v_barriers) {}
 
     __device__ __forceinline__ void init() const {
         constexpr int kReaders = Config::kConsumers * 4;
-        q_ring.init(kReaders);
-        k_ring.init(kReaders);
-        v_ring.init(kReaders);
-        tiles.init(kReaders + 2);  // and the producers of Q and V
-        ptx::mbarrier_fence_init();
+        ptx::prefetch_tensor_map(params.q_map);
+        ptx::prefetch_tensor_map(params.k_map);
+        ptx::prefetch_tensor_map(params.v_map);
+        q_pipeline.init(kReaders);
+        k_pipeline.init(kReaders);
+        v_pipeline.init(kReaders);
+        work_tiles.init(kReaders + 2);  // and the producers of Q and V
     }
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
@@ -165,12 +169,10 @@ struct Fa3Forward {
     }
     // Among the group's.
     __device__ __forceinline__ int head_of(int row) const { return row & ((1 << fold()) - 1); }
-    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
     // --- Producer ---
 
-    __device__ __forceinline__ QueryTile query_tile(int linear) const {
-        QueryTile tile;
+    __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const {
         WorkTile work = work_tile(linear, params.schedule);
         if constexpr (Config::kMayHaveParts) {
             tile.part = work.rank % params.key_parts;
@@ -186,74 +188,52 @@ struct Fa3Forward {
             tile.sequence.seqlen_k = 0;
             tile.kv_tiles = {0, 1};
         }
-        return tile;
     }
 
-    // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps
-    // before it is needed: a CTA that draws early takes work from others that will be free sooner.
+    // Chooses the Q tiles and loads their K tiles, last to first. The next tile is fetched a few
+    // steps before it is needed.
     __device__ __forceinline__ void produce_k() const {
-        typename Config::Tiles::Cursor t;
-        typename Config::KRing::Cursor k;
+        typename KPipeline::State k;
         const int total = cta_count(params.schedule);
         bool started = false;
-        const auto draw = [&] {
+        const auto fetch = [&] {
             if (!started) params.counter.start();
             started = true;
             return params.counter.draw(total);
         };
-        const auto publish = [&](int linear) {
-            QueryTile tile{{}, 0, -1, {}};
-            for (; linear < total && tile.first_query < 0; linear = draw()) {
-                tile = query_tile(linear);
-                if (tile.first_query >= 0) break;  // not a spare number
-            }
-            tiles.ring.acquire(t);
-            tiles[t] = tile;
-            ptx::mbarrier_arrive(tiles.ring.full(t));
-            t.advance();
-            return tile;
-        };
-        QueryTile tile = publish(blockIdx.x);
-        while (tile.first_query >= 0) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
-            const Interval kv = tile.kv_tiles;
-            int next = 0;
-            for (int i = kv.end - 1; i >= kv.begin; --i) {
-                if (i == min_of(kv.end - 1, kv.begin + Config::kDrawAhead)) next = draw();
-                load_tile<KTile, Config::kKVBoxRows>(k_ring, k, params.k_map, rows,
-                                                     i * Config::kBlockKV);
-                k.advance();
-            }
-            tile = publish(next);
-        }
-    }
-
-    // The Q tiles in their order, for a producer.
-    __device__ __forceinline__ QueryTile next_tile(typename Config::Tiles::Cursor& t) const {
-        tiles.ring.wait(t);
-        const QueryTile tile = tiles[t];
-        tiles.ring.release(t);
-        t.advance();
-        return tile;
+        work_tiles.produce(
+            blockIdx.x, total, fetch,
+            [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
+            [&](const QueryTile& tile, const WorkTileState&) {
+                const Sequence& s = tile.sequence;
+                const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+                const Interval kv = tile.kv_tiles;
+                int next = 0;
+                for (int i = kv.end - 1; i >= kv.begin; --i) {
+                    if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
+                    load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
+                                                         i * Config::kBlockKV);
+                    k.advance();
+                }
+                return next;
+            });
     }
 
     __device__ __forceinline__ void produce_q() const {
-        typename Config::Tiles::Cursor t;
-        typename Config::QRing::Cursor q;
-        for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
-            if constexpr (Config::QRing::kSlots == 1)  // which the tile before still has
+        typename QPipeline::State q;
+        work_tiles.for_each([&](const QueryTile& tile) {
+            if constexpr (QPipeline::kStages == 1)  // which the tile before still has
                 for_each_q_load(tile, [&](const TensorRows& rows, int, int first) {
                     rows.prefetch<QTile>(params.q_map, first);
                 });
-            q_ring.acquire(q);
-            ptx::mbarrier_arrive_expect(q_ring.full(q), QTile::kBytes);
+            q_pipeline.producer_acquire(q);
+            q_pipeline.producer_expect(q, QTile::kBytes);
             for_each_q_load(tile, [&](const TensorRows& rows, int row, int first) {
-                rows.load_boxes<QTile>(params.q_map, q_ring.tile(q) + row * QTile::kPitch,
-                                       q_ring.full(q), first);
+                rows.load_boxes<QTile>(params.q_map, q_pipeline.stage(q) + row * QTile::kPitch,
+                                       q_pipeline.full(q), first);
             });
             q.advance();
-        }
+        });
     }
 
     // visit(tensor rows, row of the tile, first of them that goes there)
@@ -277,15 +257,14 @@ struct Fa3Forward {
     }
 
     __device__ __forceinline__ void produce_v() const {
-        typename Config::Tiles::Cursor t;
-        typename Config::VRing::Cursor v;
-        for (QueryTile tile = next_tile(t); tile.first_query >= 0; tile = next_tile(t)) {
+        typename VPipeline::State v;
+        work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
-                load_tile<VTile, Config::kKVBoxRows>(v_ring, v, params.v_map, rows,
+                load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
                                                      i * Config::kBlockKV);
-        }
+        });
     }
 
     __device__ __forceinline__ int head_k(const QueryTile& tile) const {
@@ -293,7 +272,6 @@ struct Fa3Forward {
     }
 
     __device__ __forceinline__ void produce() const {
-        if (lane_id() != 0) return;
         switch (warp_id()) {
             case 0:
                 return produce_k();
@@ -311,54 +289,33 @@ struct Fa3Forward {
         return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
 
-    __device__ __forceinline__ void take_turn() const {
-        if constexpr (Config::kTakeTurns) ptx::barrier_sync(1 + consumer, 256);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if constexpr (Config::kTakeTurns)
-            ptx::barrier_arrive(1 + (consumer + 1) % Config::kConsumers, 256);
-    }
-
-    // By a warp that is done with a ring's tile.
-    template <class Ring>
-    __device__ __forceinline__ void release(const Ring& ring,
-                                            const typename Ring::Cursor& c) const {
-        if (leads_warp) ring.release(c);
-    }
-    template <class Ring>
-    __device__ __forceinline__ void release_and_advance(const Ring& ring,
-                                                        typename Ring::Cursor& cursor) const {
-        release(ring, cursor);
-        cursor.advance();
-    }
-
-    // Lets go of KV tiles that it has no use for.
-    template <class Ring>
-    __device__ __forceinline__ void skip(const Ring& ring, typename Ring::Cursor& cursor, int tiles,
-                                         bool& ready) const {
+    // Releases KV tiles that it has no use for.
+    template <class Pipeline>
+    __device__ __forceinline__ void skip(const Pipeline& pipeline, typename Pipeline::State& state,
+                                         int tiles, bool& ready) const {
         for (; tiles > 0; --tiles) {
-            ring.wait(cursor);  // or its writer would count this reader twice
-            release_and_advance(ring, cursor);
+            pipeline.consumer_wait(state);  // or its producer would count this reader twice
+            release_and_advance(pipeline, state);
             ready = false;
         }
     }
 
     // S = Q K^T, started.
     __device__ __forceinline__ void start_scores(Scores& rS,
-                                                 const typename Config::QRing::Cursor& q,
-                                                 const typename Config::KRing::Cursor& k) const {
+                                                 const typename QPipeline::State& q,
+                                                 const typename KPipeline::State& k) const {
         // Q stays in place for many steps.
         constexpr bool kPinned = Config::kHeadDim > 128;
-        const AlongRows<QTile, kPinned> q_rows(q_ring.tile(q), consumer * 64);
-        const AlongRows<KTile, false> k_rows(k_ring.tile(k));
+        const AlongRows<QTile, kPinned> q_rows(q_pipeline.stage(q), consumer * 64);
+        const AlongRows<KTile, false> k_rows(k_pipeline.stage(k));
         start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
     }
 
     // O (+)= P V, started.
     __device__ __forceinline__ void start_output(Output& rO, const Probabilities& rP,
-                                                 const typename Config::VRing::Cursor& v,
+                                                 const typename VPipeline::State& v,
                                                  bool accumulate) const {
-        const AlongColumns<VTile, false> v_columns(v_ring.tile(v));
+        const AlongColumns<VTile, false> v_columns(v_pipeline.stage(v));
         start_gemm<Element, Config::kBlockKV>(rO, rP, v_columns, accumulate);
     }
 
@@ -373,7 +330,7 @@ struct Fa3Forward {
 
     // Has this warp marked a row? It does them again at its end (recompute_rows.cuh).
     __device__ __forceinline__ int& has_marked() const {
-        return reinterpret_cast<int*>(dynamic_shared() + Config::kHasMarked)[warp_row() / 16];
+        return storage.has_marked[warp_row() / 16];
     }
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
@@ -481,143 +438,160 @@ struct Fa3Forward {
         }
     }
 
-    __device__ __forceinline__ void consume() const {
-        typename Config::QRing::Cursor q;
-        typename Config::KRing::Cursor k;
-        typename Config::VRing::Cursor v;
-        typename Config::Tiles::Cursor tile, tile_done;  // of the scores, of the output
-        Scores rS;
-        Output rO;
-        constexpr int kNext = Config::kOverlap;  // P V reads the one P while the other is written
-        Probabilities rP[1 + kNext];
-        Softmax softmax;
-
-        // With one slot, Q is let go as soon as its last scores are there, else when the next tile
-        // begins: then the last step may be a steady one.
-        constexpr bool kReleaseEarly = Config::QRing::kSlots == 1;
+    // What a consumer carries from step to step.
+    struct State {
+        typename QPipeline::State q;
+        typename KPipeline::State k;
+        typename VPipeline::State v;
+        WorkTileState tile, tile_done;  // of the scores, of the output
 
         // Where in the tile the scores are, which go down from the last.
         int kv_tile, first_kv_tile;
         Interval full;
-        bool k_ready = false, v_ready = false;  // asked early: the answer takes a while
+        bool k_ready = false, v_ready = false;  // tested early: the answer takes a while
         int hidden = 0;  // of the KV tiles that come next, those that only other consumers see
-        const auto begin_tile = [&] {
-            tiles.ring.wait(tile);
-            const QueryTile& work = tiles[tile];
-            kv_tile = ptx::warp_uniform(work.kv_tiles.end) - 1;
-            first_kv_tile = ptx::warp_uniform(work.kv_tiles.begin);
-            if (ptx::warp_uniform(work.first_query) < 0) return false;
-            full = full_tiles(work);
-            if constexpr (!Config::kTakeTurns) {  // turns want equal numbers of steps
-                hidden = max_of(kv_tile - max_of(last_tile(work), first_kv_tile), 0);
-                kv_tile -= hidden;
-                skip(k_ring, k, hidden, k_ready);
-            }
-            q_ring.wait(q);
-            return true;
-        };
-        // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
-        const auto probabilities = [&](Probabilities& rP, bool first, auto steady) {
-            finished(rS);
-            release_and_advance(k_ring, k);
-            k_ready = k_ring.ready(k);
-            v_ready = v_ring.ready(v);
-            if (kReleaseEarly && !steady && kv_tile == first_kv_tile)
-                release_and_advance(q_ring, q);
-            finish_scores<steady>(rS, tiles[tile], kv_tile, full);
-            if (!steady && first) softmax = begin_softmax(tiles[tile]);
-            return softmax.step(rS, rP, exponent_scale(), !steady && first);
-        };
 
-        has_marked() = false;
-        if (!begin_tile()) return;
-        if (consumer == Config::kConsumers - 1) pass_turn();  // the first one's
-        k_ring.wait(k);
-        take_turn();
-        start_scores(rS, q, k);
-        pass_turn();
-        ptx::wgmma_wait<0>();
-        auto rescaling = probabilities(rP[0], true, std::false_type{});
-        skip(v_ring, v, hidden, v_ready);
-
-        bool began = true;  // P is of a tile's first step
+        Scores rS;
+        Output rO;
+        Softmax softmax;
+        typename Softmax::Rescaling rescaling;  // that O needs before P is added
+        bool begun = true;  // P is of a tile's first step
         bool kept = false;  // O is of the tile before, and still to be stored
         Softmax done;       // that tile's
-        const auto settle = [&] {
-            if (!began) {
-                rescaling.apply(rO);
-            } else if (kept) {
-                store(rO, done, tiles[tile_done]);
-                __syncwarp();
-                release_and_advance(tiles.ring, tile_done);
-            }
-        };
-        // One step, as above; false where there are no scores left. A steady one stays within a
-        // tile, its scores need no mask, and its P is not of the tile's first step.
-        const auto step = [&](const Probabilities& rP, Probabilities& next_rP, auto steady) {
-            const bool last = !steady && kv_tile == first_kv_tile;
-            --kv_tile;
-            if (last) {
-                if (!kReleaseEarly) release_and_advance(q_ring, q);
-                tile.advance();
-                if (!begin_tile()) return false;
-            }
-            k_ring.wait(k, k_ready);
-            take_turn();
-            start_scores(rS, q, k);
-            if constexpr (steady) {
-                rescaling.apply(rO);
-            } else {
-                settle();
-            }
-            v_ring.wait(v, v_ready);
-            start_output(rO, rP, v, steady || !began);
-            pass_turn();
-            const auto v_read = v;
-            v.advance();
-            const auto finish_output = [&] {
-                ptx::wgmma_wait<0>();
-                finished(rO);
-                release(v_ring, v_read);
-            };
+    };
 
-            if constexpr (Config::kOverlap) {
-                ptx::wgmma_wait<1>();
-            } else {
-                finish_output();
-            }
-            if (last) done = softmax;
-            began = kept = last;
-            rescaling = probabilities(next_rP, last, steady);
-            if constexpr (Config::kOverlap) finish_output();
-            if (last) skip(v_ring, v, hidden, v_ready);
-            return true;
+    // With one stage, Q is released as soon as its last scores are there, otherwise when the next
+    // tile begins: then the last step may be an unmasked one.
+    static constexpr bool kReleaseEarly = QPipeline::kStages == 1;
+
+    // False where there is no more work.
+    __device__ __forceinline__ bool begin_tile(State& state) const {
+        work_tiles.descriptions.consumer_wait(state.tile);
+        const QueryTile& tile = work_tiles[state.tile];
+        state.kv_tile = ptx::warp_uniform(tile.kv_tiles.end) - 1;
+        state.first_kv_tile = ptx::warp_uniform(tile.kv_tiles.begin);
+        if (ptx::warp_uniform(tile.first_query) < 0) return false;
+        state.full = full_tiles(tile);
+        if constexpr (!Config::kPingPong) {  // turns want equal numbers of steps
+            state.hidden = max_of(state.kv_tile - max_of(last_tile(tile), state.first_kv_tile), 0);
+            state.kv_tile -= state.hidden;
+            skip(k_pipeline, state.k, state.hidden, state.k_ready);
+        }
+        q_pipeline.consumer_wait(state.q);
+        return true;
+    }
+
+    // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
+    template <bool kUnmasked>
+    __device__ __forceinline__ void compute_p(State& state, Probabilities& rP, bool first) const {
+        finished(state.rS);
+        release_and_advance(k_pipeline, state.k);
+        state.k_ready = k_pipeline.consumer_test(state.k);
+        state.v_ready = v_pipeline.consumer_test(state.v);
+        if (kReleaseEarly && !kUnmasked && state.kv_tile == state.first_kv_tile)
+            release_and_advance(q_pipeline, state.q);
+        finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
+        if (!kUnmasked && first) state.softmax = begin_softmax(work_tiles[state.tile]);
+        state.rescaling =
+            state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
+    }
+
+    // Before P V: O is rescaled, or leaves as the result of the tile before.
+    __device__ __forceinline__ void settle_output(State& state) const {
+        if (!state.begun) {
+            state.rescaling.apply(state.rO);
+        } else if (state.kept) {
+            store(state.rO, state.done, work_tiles[state.tile_done]);
+            this->end_work_tile(state.tile_done);
+        }
+    }
+
+    // One step, as above; false where there are no scores left. An unmasked one stays within a
+    // tile, its scores need no mask, and its P is not of the tile's first step.
+    template <bool kUnmasked>
+    __device__ __forceinline__ bool step(State& state, const Probabilities& rP,
+                                         Probabilities& next_rP) const {
+        const bool last = !kUnmasked && state.kv_tile == state.first_kv_tile;
+        --state.kv_tile;
+        if (last) {
+            if (!kReleaseEarly) release_and_advance(q_pipeline, state.q);
+            state.tile.advance();
+            if (!begin_tile(state)) return false;
+        }
+        k_pipeline.consumer_wait(state.k, state.k_ready);
+        Turns::wait_for_turn(consumer);
+        start_scores(state.rS, state.q, state.k);
+        if constexpr (kUnmasked) {
+            state.rescaling.apply(state.rO);
+        } else {
+            settle_output(state);
+        }
+        v_pipeline.consumer_wait(state.v, state.v_ready);
+        start_output(state.rO, rP, state.v, kUnmasked || !state.begun);
+        Turns::pass_turn(consumer);
+        const auto v_read = state.v;
+        state.v.advance();
+        const auto finish_output = [&] {
+            ptx::wgmma_wait<0>();
+            finished(state.rO);
+            release(v_pipeline, v_read);
         };
+
+        if constexpr (Config::kOverlap) {
+            ptx::wgmma_wait<1>();
+        } else {
+            finish_output();
+        }
+        if (last) state.done = state.softmax;
+        state.begun = state.kept = last;
+        compute_p<kUnmasked>(state, next_rP, last);
+        if constexpr (Config::kOverlap) finish_output();
+        if (last) skip(v_pipeline, state.v, state.hidden, state.v_ready);
+        return true;
+    }
+
+    __device__ __forceinline__ void consume() const {
+        State state;
+        constexpr int kNext = Config::kOverlap;  // P V reads the one P while the other is written
+        Probabilities rP[1 + kNext];
+
+        has_marked() = false;
+        if (!begin_tile(state)) return;
+        if (consumer == Config::kConsumers - 1) Turns::pass_turn(consumer);  // the first one's
+        k_pipeline.consumer_wait(state.k);
+        Turns::wait_for_turn(consumer);
+        start_scores(state.rS, state.q, state.k);
+        Turns::pass_turn(consumer);
+        ptx::wgmma_wait<0>();
+        compute_p<false>(state, rP[0], true);
+        skip(v_pipeline, state.v, state.hidden, state.v_ready);
+
         bool odd = false;  // which P is left at the end
         while (true) {
-            if (!step(rP[0], rP[kNext], std::false_type{})) break;
-            if (!step(rP[kNext], rP[0], std::false_type{})) {
+            if (!step<false>(state, rP[0], rP[kNext])) break;
+            if (!step<false>(state, rP[kNext], rP[0])) {
                 odd = true;
                 break;
             }
-            const int steady_until = max_of(first_kv_tile + kReleaseEarly, full.begin);
-            while (!began && kv_tile - 2 >= steady_until && kv_tile - 1 < full.end) {
-                step(rP[0], rP[kNext], std::true_type{});
-                step(rP[kNext], rP[0], std::true_type{});
+            const int unmasked_until = max_of(state.first_kv_tile + kReleaseEarly, state.full.begin);
+            while (!state.begun && state.kv_tile - 2 >= unmasked_until &&
+                   state.kv_tile - 1 < state.full.end) {
+                step<true>(state, rP[0], rP[kNext]);
+                step<true>(state, rP[kNext], rP[0]);
             }
         }
-        settle();
-        v_ring.wait(v);
-        take_turn();
+        settle_output(state);
+        v_pipeline.consumer_wait(state.v);
+        Turns::wait_for_turn(consumer);
         if (odd) {
-            start_output(rO, rP[kNext], v, !began);
+            start_output(state.rO, rP[kNext], state.v, !state.begun);
         } else {
-            start_output(rO, rP[0], v, !began);
+            start_output(state.rO, rP[0], state.v, !state.begun);
         }
-        pass_turn();
+        Turns::pass_turn(consumer);
         ptx::wgmma_wait<0>();
-        finished(rO);
-        store(rO, softmax, tiles[tile_done]);
+        finished(state.rO);
+        store(state.rO, state.softmax, work_tiles[state.tile_done]);
         if constexpr (!Config::kGeneral && !Config::kMayHaveParts) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
@@ -625,24 +599,6 @@ struct Fa3Forward {
         }
     }
 };
-
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_forward_kernel(const __grid_constant__ Fa3ForwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    const Fa3Forward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
-    if (threadIdx.x == 0) {
-        ptx::prefetch_tensor_map(params.q_map);
-        ptx::prefetch_tensor_map(params.k_map);
-        ptx::prefetch_tensor_map(params.v_map);
-        kernel.init();
-    }
-    __syncthreads();  // the barriers are there
-    run_roles<Config>(kernel);
-#else
-    __trap();  // not to be run elsewhere
-#endif
-}
 
 template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
@@ -665,10 +621,8 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                                    params.v_map, params.v, params.element_type, params.head_dim_v)})
         if (status != cudaSuccess) return status;
     const int total = cta_count(params.schedule);
-    const int ctas = min_of(total, multiprocessors());
-    if (total > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
-    return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
-                                                     params, stream);
+    if (total > multiprocessors() && call.tile_counter == nullptr) return cudaErrorInvalidValue;
+    return launch_fa3<Fa3Forward<Config>>(params, total, stream, /*pdl=*/false);
 }
 
 template <int kHeadDim, int kHeadDimV>

@@ -1,0 +1,34 @@
+// Loads of whole tiles by TMA, each into a stage of a pipeline as soon as that is empty.
+#pragma once
+
+#include "tile/pipeline.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace flash_ext {
+
+// Rows from first_row on.
+template <class Tile, int kBoxRows = Tile::kRows, class Pipeline>
+__device__ __forceinline__ void load_tile(const Pipeline& pipeline,
+                                          const typename Pipeline::State& state,
+                                          const CUtensorMap& map, const TensorRows& rows,
+                                          int first_row) {
+    pipeline.producer_acquire(state);
+    pipeline.producer_expect(state, Tile::kBytes);
+    rows.load<Tile, kBoxRows>(map, pipeline.stage(state), pipeline.full(state), first_row);
+}
+
+// And what goes with them: a number for each of the tile's rows, from global to shared memory.
+template <class Tile, class Pipeline>
+__device__ __forceinline__ void load_tile(const Pipeline& pipeline,
+                                          const typename Pipeline::State& state,
+                                          const CUtensorMap& map, const TensorRows& rows,
+                                          int first_row, float (&statistics)[Tile::kRows],
+                                          const float* source) {
+    pipeline.producer_acquire(state);
+    pipeline.producer_expect(state, Tile::kBytes + sizeof(statistics));
+    rows.load<Tile>(map, pipeline.stage(state), pipeline.full(state), first_row);
+    ptx::bulk_load(ptx::shared_address(statistics), source + first_row, sizeof(statistics),
+                   pipeline.full(state));
+}
+
+}  // namespace flash_ext
