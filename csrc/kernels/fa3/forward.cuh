@@ -438,26 +438,28 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // What a consumer carries from step to step.
+    // What a consumer carries from step to step. Matrices are outside: in one object with the rest
+    // the compiler would take that for an array, too, for most of its passes.
     struct State {
-        typename QPipeline::State q;
-        typename KPipeline::State k;
-        typename VPipeline::State v;
-        WorkTileState tile, tile_done;  // of the scores, of the output
+        Scores& rS;
+        Output& rO;
+        Softmax& softmax;
+        typename Softmax::Rescaling& rescaling;  // that O needs before P is added
+        Softmax& done;                           // of the tile before, while it is to be stored
+
+        typename QPipeline::State q{};
+        typename KPipeline::State k{};
+        typename VPipeline::State v{};
+        WorkTileState tile{}, tile_done{};  // of the scores, of the output
 
         // Where in the tile the scores are, which go down from the last.
-        int kv_tile, first_kv_tile;
-        Interval full;
+        int kv_tile{}, first_kv_tile{};
+        Interval full{};
         bool k_ready = false, v_ready = false;  // tested early: the answer takes a while
         int hidden = 0;  // of the KV tiles that come next, those that only other consumers see
 
-        Scores rS;
-        Output rO;
-        Softmax softmax;
-        typename Softmax::Rescaling rescaling;  // that O needs before P is added
         bool begun = true;  // P is of a tile's first step
         bool kept = false;  // O is of the tile before, and still to be stored
-        Softmax done;       // that tile's
     };
 
     // With one stage, Q is released as soon as its last scores are there, otherwise when the next
@@ -551,7 +553,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void consume() const {
-        State state;
+        Scores rS;
+        Output rO;
+        Softmax softmax, done;
+        typename Softmax::Rescaling rescaling;
+        State state{rS, rO, softmax, rescaling, done};
         constexpr int kNext = Config::kOverlap;  // P V reads the one P while the other is written
         Probabilities rP[1 + kNext];
 
