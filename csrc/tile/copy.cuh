@@ -18,6 +18,12 @@ __device__ __forceinline__ char* dynamic_shared() {
     return storage;
 }
 
+// The same, as the kernel's struct.
+template <class Storage>
+__device__ __forceinline__ Storage& shared_storage() {
+    return *reinterpret_cast<Storage*>(dynamic_shared());
+}
+
 // A row of a (batch, row, head) tensor.
 template <class Element>
 __device__ __forceinline__ Element* row_pointer(const TensorView& view, int batch, int64_t row,

@@ -1,7 +1,6 @@
-// A pipeline: stages in shared memory that producers fill, one after another, and consumers read.
-// Each stage has two mbarriers: "full" counts the producers' arrivals, or the bytes that come by
-// TMA; "empty" counts the consumers who have read it. So a warp waits for its data and for the
-// readers that are still in its way, never for all the others.
+// A pipeline of stages in shared memory that one thread fills by TMA and warps read, or the other
+// way round. Each stage has two mbarriers: "full" counts the bytes that come in, or the threads
+// that have written; "empty" those that have read.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +15,6 @@ template <int kStages>
 struct PipelineState {
     uint32_t stage = 0;
     uint32_t phase = 0;  // parity of the number of times that the stage was filled before
-
-    static __device__ __forceinline__ PipelineState of(uint32_t iteration) {
-        return {iteration % kStages, iteration / kStages % 2};
-    }
 
     __device__ __forceinline__ void advance() {
         if (++stage == kStages) {
@@ -70,16 +65,12 @@ struct Pipeline {
     __device__ __forceinline__ void producer_acquire(const State& s) const {
         ptx::mbarrier_wait(empty(s), s.phase ^ 1);
     }
-    // ... and says that it has filled it; that so many bytes will come by TMA; or that its
-    // cp.async are under way.
+    // ... and says that it has filled it, or that so many bytes will come by TMA.
     __device__ __forceinline__ void producer_commit(const State& s) const {
         ptx::mbarrier_arrive(full(s));
     }
     __device__ __forceinline__ void producer_expect(const State& s, int bytes) const {
         ptx::mbarrier_arrive_expect(full(s), bytes);
-    }
-    __device__ __forceinline__ void producer_commit_cp_async(const State& s) const {
-        ptx::mbarrier_arrive_after_cp_async(full(s));
     }
 
     // A consumer waits until the stage is full, which it may have tested before, ...

@@ -21,8 +21,8 @@
 // Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
 // result. The plain form has no parts: the packed one stands in for it.
 //
-// Shared memory: Q [kBlockQ][D], then a ring of stages, each a V tile and a K tile [kBlockKV][D],
-// swizzled, the ring's mbarriers, and the CTA's place.
+// Shared memory: Q [kBlockQ][D], then a pipeline of stages, each a V tile and a K tile
+// [kBlockKV][D], swizzled, its mbarriers, and the CTA's place.
 // Pipeline: a stage holds V of one step of the loop and K of the next, so a step waits once, before
 // P V, for what it and the next Q K^T need. A stage is free when all warps have read its K: the
 // copy into it, at the end of a step, waits for that and for no more, so the warps drift apart by
@@ -44,7 +44,7 @@
 #include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
-#include "tile/ring.cuh"
+#include "tile/cp_async_pipeline.cuh"
 
 namespace flash_ext {
 
@@ -68,13 +68,18 @@ struct ForwardConfig {
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
     using OTile = SharedTile<kBlockQ, kHeadDimV>;  // leaves through Q's memory
-    using StageRing = Ring<2, KTile::kBytes + VTile::kBytes, kThreads>;  // the loop loads one ahead
-    static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
+    // The loop loads one stage ahead.
+    using KVPipeline = CpAsyncPipeline<2, KTile::kBytes + VTile::kBytes, kThreads>;
+
+    struct SharedStorage {
+        char q_o[max_of(QTile::kBytes, OTile::kBytes)];
+        typename KVPipeline::Storage kv;
+        Place place;
+    };
+    static constexpr int kSharedBytes = sizeof(SharedStorage);
     // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
     // where an SM has one CTA; but registers that hold the place would spill here.
     static constexpr bool kPlaceInLoop = kFeatures == Features::kPacked && kHeadDim == 128;
-    static constexpr int kPlace = kQBytes + StageRing::kBytes;
-    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
@@ -87,7 +92,8 @@ struct Fa2Forward {
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
     using OTile = typename Config::OTile;
-    using StageRing = typename Config::StageRing;
+    using SharedStorage = typename Config::SharedStorage;
+    using KVPipeline = typename Config::KVPipeline;
     using Scores = RegisterTile<Config::kRowsPerWarp, Config::kBlockKV>;
     using Output = RegisterTile<Config::kRowsPerWarp, Config::kHeadDimV>;
     using Softmax = OnlineSoftmax<Config::kRowsPerWarp>;
@@ -101,7 +107,7 @@ struct Fa2Forward {
     int first_query;  // of the CTA; below 0 where there is nothing to do
     int warp_row;     // the warp's first row within the Q tile
     uint32_t sQ;
-    StageRing ring;
+    KVPipeline pipeline;
     TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
     TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
 
@@ -113,7 +119,11 @@ struct Fa2Forward {
           first_query(place.first_row),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
-          ring{sQ + Config::kQBytes} {}
+          pipeline{sQ + static_cast<uint32_t>(offsetof(SharedStorage, kv))} {}
+
+    static __device__ __forceinline__ SharedStorage& storage() {
+        return shared_storage<SharedStorage>();
+    }
 
     // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
     // the longest.
@@ -129,7 +139,7 @@ struct Fa2Forward {
 
     // The same CTA, from the place that it has kept.
     static __device__ __forceinline__ Fa2Forward kept(const ForwardParams& params) {
-        return Fa2Forward(params, kept_place(Config::kPlace));
+        return Fa2Forward(params, storage().place);
     }
 
     static __device__ __forceinline__ bool has_parts(const ForwardParams& params) {
@@ -171,7 +181,7 @@ struct Fa2Forward {
         k_cursor.start(tile(params.k));
         v_cursor.start(tile(params.v));
     }
-    // Into a stage of the ring; kAllRows as for TileCursor::load.
+    // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
     __device__ __forceinline__ void load_k(int kv_tile, uint32_t stage) {
         k_cursor.template load<kAllRows>(sK(stage), params.k.row_stride,
@@ -184,8 +194,8 @@ struct Fa2Forward {
                                          sequence.seqlen_k - kv_tile * Config::kBlockKV,
                                          params.head_dim_v, params.aligned);
     }
-    __device__ __forceinline__ void publish(uint32_t stage) const {
-        ring.publish(stage, !kGeneral || params.aligned);
+    __device__ __forceinline__ void commit(uint32_t stage) const {
+        pipeline.producer_commit(stage, !kGeneral || params.aligned);
     }
 
     // S = Q K^T, masked.
@@ -193,7 +203,7 @@ struct Fa2Forward {
                                           uint32_t stage) const {
         rS.clear();
         gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
-        ring.release(stage);
+        pipeline.consumer_release(stage);
 
         const Fa2Forward cta = in_loop();
         const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
@@ -292,9 +302,9 @@ struct Fa2Forward {
         return cta;
     }
 
-    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return ring.slot(stage); }
+    __device__ __forceinline__ uint32_t sV(uint32_t stage) const { return pipeline.stage(stage); }
     __device__ __forceinline__ uint32_t sK(uint32_t stage) const {
-        return ring.slot(stage) + VTile::kBytes;
+        return pipeline.stage(stage) + VTile::kBytes;
     }
 };
 
@@ -308,21 +318,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     const Interval kv_tiles = cta.kv_tiles();
     const int last = kv_tiles.end - 1;
-    const auto& ring = cta.ring;
+    
     if (threadIdx.x == 0) {
-        ring.init();
-        kept_place(Config::kPlace) = place;
+        cta.pipeline.init();
+        cta.storage().place = place;
     }
-    __syncthreads();  // the ring's barriers and the place are there
+    __syncthreads();  // the pipeline's barriers and the place are there
     cta.load_q();
     if (!kv_tiles.empty()) {
         cta.start_kv(last);
         cta.template load_k<false>(last, 0);  // the last tile may end past the sequence
-        cta.publish(0);
+        cta.commit(0);
         cta.template load_v<false>(last, 1);
         if (last > kv_tiles.begin) cta.template load_k<true>(last - 1, 1);
-        cta.publish(1);
-        ring.wait(0);
+        cta.commit(1);
+        cta.pipeline.consumer_wait(0);
     } else {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -345,13 +355,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tile, stage);
         cta.exponentiate(rS, rO, softmax, kv_tile, exponent_scale);
-        ring.wait(stage + 1);
+        cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
         if (kv_tile > kv_tiles.begin) {
-            ring.acquire(stage + 2);
+            cta.pipeline.producer_acquire(stage + 2);
             cta.template load_v<true>(kv_tile - 1, stage + 2);
             if (kv_tile - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tile - 2, stage + 2);
-            cta.publish(stage + 2);
+            cta.commit(stage + 2);
         }
     }
 

@@ -56,7 +56,7 @@ struct Fa3Cta {
 
     __device__ __forceinline__ explicit Fa3Cta(const typename Config::Params& p)
         : params(p),
-          storage(*reinterpret_cast<SharedStorage*>(dynamic_shared())),
+          storage(shared_storage<SharedStorage>()),
           elected(lane_id() == 0),
           work_tiles(storage.work_tiles) {}
 
