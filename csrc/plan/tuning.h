@@ -258,7 +258,7 @@ struct Fa3Backward {
     int do_stages;  // dO tiles, with their delta
     // Do consumers begin their steps by turns? That is worth 3 to 9 % where exponentials take as
     // long as matmuls, and costs 1 % where reads of shared memory take longer than both (note 010).
-    bool turns = false;
+    bool ping_pong = false;
 };
 
 // Of heads that sum dQ in memory. 80 queries a step take less of shared memory's time at d 128. Few
@@ -271,7 +271,7 @@ struct Fa3BackwardRow {
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
     {.head_dims = {64, 64},
-     .usual = {.block_q = 128, .q_stages = 3, .do_stages = 2, .turns = true}},
+     .usual = {.block_q = 128, .q_stages = 3, .do_stages = 2, .ping_pong = true}},
     {.head_dims = {128, 128},
      .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2},
      .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2}},

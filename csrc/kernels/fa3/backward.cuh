@@ -18,38 +18,41 @@
 //     dS'   = P' * dP'             when dP' is there
 //     dQ    = dS K                 wgmma, asynchronous
 //
-// Beside what has no matmul of its own runs the other consumer's; at head dim 64 they begin their
+// What has no matmul of its own runs beside the other consumer's; at head dim 64 they begin their
 // steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through shared
 // memory, and each consumer computes a half of dQ: at head dim 128 half of its columns, as dQ^T,
 // which takes the registers of S, at 64 half of its rows. dQ is summed over CTAs in float32 in HBM:
-// a consumer leaves its part in shared memory, in fragment order, and a producer adds it by the
-// copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass behind converts
-// it, head by head on the SMs that have no more tiles. Short sequences need no zeros: the first KV
-// tile of each head comes well before the others, and stores.
+// a consumer leaves its part in shared memory, in fragment order, and a producer adds it by TMA. A
+// pass before the kernel makes lse, delta and zeros of it, a pass after it converts it, head by
+// head on the SMs that have no more tiles. Short sequences need no zeros: the first KV tile of each
+// head comes well before the others, and stores.
 //
-// Shared memory: K, V; rings of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
-// part of dQ; a ring of KV tiles' descriptions (KeyTile).
+// Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
+// part of dQ; the pipeline of KV tiles' descriptions (KeyTile).
 //
 //   barrier               arrives                      waits
 //   full(Q, dO, K, V)     TMA, by bytes                consumers, before the matmul that reads it
 //   empty(Q, dO, K, V)    each consumer thread, when   producer, before it loads the next
 //                         the matmul is done
-//   full, empty(tiles)    producer; all readers        all readers; producer
-//   draw                  producer of Q, before the    producer of tiles
+//   full, empty(work      producer; all readers        all readers; producer
+//   tiles)
+//   fetch                 producer of Q, before the    producer of tiles
 //                         last load of a tile
-//   dS (of each slot)     each consumer warp, when     consumers, before dQ
+//   dS (of each stage)    each consumer warp, when     consumers, before dQ
 //                         its rows are written and
 //                         its dQ of the step before
 //                         is done
 //   full(dQ)              each warp of the consumer    producer, before it adds
 //   empty(dQ)             producer, when it is read    that consumer, before the next dQ
-//   turn (named)          the other consumer, when     consumers, before they start S
+//   dS stored (named)     each warp of a consumer      that consumer, before dK, where it
+//                                                      takes dS from shared memory
+//   ping-pong (named)     the other consumer, when     consumers, before they start S
 //                         its dP is started
 #pragma once
 
 #include "kernels/common/launch.cuh"
 #include "kernels/fa3/backward_passes.cuh"
-#include "kernels/fa3/tiles.cuh"
+#include "kernels/fa3/cta.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/score.cuh"
@@ -62,66 +65,10 @@
 #include "ptx/uniform.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
+#include "tile/tma_load.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
-
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Backward kTuning>
-struct Fa3BackwardConfig {
-    using Element = Element_;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
-    static constexpr int kBlockQ = kTuning.block_q;
-    static constexpr int kBlockKV = 64 * kConsumers;
-    static constexpr bool kTurns = kTuning.turns;
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kConsumerRegisters = 240;
-
-    using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using DSTile = SharedTile<kBlockKV, kBlockQ>;
-    using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
-    using DORing = TmaRing<kTuning.do_stages, DOTile::kBytes>;
-    using KRing = TmaRing<1, KTile::kBytes>;
-    using VRing = TmaRing<1, VTile::kBytes>;
-    using DQRing = TmaRing<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
-    static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
-
-    // A consumer's part of dQ has wgmma's 64 rows: of dQ^T, which are columns of dQ, at head dim
-    // 128, and then it may have any 8 n queries; of the queries at 64.
-    static constexpr bool kTransposeDQ = kHeadDim == 64 * kConsumers;
-    static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
-    using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
-    // Do registers hold dS^T until dK takes it? Else it comes from shared memory.
-    static constexpr bool kHoldDS = kBlockQ <= 80;
-
-    static constexpr int kStatisticsBytes = kBlockQ * 4;
-    static constexpr int kK = 0;
-    static constexpr int kV = kK + KTile::kBytes;
-    static constexpr int kQ = kV + VTile::kBytes;
-    static constexpr int kDO = kQ + QRing::kSlots * QTile::kBytes;
-    static constexpr int kDS = kDO + DORing::kSlots * DOTile::kBytes;
-    static constexpr int kDQ = kDS + 2 * DSTile::kBytes;
-    static constexpr int kLse = kDQ + kConsumers * DQRing::kSlotBytes;
-    static constexpr int kDelta = kLse + QRing::kSlots * kStatisticsBytes;
-    static constexpr int kTiles = kDelta + DORing::kSlots * kStatisticsBytes;
-    using Tiles = TileQueue<KeyTile, kTiles>;
-    static constexpr int kQBarriers = kTiles + Tiles::kBytes;
-    static constexpr int kDOBarriers = kQBarriers + QRing::kBarrierBytes;
-    static constexpr int kKBarriers = kDOBarriers + DORing::kBarrierBytes;
-    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
-    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kDQBarriers = kTileBarriers + Tiles::kBarrierBytes;
-    static constexpr int kDSBarriers = kDQBarriers + kConsumers * DQRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kDSBarriers + 2 * 8;
-    static_assert(kSharedBytes <= 227 * 1024);
-};
 
 struct Fa3BackwardMaps : BackwardParams {
     CUtensorMap q_map;
@@ -145,6 +92,62 @@ struct Fa3BackwardParams : Fa3BackwardMaps {
     // Heads (of all batches) by which a head's first KV tile comes before its others. 0: no tile
     // does.
     int lead;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3Backward kTuning>
+struct Fa3BackwardConfig {
+    using Element = Element_;
+    using Params = Fa3BackwardParams;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = 64 * kConsumers;
+    static constexpr bool kPingPong = kTuning.ping_pong;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    using QTile = SharedTile<kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using DSTile = SharedTile<kBlockKV, kBlockQ>;
+    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
+    using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
+    using KPipeline = Pipeline<1, KTile::kBytes>;
+    using VPipeline = Pipeline<1, VTile::kBytes>;
+    using DQPipeline = Pipeline<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
+    using WorkTiles = WorkTilePipeline<KeyTile>;
+    static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
+
+    // A consumer's part of dQ has wgmma's 64 rows: of dQ^T, which are columns of dQ, at head dim
+    // 128, and then it may have any 8 n queries; of the queries at 64.
+    static constexpr bool kTransposeDQ = kHeadDim == 64 * kConsumers;
+    static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
+    using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
+    // Do registers hold dS^T until dK takes it? Else it comes from shared memory.
+    static constexpr bool kHoldDS = kBlockQ <= 80;
+
+    struct SharedStorage {
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;
+        typename QPipeline::Stages q;
+        typename DOPipeline::Stages dout;
+        char ds[2][DSTile::kBytes];
+        typename DQPipeline::Stages dq[kConsumers];
+        float lse[QPipeline::kStages][kBlockQ];
+        float delta[DOPipeline::kStages][kBlockQ];
+        typename QPipeline::Barriers q_barriers;
+        typename DOPipeline::Barriers do_barriers;
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename DQPipeline::Barriers dq_barriers[kConsumers];
+        uint64_t ds_barriers[2];
+        typename WorkTiles::Storage work_tiles;
+    };
 };
 
 // The inner loop's place: Q tile and query head.
@@ -215,63 +218,61 @@ __device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& pa
     }
 }
 
-template <class Config>
-struct Fa3Backward {
+template <class Config_>
+struct Fa3Backward : Fa3Cta<Config_> {
+    using Config = Config_;
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     using DOTile = typename Config::DOTile;
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
     using DSTile = typename Config::DSTile;
+    using QPipeline = typename Config::QPipeline;
+    using DOPipeline = typename Config::DOPipeline;
+    using KPipeline = typename Config::KPipeline;
+    using VPipeline = typename Config::VPipeline;
+    using DQPipeline = typename Config::DQPipeline;
     using Scores = RegisterTile<16, Config::kBlockQ>;
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using DQ = typename Config::DQ;
-    using QCursor = typename Config::QRing::Cursor;
-    using DOCursor = typename Config::DORing::Cursor;
-    using TileCursor_ = typename Config::Tiles::Cursor;
+    using Turns = PingPong<Config::kConsumers, Config::kPingPong>;
+    using Cta = Fa3Cta<Config>;
+    using typename Cta::WorkTileState;
+    using Cta::elected, Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
 
-    const Fa3BackwardParams& params;
-    uint32_t shared;
-    int consumer;     // number of this thread's warpgroup
-    int warp_key;     // first row of its warp within the KV tile
-    bool leads_warp;  // is it its warp's first?
-    typename Config::QRing q_ring;
-    typename Config::DORing do_ring;
-    typename Config::KRing k_ring;
-    typename Config::VRing v_ring;
-    typename Config::Tiles tiles;
+    int consumer;  // number of this thread's warpgroup
+    int warp_key;  // first row of its warp within the KV tile
+    QPipeline q_pipeline;
+    DOPipeline do_pipeline;
+    KPipeline k_pipeline;
+    VPipeline v_pipeline;
 
-    __device__ __forceinline__ Fa3Backward(const Fa3BackwardParams& p, uint32_t shared_)
-        : params(p),
-          shared(shared_),
+    __device__ __forceinline__ explicit Fa3Backward(const Fa3BackwardParams& p)
+        : Cta(p),
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
           warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
-          leads_warp(lane_id() == 0),
-          q_ring{shared + Config::kQ, shared + Config::kQBarriers},
-          do_ring{shared + Config::kDO, shared + Config::kDOBarriers},
-          k_ring{shared + Config::kK, shared + Config::kKBarriers},
-          v_ring{shared + Config::kV, shared + Config::kVBarriers},
-          tiles(shared, Config::kTileBarriers) {}
+          q_pipeline(storage.q, storage.q_barriers),
+          do_pipeline(storage.dout, storage.do_barriers),
+          k_pipeline(storage.k, storage.k_barriers),
+          v_pipeline(storage.v, storage.v_barriers) {}
 
     __device__ __forceinline__ void init() const {
         constexpr int kReaders = Config::kConsumers * 128;
         constexpr int kWarps = Config::kConsumers * 4;
-        q_ring.init(kReaders);
-        do_ring.init(kReaders);
-        k_ring.init(kReaders);
-        v_ring.init(kReaders);
-        tiles.init(kWarps + 3);  // and the producers
-        for (int i = 0; i < Config::kConsumers; ++i) dq_ring(i).init(1, 4);
+        q_pipeline.init(kReaders);
+        do_pipeline.init(kReaders);
+        k_pipeline.init(kReaders);
+        v_pipeline.init(kReaders);
+        work_tiles.init(kWarps + 3);  // and the producers
+        for (int i = 0; i < Config::kConsumers; ++i) dq_pipeline(i).init(1, 4);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
         ptx::mbarrier_init(ds_barrier(1), kWarps);
-        ptx::mbarrier_fence_init();
     }
 
-    __device__ __forceinline__ typename Config::DQRing dq_ring(int i) const {
-        return {shared + Config::kDQ + i * Config::DQRing::kSlotBytes,
-                shared + Config::kDQBarriers + i * Config::DQRing::kBarrierBytes};
+    __device__ __forceinline__ DQPipeline dq_pipeline(int i) const {
+        return {storage.dq[i], storage.dq_barriers[i]};
     }
 
     // --- Producer ---
@@ -289,8 +290,6 @@ struct Fa3Backward {
         describe<Config>(tile, params, work);
         tile.large_lse = params.large_lse.is_raised();
     }
-
-    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
     // visit(query head, its first row in the workspace, first row, is it the last?) for all steps
     // of a KV tile, whose description stays in shared memory: this warpgroup has few registers.
@@ -313,68 +312,72 @@ struct Fa3Backward {
     // loads K and V.
     __device__ __forceinline__ void produce_tiles() const {
         ptx::launch_dependents();  // for which an SM has room when this CTA has left
-        const auto draw = [&] { return atomicAdd(params.turn, 1); };
+        const auto fetch = [&] { return atomicAdd(params.turn, 1); };
         const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
-        tiles.produce(
-            draw(), total, draw, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
-            [&](const KeyTile& tile, const TileCursor_& t) {
-                load_keys<VTile>(v_ring, t, params.v_map, params.v, tile);
-                load_keys<KTile>(k_ring, t, params.k_map, params.k, tile);
+        work_tiles.produce(
+            fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
+            [&](const KeyTile& tile, const WorkTileState& t) {
+                load_keys<VTile>(v_pipeline, t, params.v_map, params.v, tile);
+                load_keys<KTile>(k_pipeline, t, params.k_map, params.k, tile);
+                work_tiles.wait_to_fetch(t);
+                return fetch();
             });
     }
 
-    template <class Tile, class Ring>
-    __device__ __forceinline__ void load_keys(const Ring& ring, const TileCursor_& t,
+    template <class Tile, class Pipeline>
+    __device__ __forceinline__ void load_keys(const Pipeline& pipeline, const WorkTileState& t,
                                               const CUtensorMap& map, const TensorView& view,
                                               const KeyTile& tile) const {
         const Sequence& s = tile.sequence;
-        load_tile<Tile>(ring, {0, tiles.parity(t)}, map,
+        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
                         TensorRows(view, s.batch, tile.head, s.k_begin, s.seqlen_k),
                         tile.first_key);
     }
 
     __device__ __forceinline__ void produce_q() const {
-        QCursor q;
-        tiles.for_each([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) tiles.let_draw();
+        typename QPipeline::State q;
+        work_tiles.for_each([&](const KeyTile& tile) {
+            if (tile.q_tiles.empty()) work_tiles.allow_fetch();
             for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool last) {
-                if (last) tiles.let_draw();
-                load_queries<QTile>(q_ring, q, params.q_map, params.q, tile, head, first_row,
-                                    Config::kLse, params.lse_log2 + workspace);
+                if (last) work_tiles.allow_fetch();
+                load_queries<QTile>(q_pipeline, q, params.q_map, params.q, tile, head, first_row,
+                                    storage.lse[q.stage], params.lse_log2 + workspace);
             });
         });
     }
 
     __device__ __forceinline__ void produce_do() const {
-        DOCursor d;
-        tiles.for_each([&](const KeyTile& tile) {
+        typename DOPipeline::State d;
+        work_tiles.for_each([&](const KeyTile& tile) {
             for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool) {
-                load_queries<DOTile>(do_ring, d, params.do_map, params.dout, tile, head, first_row,
-                                     Config::kDelta, params.delta + workspace);
+                load_queries<DOTile>(do_pipeline, d, params.do_map, params.dout, tile, head,
+                                     first_row, storage.delta[d.stage], params.delta + workspace);
             });
         });
     }
 
     // A Q or dO tile and its lse or delta.
-    template <class Tile, class Ring>
-    __device__ __forceinline__ void load_queries(const Ring& ring, typename Ring::Cursor& cursor,
+    template <class Tile, class Pipeline>
+    __device__ __forceinline__ void load_queries(const Pipeline& pipeline,
+                                                 typename Pipeline::State& state,
                                                  const CUtensorMap& map, const TensorView& view,
                                                  const KeyTile& tile, int head, int first_row,
-                                                 int statistics, const float* source) const {
+                                                 float (&statistics)[Config::kBlockQ],
+                                                 const float* source) const {
         const Sequence& s = tile.sequence;
-        load_tile<Tile>(ring, cursor, map, TensorRows(view, s.batch, head, s.q_begin, s.seqlen_q),
-                        first_row, shared + statistics + cursor.slot * Config::kStatisticsBytes,
-                        source);
-        cursor.advance();
+        load_tile<Tile>(pipeline, state, map,
+                        TensorRows(view, s.batch, head, s.q_begin, s.seqlen_q), first_row,
+                        statistics, source);
+        state.advance();
     }
 
     // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
     // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
-    // where others wait for them: they were all drawn before. And tiles_done() counts KV tiles for
-    // the pass behind.
+    // where others wait for them: they were all fetched before. And tiles_done() counts KV tiles
+    // for the pass after the kernel.
     __device__ __forceinline__ void add_dq() const {
-        typename Config::DQRing::Cursor c;
-        tiles.for_each([&](const KeyTile& tile) {
+        typename DQPipeline::State c;
+        work_tiles.for_each([&](const KeyTile& tile) {
             for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
                 int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
@@ -390,16 +393,16 @@ struct Fa3Backward {
                 }
 #pragma unroll 1
                 for (int i = 0; i < Config::kConsumers; ++i) {
-                    const typename Config::DQRing ring = dq_ring(i);
-                    float* part = accum + i * (Config::DQRing::kSlotBytes / 4);
-                    ring.wait(c);
+                    const DQPipeline pipeline = dq_pipeline(i);
+                    float* part = accum + i * (DQPipeline::kStageBytes / 4);
+                    pipeline.consumer_wait(c);
                     if (stores) {
-                        ptx::bulk_store(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                        ptx::bulk_store(part, pipeline.stage(c), DQPipeline::kStageBytes);
                     } else {
-                        ptx::bulk_add(part, ring.tile(c), Config::DQRing::kSlotBytes);
+                        ptx::bulk_add(part, pipeline.stage(c), DQPipeline::kStageBytes);
                     }
                     ptx::bulk_wait_read();
-                    ring.release(c);
+                    pipeline.consumer_release(c);
                 }
                 c.advance();
                 if (stores || params.deterministic) count_added(turn);
@@ -417,7 +420,6 @@ struct Fa3Backward {
     }
 
     __device__ __forceinline__ void produce() const {
-        if (lane_id() != 0) return;
         ptx::wait_for_grid_before();  // the pass that makes lse, delta and zeros
         switch (warp_id()) {
             case 0:
@@ -433,10 +435,12 @@ struct Fa3Backward {
 
     // --- Consumers ---
 
-    template <class Ring>
-    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
-        ring.release(cursor);
-        cursor.advance();
+    // By each thread, since all read the statistics.
+    template <class Pipeline>
+    static __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,
+                                                               typename Pipeline::State& state) {
+        pipeline.consumer_release(state);
+        state.advance();
     }
 
     // The Q tiles that see all of this consumer's keys.
@@ -446,16 +450,11 @@ struct Fa3Backward {
                             Config::kBlockQ);
     }
 
-    __device__ __forceinline__ const float* statistics(int offset, uint32_t slot) const {
-        return reinterpret_cast<const float*>(dynamic_shared() + offset +
-                                              slot * Config::kStatisticsBytes);
-    }
-
     // dP^T begins with -delta.
-    __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t slot) const {
+    __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t stage) const {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            const float2 delta = column_pair(statistics(Config::kDelta, slot), n);
+            const float2 delta = column_pair(storage.delta[stage], n);
             dp.v[0][n][0] = dp.v[0][n][2] = -delta.x;
             dp.v[0][n][1] = dp.v[0][n][3] = -delta.y;
         }
@@ -463,7 +462,7 @@ struct Fa3Backward {
 
     // From P^T and dP^T - delta: P^T and dS^T as operands.
     __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
-                                                     Operand& rdS, uint32_t lse_slot,
+                                                     Operand& rdS, uint32_t lse_stage,
                                                      const KeyTile& tile,
                                                      const QTileStep& at) const {
         const bool softcap = Config::kGeneral && params.softcap != 0.f;
@@ -479,8 +478,7 @@ struct Fa3Backward {
                                           reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
                                           tile.first_key + warp_key,
                                           at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
-                                              return statistics(Config::kLse,
-                                                                lse_slot)[8 * n + col];
+                                              return storage.lse[lse_stage][8 * n + col];
                                           });
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -491,9 +489,9 @@ struct Fa3Backward {
         }
     }
 
-    __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t slot) const {
+    __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const int lane = lane_id();
-        const uint32_t address = ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
+        const uint32_t address = ds_tile(stage) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k)
             ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerPanel * 32)) +
@@ -502,76 +500,67 @@ struct Fa3Backward {
         ptx::fence_proxy_async();
     }
 
-    // An operand, moved from a ring's first slot to another.
-    template <int kSlotBytes, class Operand_>
-    static __device__ __forceinline__ Operand_ in_slot(Operand_ operand, uint32_t slot) {
-        operand.descriptor += slot * (kSlotBytes / 16);
+    // An operand, moved from a pipeline's first stage to another.
+    template <int kStageBytes, class Operand_>
+    static __device__ __forceinline__ Operand_ in_stage(Operand_ operand, uint32_t stage) {
+        operand.descriptor += stage * (kStageBytes / 16);
         return operand;
     }
 
     // A consumer's part of dQ to shared memory, for the producer that adds it.
     __device__ __forceinline__ void store_dq(const DQ& rdQ,
-                                             typename Config::DQRing::Cursor& c) const {
-        const auto ring = dq_ring(consumer);
-        auto* slot = reinterpret_cast<float4*>(dynamic_shared() + (ring.tile(c) - shared)) +
-                     (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
+                                             typename DQPipeline::State& c) const {
+        auto* target = reinterpret_cast<float4*>(storage.dq[consumer].bytes[c.stage]) +
+                       (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
 #pragma unroll
         for (int n = 0; n < DQ::kN; ++n) {
             const float (&x)[4] = rdQ.v[0][n];
-            slot[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
+            target[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
         }
         ptx::fence_proxy_async();
         __syncwarp();
-        if (leads_warp) ring.publish(c);
+        if (elected) dq_pipeline(consumer).producer_commit(c);
         c.advance();
     }
 
-    // Consumers that fall into step have their matmuls at the same time, and none beside the
-    // exponentials. So one begins a step when the other has started the last matmul before its own.
-    __device__ __forceinline__ void take_turn() const {
-        if constexpr (Config::kTurns) ptx::barrier_sync(3 + consumer, Config::kConsumers * 128);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if constexpr (Config::kTurns) ptx::barrier_arrive(4 - consumer, Config::kConsumers * 128);
-    }
-
     __device__ __forceinline__ void consume() const {
-        if (consumer == 1) pass_turn();  // the first one's
-        QCursor q;                       // of the scores, or, where dK is behind them, ...
-        QCursor q_done;                  // of dK
-        DOCursor d, d_done;              // the same of dP and dV
-        TileCursor_ t;
-        typename Config::DQRing::Cursor part;  // of dQ
-        uint32_t ds = 0;                       // slot of dS
-        uint32_t ds_parity = 0;                // of dQ's slot
+        // One consumer begins a step when the other has started the last matmul before its own.
+        if (consumer == 1) Turns::pass_turn(consumer);  // the first one's
+        typename QPipeline::State q;          // of the scores
+        typename QPipeline::State q_done;     // of dK, which is a step later
+        typename DOPipeline::State d, d_done;  // of dP and dV
+        WorkTileState t;
+        typename DQPipeline::State part;  // of dQ
+        uint32_t ds = 0;                  // stage of dS
+        uint32_t ds_phase = 0;            // of dQ's stage
         GradientK rdK;
         GradientV rdV;
-        // Operands in shared memory, of rings in their first slots.
-        const AlongRows<KTile> k_rows(shared + Config::kK, consumer * 64);
-        const AlongRows<VTile> v_rows(shared + Config::kV, consumer * 64);
-        const AlongRows<QTile> q_rows(shared + Config::kQ);
-        const AlongRows<DOTile> do_rows(shared + Config::kDO);
-        const AlongColumns<QTile> q_columns(shared + Config::kQ);
-        const AlongColumns<DOTile> do_columns(shared + Config::kDO);
+        // Operands in shared memory, of pipelines in their first stages.
+        const AlongRows<KTile> k_rows(k_pipeline.stages, consumer * 64);
+        const AlongRows<VTile> v_rows(v_pipeline.stages, consumer * 64);
+        const AlongRows<QTile> q_rows(q_pipeline.stages);
+        const AlongRows<DOTile> do_rows(do_pipeline.stages);
+        const AlongColumns<QTile> q_columns(q_pipeline.stages);
+        const AlongColumns<DOTile> do_columns(do_pipeline.stages);
         const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
         const AlongColumns<DSTile> ds_columns(
             ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kPanelBytes));
         const AlongColumns<KTile> k_columns(
-            shared + Config::kK + (Config::kTransposeDQ ? consumer * KTile::kPanelBytes : 0));
+            k_pipeline.stages + (Config::kTransposeDQ ? consumer * KTile::kPanelBytes : 0));
 
-        for (;; t.advance()) {
-            tiles.ring.wait(t);
-            const KeyTile& tile = tiles[t];
+        for (;; this->end_work_tile(t)) {
+            work_tiles.descriptions.consumer_wait(t);
+            const KeyTile& tile = work_tiles[t];
             if (ptx::warp_uniform(tile.first_key) < 0) return;
             const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
                                    ptx::warp_uniform(tile.q_tiles.end)};
-            typename Config::KRing::Cursor k{0, tiles.parity(t)};
-            typename Config::VRing::Cursor v{0, tiles.parity(t)};
+            typename KPipeline::State k{0, work_tiles.phase(t)};
+            typename VPipeline::State v{0, work_tiles.phase(t)};
             if (q_tiles.empty()) [[unlikely]] {
-                k_ring.wait(k);
-                v_ring.wait(v);
-                release(k_ring, k);
-                release(v_ring, v);
+                k_pipeline.consumer_wait(k);
+                v_pipeline.consumer_wait(v);
+                release_and_advance(k_pipeline, k);
+                release_and_advance(v_pipeline, v);
                 store_zeros(gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
                 store_zeros(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
             } else {
@@ -583,39 +572,39 @@ struct Fa3Backward {
                 auto& rdQ = reinterpret_cast<DQ&>(rS);  // S is used up by then
 
                 const auto start_scores = [&] {
-                    q_ring.wait(q);
+                    q_pipeline.consumer_wait(q);
                     start_gemm<Element, Config::kHeadDim>(
-                        rS, k_rows, in_slot<QTile::kBytes>(q_rows, q.slot), false);
+                        rS, k_rows, in_stage<QTile::kBytes>(q_rows, q.stage), false);
                 };
                 const auto start_dp = [&] {
-                    do_ring.wait(d);
-                    subtract_delta(rdP, d.slot);
+                    do_pipeline.consumer_wait(d);
+                    subtract_delta(rdP, d.stage);
                     start_gemm<Element, Config::kHeadDimV>(
-                        rdP, v_rows, in_slot<DOTile::kBytes>(do_rows, d.slot), true);
+                        rdP, v_rows, in_stage<DOTile::kBytes>(do_rows, d.stage), true);
                 };
                 const auto probabilities = [&] {
                     exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
                         rS, params, tile, at.head, tile.first_key + warp_key,
                         at.q_tile * Config::kBlockQ,
                         at.q_tile < full.begin || at.q_tile >= full.end,
-                        statistics(Config::kLse, q.slot));
+                        storage.lse[q.stage]);
                 };
                 const auto start_dv_dk = [&](bool accumulate) {
                     start_gemm<Element, Config::kBlockQ>(
-                        rdV, rP, in_slot<DOTile::kBytes>(do_columns, d_done.slot), accumulate);
-                    const auto Q = in_slot<QTile::kBytes>(q_columns, q_done.slot);
+                        rdV, rP, in_stage<DOTile::kBytes>(do_columns, d_done.stage), accumulate);
+                    const auto Q = in_stage<QTile::kBytes>(q_columns, q_done.stage);
                     if constexpr (Config::kHoldDS) {
                         start_gemm<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
                     } else {
-                        ptx::barrier_sync(1 + consumer, 128);  // all of its dS is there
+                        ptx::barrier_sync(kDSStored + consumer, 128);  // all of its dS is there
                         start_gemm<Element, Config::kBlockQ>(
-                            rdK, in_slot<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
+                            rdK, in_stage<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
                     }
                 };
                 // This consumer's part of dQ.
                 const auto start_dq = [&] {
-                    dq_ring(consumer).acquire(part);
-                    const auto dS = in_slot<DSTile::kBytes>(ds_columns, ds);
+                    dq_pipeline(consumer).producer_acquire(part);
+                    const auto dS = in_stage<DSTile::kBytes>(ds_columns, ds);
                     if constexpr (Config::kTransposeDQ) {
                         start_gemm_columns<Element, Config::kBlockKV>(rdQ, k_columns, dS, false);
                     } else {
@@ -626,72 +615,72 @@ struct Fa3Backward {
                     ptx::wgmma_wait<0>();
                     finished(rdV);
                     finished(rdK);
-                    release(q_ring, q_done);
-                    release(do_ring, d_done);
+                    release_and_advance(q_pipeline, q_done);
+                    release_and_advance(do_pipeline, d_done);
                 };
                 const auto finish_dp = [&] {
                     ptx::wgmma_wait<0>();
                     finished(rdP);
                 };
                 // Both consumers' dS is there, and their dQ of the step before done.
-                const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_parity); };
-                const auto publish_ds = [&] {
+                const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_phase); };
+                const auto commit_ds = [&] {
                     __syncwarp();
-                    if (leads_warp) ptx::mbarrier_arrive(ds_barrier(ds));
+                    if (elected) ptx::mbarrier_arrive(ds_barrier(ds));
                 };
                 const auto next_ds = [&] {
-                    ds_parity ^= ds;
+                    ds_phase ^= ds;
                     ds ^= 1;
                 };
 
-                k_ring.wait(k);
-                take_turn();
+                k_pipeline.consumer_wait(k);
+                Turns::wait_for_turn(consumer);
                 start_scores();
                 ptx::wgmma_wait<0>();
                 finished(rS);
-                v_ring.wait(v);
+                v_pipeline.consumer_wait(v);
                 start_dp();
-                pass_turn();
+                Turns::pass_turn(consumer);
                 probabilities();
                 finish_dp();
-                softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
+                softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
                 store_ds(rdS, ds);
-                publish_ds();
+                commit_ds();
                 bool accumulate = false;
 
                 while (--steps > 0) {
                     q.advance();
                     d.advance();
                     at.advance(q_tiles);
-                    take_turn();
+                    Turns::wait_for_turn(consumer);
                     start_scores();
                     start_dv_dk(accumulate);
                     accumulate = true;
                     finish_dv_dk();
                     finished(rS);
                     start_dp();
-                    pass_turn();
+                    Turns::pass_turn(consumer);
                     probabilities();
                     finish_dp();
                     wait_ds();
-                    softmax_gradient(rS, rdP, rP, rdS, q.slot, tile, at);
+                    softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
                     store_ds(rdS, ds ^ 1);
                     start_dq();
                     ptx::wgmma_wait<0>();
                     finished(rdQ);
                     next_ds();
-                    publish_ds();
+                    commit_ds();
                     store_dq(rdQ, part);
                 }
 
-                release(v_ring, v);
+                release_and_advance(v_pipeline, v);
                 start_dv_dk(accumulate);
                 wait_ds();
                 start_dq();
                 finish_dv_dk();
                 finished(rdQ);
                 next_ds();
-                release(k_ring, k);
+                release_and_advance(k_pipeline, k);
                 q.advance();
                 d.advance();
                 store_dq(rdQ, part);
@@ -700,32 +689,17 @@ struct Fa3Backward {
                            rdV);
                 store_rows(gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim), rdK);
             }
-            __syncwarp();
-            if (leads_warp) tiles.ring.release(t);
         }
     }
 
  private:
-    __device__ __forceinline__ uint32_t ds_tile(uint32_t slot) const {
-        return shared + Config::kDS + slot * DSTile::kBytes;
+    __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
+        return ptx::shared_address(storage.ds[stage]);
     }
-    __device__ __forceinline__ uint32_t ds_barrier(uint32_t slot) const {
-        return shared + Config::kDSBarriers + 8 * slot;
+    __device__ __forceinline__ uint32_t ds_barrier(uint32_t stage) const {
+        return ptx::shared_address(&storage.ds_barriers[stage]);
     }
 };
-
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_kernel(const __grid_constant__ Fa3BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    const Fa3Backward<Config> kernel(params, ptx::shared_address(dynamic_shared()));
-    if (threadIdx.x == 0) kernel.init();
-    __syncthreads();  // the barriers are there
-    run_roles<Config>(kernel);
-#else
-    __trap();  // not to be run elsewhere
-#endif
-}
 
 // A first KV tile is to be done when the others of its head begin: so as many tiles lie between as
 // CTAs run, more under a mask, where it has 2 tiles / (tiles + 1) times the mean's steps. Not for
@@ -763,9 +737,8 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
         status = launch_prepare<typename Config::Element, Config::kGeneral, Config::kBlockQ,
                                 Config::kHeadDimV, Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
-        status = launch_kernel<fa3_backward_kernel<Config>>(
-            min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
-            Config::kSharedBytes, params, stream, true);
+        status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
+                                                 /*pdl=*/true);
     if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(params, stream);
     return status;
 }

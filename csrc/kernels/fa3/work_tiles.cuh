@@ -2,6 +2,7 @@
 // producers describes them to all others.
 #pragma once
 
+#include "plan/head_dims.h"
 #include "problem/mask.cuh"
 #include "problem/sequences.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -155,5 +156,25 @@ struct WorkTilePipeline {
         return ptx::shared_address(&storage.fetch);
     }
 };
+
+// A warp's rows of dK or dV, the first of them `row` within the KV tile.
+template <class Element>
+__device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
+                                                             const KeyTile& tile, int row,
+                                                             int cols) {
+    const Sequence& s = tile.sequence;
+    const int first = tile.first_key + row;
+    return global_tile<Element>(view, s.batch, s.k_begin + first, tile.head, s.rows_k - first,
+                                cols);
+}
+
+// A warp's 16 rows of a result that is nothing but zeros.
+template <class Element>
+__device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {
+    static_assert(kMaxHeadDim <= 32 * 8);  // 16 bytes a lane
+    for (int row = 0; row < min_of(16, g.rows); ++row)
+        if (lane_id() * 8 < g.cols)
+            *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
+}
 
 }  // namespace flash_ext
