@@ -490,7 +490,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
-        const int lane = lane_id();
+        const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
         const uint32_t address = ds_tile(stage) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k)
