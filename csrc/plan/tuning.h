@@ -294,13 +294,13 @@ struct Fa3BackwardWide {
     int pool_pairs;      // dK and dV: Q and dO tiles in shared memory
     int k_stages;        // dQ: K tiles ...
     int v_stages;        // ... and V tiles
-    int product_stages;  // dS K: tiles of both
+    int dq_gemm_stages;  // dS K: tiles of both
 };
 
 inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
-    {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .product_stages = 5},
-    {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .product_stages = 5},
-    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .product_stages = 4},
+    {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
+    {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
+    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .dq_gemm_stages = 4},
 };
 
 constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {

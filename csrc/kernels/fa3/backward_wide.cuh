@@ -8,9 +8,9 @@
 // that tile_counter points to here.
 #pragma once
 
-#include "kernels/fa3/backward_keys.cuh"
-#include "kernels/fa3/backward_product.cuh"
-#include "kernels/fa3/backward_queries.cuh"
+#include "kernels/fa3/backward_dkdv.cuh"
+#include "kernels/fa3/backward_dq_gemm.cuh"
+#include "kernels/fa3/backward_dq.cuh"
 #include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
 
@@ -20,11 +20,11 @@ template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
     using Keys =
-        Fa3BackwardKeysConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, false>;
+        Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, false>;
     using KeepingKeys =
-        Fa3BackwardKeysConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
-    using Product = Fa3BackwardProductConfig<Element, kHeadDim, kTuning.product_stages>;
-    using Queries = Fa3BackwardQueriesConfig<Element, kHeadDim, kHeadDimV, kFeatures,
+        Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
+    using Product = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
+    using Queries = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures,
                                              kTuning.k_stages, kTuning.v_stages>;
     cudaError_t status =
         launch_prepare<Element, Keys::kGeneral, Keys::kBlockQ, kHeadDimV, 0>(params, stream);
@@ -34,14 +34,14 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
         for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
             const KeptDS kept{static_cast<char*>(params.ds), head,
                               min_of(heads_at_a_time, heads - head), KeptTiles(params)};
-            status = launch_fa3_backward_keys<KeepingKeys>(params, kept, stream);
+            status = launch_fa3_backward_dkdv<KeepingKeys>(params, kept, stream);
             if (status == cudaSuccess)
-                status = launch_fa3_backward_product<Product>(params, kept, stream);
+                status = launch_fa3_backward_dq_gemm<Product>(params, kept, stream);
         }
         return status;
     }
-    if (status == cudaSuccess) status = launch_fa3_backward_keys<Keys>(params, KeptDS{}, stream);
-    if (status == cudaSuccess) status = launch_fa3_backward_queries<Queries>(params, stream);
+    if (status == cudaSuccess) status = launch_fa3_backward_dkdv<Keys>(params, KeptDS{}, stream);
+    if (status == cudaSuccess) status = launch_fa3_backward_dq<Queries>(params, stream);
     return status;
 }
 

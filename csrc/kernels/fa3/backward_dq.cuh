@@ -1,5 +1,5 @@
 // FlashAttention-3 backward for wide heads, part two: dQ. For Hopper. Part one, and why there are
-// two, is fa3/backward_keys.cuh.
+// two, is fa3/backward_dkdv.cuh.
 //
 // One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh), and goes
 // over the KV tiles that it sees. Its warpgroups have roles:
@@ -18,8 +18,8 @@
 // They take turns at starting their matmuls, so that one's arithmetic runs beside the other's.
 // dS goes from the registers into dQ.
 //
-// Shared memory: Q and dO, with lse and delta; rings of K and V tiles, and of Q tiles' descriptions
-// (QueryTile).
+// Shared memory: Q and dO, with lse and delta; pipelines of K and V tiles, and of Q tiles'
+// descriptions (QueryTile).
 //
 //   barrier              arrives                       waits
 //   full(Q, dO, K, V)    TMA, by bytes                 consumers, before the matmul that reads it
@@ -27,14 +27,15 @@
 //                        the matmul is done
 //   empty(Q, dO)         each warp of the consumer     its producer
 //                        whose rows they are
-//   turn (named)         the other consumer, when      consumers, before they start theirs
+//   ping-pong (named)    the other consumer, when      consumers, before they start theirs
 //                        its matmuls are started
-//   full, empty(tiles)   producer; all readers         all readers; producer
-//   draw                 producer of K, before a       producer of tiles
+//   full, empty(work     producer; all readers         all readers; producer
+//   tiles)
+//   fetch                producer of K, before a       producer of tiles
 //                        tile's last loads
 #pragma once
 
-#include "kernels/fa3/backward_keys.cuh"
+#include "kernels/fa3/backward_dkdv.cuh"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "schedule/packed_gqa.h"
@@ -44,8 +45,9 @@ namespace flash_ext {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kStagesK,
           int kStagesV>
-struct Fa3BackwardQueriesConfig {
+struct Fa3BackwardDQConfig {
     using Element = Element_;
+    using Params = Fa3BackwardWideParams;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -53,7 +55,7 @@ struct Fa3BackwardQueriesConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
-    static constexpr int kDrawAhead = 2;
+    static constexpr int kFetchAhead = 2;  // tiles of K, when the next Q tile is fetched
     // As many for the consumers as they need.
     static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
     static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
@@ -63,80 +65,81 @@ struct Fa3BackwardQueriesConfig {
     using DOTile = SharedTile<64, kHeadDimV>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using QRing = TmaRing<1, QTile::kBytes>;
-    using DORing = TmaRing<1, DOTile::kBytes>;
-    using KRing = TmaRing<kStagesK, KTile::kBytes>;
-    using VRing = TmaRing<kStagesV, VTile::kBytes>;
+    using QPipeline = Pipeline<1, QTile::kBytes>;
+    using DOPipeline = Pipeline<1, DOTile::kBytes>;
+    using KPipeline = Pipeline<kStagesK, KTile::kBytes>;
+    using VPipeline = Pipeline<kStagesV, VTile::kBytes>;
+    using WorkTiles = WorkTilePipeline<QueryTile>;
     static_assert(kStagesK >= 2);  // of this step and of the next
 
-    static constexpr int kQ = 0;
-    static constexpr int kDO = kQ + kConsumers * QTile::kBytes;
-    static constexpr int kK = kDO + kConsumers * DOTile::kBytes;
-    static constexpr int kV = kK + KRing::kSlots * KTile::kBytes;
-    static constexpr int kStatisticsBytes = 64 * 4;  // a consumer's
-    static constexpr int kLse = kV + VRing::kSlots * VTile::kBytes;
-    static constexpr int kDelta = kLse + kConsumers * kStatisticsBytes;
-    static constexpr int kTiles = kDelta + kConsumers * kStatisticsBytes;
-    using Tiles = TileQueue<QueryTile, kTiles>;
-    static constexpr int kQBarriers = kTiles + Tiles::kBytes;
-    static constexpr int kDOBarriers = kQBarriers + kConsumers * QRing::kBarrierBytes;
-    static constexpr int kKBarriers = kDOBarriers + kConsumers * DORing::kBarrierBytes;
-    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
-    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kSharedBytes = kTileBarriers + Tiles::kBarrierBytes;
-    static_assert(kSharedBytes <= 227 * 1024);
+    struct SharedStorage {
+        typename QPipeline::Stages q[kConsumers];
+        typename DOPipeline::Stages dout[kConsumers];
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;
+        float lse[kBlockQ];
+        float delta[kBlockQ];
+        typename QPipeline::Barriers q_barriers[kConsumers];
+        typename DOPipeline::Barriers do_barriers[kConsumers];
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename WorkTiles::Storage work_tiles;
+    };
 };
 
-template <class Config>
-struct Fa3BackwardQueries {
+template <class Config_>
+struct Fa3BackwardDQ : Fa3Cta<Config_> {
+    using Config = Config_;
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     using DOTile = typename Config::DOTile;
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
-    using QRing = typename Config::QRing;
-    using DORing = typename Config::DORing;
-    using KCursor = typename Config::KRing::Cursor;
-    using TileCursor_ = typename Config::Tiles::Cursor;
+    using QPipeline = typename Config::QPipeline;
+    using DOPipeline = typename Config::DOPipeline;
+    using KPipeline = typename Config::KPipeline;
+    using VPipeline = typename Config::VPipeline;
+    using KState = typename KPipeline::State;
+    using VState = typename VPipeline::State;
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Operand = RegisterOperand<Config::kBlockKV>;
     using DQ = RegisterTile<16, Config::kHeadDim>;
+    using Turns = PingPong<Config::kConsumers>;
+    using Cta = Fa3Cta<Config>;
+    using typename Cta::WorkTileState;
+    using Cta::elected, Cta::end_work_tile, Cta::group, Cta::params, Cta::release,
+        Cta::release_and_advance, Cta::storage, Cta::work_tiles;
 
-    const Fa3BackwardWideParams& params;
-    uint32_t shared;
-    bool leads_warp;  // is it its warp's first?
-    typename Config::KRing k_ring;
-    typename Config::VRing v_ring;
-    typename Config::Tiles tiles;
+    KPipeline k_pipeline;
+    VPipeline v_pipeline;
 
-    __device__ __forceinline__ Fa3BackwardQueries(const Fa3BackwardWideParams& p, uint32_t shared_)
-        : params(p),
-          shared(shared_),
-          leads_warp(lane_id() == 0),
-          k_ring{shared + Config::kK, shared + Config::kKBarriers},
-          v_ring{shared + Config::kV, shared + Config::kVBarriers},
-          tiles(shared, Config::kTileBarriers) {}
+    __device__ __forceinline__ explicit Fa3BackwardDQ(const Fa3BackwardWideParams& p)
+        : Cta(p),
+          k_pipeline(storage.k, storage.k_barriers),
+          v_pipeline(storage.v, storage.v_barriers) {}
 
-    __device__ __forceinline__ QRing q_ring(int of) const {
-        return {shared + Config::kQ + of * QTile::kBytes,
-                shared + Config::kQBarriers + of * QRing::kBarrierBytes};
+    // A consumer's own.
+    __device__ __forceinline__ QPipeline q_pipeline(int of) const {
+        return {storage.q[of], storage.q_barriers[of]};
     }
-    __device__ __forceinline__ DORing do_ring(int of) const {
-        return {shared + Config::kDO + of * DOTile::kBytes,
-                shared + Config::kDOBarriers + of * DORing::kBarrierBytes};
+    __device__ __forceinline__ DOPipeline do_pipeline(int of) const {
+        return {storage.dout[of], storage.do_barriers[of]};
     }
 
     __device__ __forceinline__ void init() const {
         constexpr int kReaders = Config::kConsumers * 4;
         for (int i = 0; i < Config::kConsumers; ++i) {
-            q_ring(i).init(4);
-            do_ring(i).init(128);  // all threads, since all read the statistics
+            q_pipeline(i).init(4);
+            do_pipeline(i).init(128);  // all threads, since all read the statistics
         }
-        k_ring.init(kReaders);
-        v_ring.init(kReaders);
-        tiles.init(kReaders + 3);  // and the other producers
-        ptx::mbarrier_fence_init();
+        k_pipeline.init(kReaders);
+        v_pipeline.init(kReaders);
+        work_tiles.init(kReaders + 3);  // and the other producers
     }
+
+    // The kernel needs nothing of the one before it but the statistics that this one had read, and
+    // so begins while that one's last CTAs run; but what follows needs both.
+    __device__ __forceinline__ void end() const { ptx::wait_for_grid_before(); }
 
     // --- Producer ---
 
@@ -144,80 +147,82 @@ struct Fa3BackwardQueries {
     __device__ __forceinline__ void produce_tiles() const {
         params.counter.start();
         const int total = cta_count(params.schedule);
-        tiles.produce(
-            blockIdx.x, total, [&] { return params.counter.draw(total); },
+        const auto fetch = [&] { return params.counter.draw(total); };
+        work_tiles.produce(
+            blockIdx.x, total, fetch,
             [&](QueryTile& tile, int linear) {
                 describe<Config>(tile, params, work_tile(linear, params.schedule));
                 tile.large_lse = params.large_lse.is_raised();
             },
-            [](const QueryTile&, const TileCursor_&) {});
+            [&](const QueryTile&, const WorkTileState& t) {
+                work_tiles.wait_to_fetch(t);
+                return fetch();
+            });
     }
 
     __device__ __forceinline__ void produce_k() const {
-        KCursor k;
-        tiles.for_each([&](const QueryTile& tile) {
+        KState k;
+        work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             int first_key = tile.kv_tiles.begin * Config::kBlockKV;
             int left = tile.kv_tiles.end - tile.kv_tiles.begin;
-            int until_draw = max_of(left - 1 - Config::kDrawAhead, 0);
-            if (left == 0) tiles.let_draw();
-            for (; left > 0; --left, --until_draw, first_key += Config::kBlockKV) {
-                if (until_draw == 0) tiles.let_draw();
-                load_tile<KTile>(k_ring, k, params.k_map, rows, first_key);
+            int until_fetch = max_of(left - 1 - Config::kFetchAhead, 0);
+            if (left == 0) work_tiles.allow_fetch();
+            for (; left > 0; --left, --until_fetch, first_key += Config::kBlockKV) {
+                if (until_fetch == 0) work_tiles.allow_fetch();
+                load_tile<KTile>(k_pipeline, k, params.k_map, rows, first_key);
                 k.advance();
             }
         });
     }
 
     __device__ __forceinline__ void produce_v() const {
-        typename Config::VRing::Cursor v;
-        tiles.for_each([&](const QueryTile& tile) {
+        VState v;
+        work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
-                load_tile<VTile>(v_ring, v, params.v_map, rows, i * Config::kBlockKV);
+                load_tile<VTile>(v_pipeline, v, params.v_map, rows, i * Config::kBlockKV);
         });
     }
 
     __device__ __forceinline__ void produce_q_do() const {
-        uint32_t round = 0;
-        tiles.for_each([&](const QueryTile& tile) {
+        uint32_t phase = 0;
+        work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
             {
                 const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
                 for (int i = 0; i < Config::kConsumers; ++i)
-                    load_tile<QTile>(q_ring(i), {0, round}, params.q_map, rows,
+                    load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map, rows,
                                      tile.first_query + i * 64);
             }
             const TensorRows rows(params.dout, s.batch, tile.head, s.q_begin, s.seqlen_q);
             for (int i = 0; i < Config::kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
-                const DORing ring = do_ring(i);
-                const typename DORing::Cursor d{0, round};
-                ring.acquire(d);
-                ptx::mbarrier_arrive_expect(ring.full(d),
-                                            DOTile::kBytes + 2 * Config::kStatisticsBytes);
-                const auto load_statistics = [&](int offset, const float* source) {
-                    ptx::bulk_load(shared + offset + i * Config::kStatisticsBytes,
+                const DOPipeline pipeline = do_pipeline(i);
+                const typename DOPipeline::State d{0, phase};
+                pipeline.producer_acquire(d);
+                pipeline.producer_expect(d, DOTile::kBytes + 2 * 64 * sizeof(float));
+                const auto load_statistics = [&](float* target, const float* source) {
+                    ptx::bulk_load(ptx::shared_address(target + i * 64),
                                    source + workspace_row(params, s, tile.head, first_query),
-                                   Config::kStatisticsBytes, ring.full(d));
+                                   64 * sizeof(float), pipeline.full(d));
                 };
-                load_statistics(Config::kLse, params.lse_log2);
-                load_statistics(Config::kDelta, params.delta);
-                rows.load<DOTile>(params.do_map, ring.tile(d), ring.full(d), first_query);
+                load_statistics(storage.lse, params.lse_log2);
+                load_statistics(storage.delta, params.delta);
+                rows.load<DOTile>(params.do_map, pipeline.stage(d), pipeline.full(d), first_query);
             }
-            round ^= 1;
+            phase ^= 1;
         });
     }
 
     __device__ __forceinline__ int head_k(const QueryTile& tile) const {
-        return tile.head / (params.heads_q / params.heads_k);
+        return tile.head / group();
     }
 
     __device__ __forceinline__ void produce() const {
-        if (lane_id() != 0) return;
         switch (warp_id()) {
             case 0:
                 return produce_k();
@@ -241,41 +246,30 @@ struct Fa3BackwardQueries {
         return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
 
-    template <class Ring>
-    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
-        if (leads_warp) ring.release(cursor);
-        cursor.advance();
-    }
-
-    // Consumers take turns at starting their matmuls, one for each KV tile.
-    __device__ __forceinline__ void take_turn() const { ptx::barrier_sync(1 + consumer(), 256); }
-    __device__ __forceinline__ void pass_turn() const { ptx::barrier_arrive(2 - consumer(), 256); }
-
-    // Lets go of KV tiles that it has no use for.
-    __device__ __forceinline__ void skip(KCursor& k, typename Config::VRing::Cursor& v,
-                                         int tiles) const {
+    // Releases KV tiles that it has no use for.
+    __device__ __forceinline__ void skip(KState& k, VState& v, int tiles) const {
         for (; tiles > 0; --tiles) {
-            take_turn();
-            pass_turn();
-            k_ring.wait(k);  // or its writer would count this reader twice
-            release(k_ring, k);
-            v_ring.wait(v);
-            release(v_ring, v);
+            Turns::wait_for_turn(consumer());
+            Turns::pass_turn(consumer());
+            k_pipeline.consumer_wait(k);  // or its producer would count this reader twice
+            release_and_advance(k_pipeline, k);
+            v_pipeline.consumer_wait(v);
+            release_and_advance(v_pipeline, v);
         }
     }
 
     // A consumer's way through the Q tiles: where its scores are.
     struct Walk {
-        TileCursor_ tile;
+        WorkTileState tile;
         int kv_tile;
         int last;  // of its KV tiles
     };
 
     // The next Q tile that has KV tiles; dQ of those that have none is written as zeros.
     __device__ __forceinline__ bool find_tile(Walk& walk) const {
-        for (;; end_tile(walk)) {
-            tiles.ring.wait(walk.tile);
-            const QueryTile& tile = tiles[walk.tile];
+        for (;; end_work_tile(walk.tile)) {
+            work_tiles.descriptions.consumer_wait(walk.tile);
+            const QueryTile& tile = work_tiles[walk.tile];
             if (ptx::warp_uniform(tile.first_query) < 0) return false;
             const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
                               ptx::warp_uniform(tile.kv_tiles.end)};
@@ -293,34 +287,27 @@ struct Fa3BackwardQueries {
         }
     }
 
-    __device__ __forceinline__ void end_tile(Walk& walk) const {
-        __syncwarp();
-        if (leads_warp) tiles.ring.release(walk.tile);
-        walk.tile.advance();
-    }
-
     // KV tiles of the Q tile that this consumer does not see, where it is at its first, at its
     // last.
     __device__ __forceinline__ int hidden_before(const Walk& walk) const {
-        return walk.kv_tile - ptx::warp_uniform(tiles[walk.tile].kv_tiles.begin);
+        return walk.kv_tile - ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.begin);
     }
-    __device__ __forceinline__ int hidden_behind(const Walk& walk) const {
-        return ptx::warp_uniform(tiles[walk.tile].kv_tiles.end) - 1 - walk.last;
+    __device__ __forceinline__ int hidden_after(const Walk& walk) const {
+        return ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.end) - 1 - walk.last;
     }
 
     // The statistics of this thread's two rows, which came with dO.
     struct Statistics {
         float x[2];
     };
-    __device__ __forceinline__ Statistics statistics(int offset) const {
-        const auto* x =
-            reinterpret_cast<const float*>(dynamic_shared() + offset) + warp_row() + lane_row();
+    __device__ __forceinline__ Statistics statistics(const float* of_rows) const {
+        const float* x = of_rows + warp_row() + lane_row();
         return {{x[0], x[8]}};
     }
 
     // S to P.
     __device__ __forceinline__ void exponentiate(Scores& s, const Walk& walk) const {
-        const QueryTile& tile = tiles[walk.tile];
+        const QueryTile& tile = work_tiles[walk.tile];
         const int first_key = walk.kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral) {
             // A part at a time, since softcap takes registers.
@@ -343,7 +330,7 @@ struct Fa3BackwardQueries {
                                               params, tile.sequence, tile.head, first_query));
         }
         const float scale = Config::kGeneral ? 1.f : params.scale_log2;
-        const Statistics lse = statistics(Config::kLse);
+        const Statistics lse = statistics(storage.lse);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
@@ -354,7 +341,7 @@ struct Fa3BackwardQueries {
     // P and dP to dS, as an operand.
     __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rdS,
                                                      const Walk& walk) const {
-        const Statistics delta = statistics(Config::kDelta);
+        const Statistics delta = statistics(storage.delta);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
@@ -362,8 +349,8 @@ struct Fa3BackwardQueries {
                 dp.v[0][n][i] = p.v[0][n][i] * (dp.v[0][n][i] - delta.x[i / 2]);
         if constexpr (Config::kGeneral)
             if (params.softcap != 0.f) {
-                const QueryTile& tile = tiles[walk.tile];
-                const Statistics lse = statistics(Config::kLse);
+                const QueryTile& tile = work_tiles[walk.tile];
+                const Statistics lse = statistics(storage.lse);
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
                     .softcap_gradient(dp, p, tile.first_query + warp_row(),
                                       walk.kv_tile * Config::kBlockKV,
@@ -372,7 +359,7 @@ struct Fa3BackwardQueries {
         rdS.template round<Element>(dp);
     }
 
-    // Keeps the compiler from moving P's arithmetic behind a wait that follows, where no matmul
+    // Keeps the compiler from moving P's arithmetic past a wait that follows, where no matmul
     // would run beside it: by a branch on P, which has no negative numbers.
     static __device__ __forceinline__ void compute_here(const Scores& p) {
         uint32_t bits = 0;
@@ -394,9 +381,9 @@ struct Fa3BackwardQueries {
 
     __device__ __forceinline__ void consume() const {
         Walk walk;
-        typename QRing::Cursor q;  // and of dO
-        KCursor k;                 // of the scores
-        typename Config::VRing::Cursor v;
+        typename QPipeline::State q;  // and of dO
+        KState k;                     // of the scores
+        VState v;
         Scores rS, rdP;
         Operand rdS;
         DQ rdQ;
@@ -404,32 +391,32 @@ struct Fa3BackwardQueries {
         // Descriptors are made where they are used: the compiler would hold those of every 16
         // columns in registers over the loop.
         const auto start_scores = [&] {
-            const AlongRows<QTile> q_rows(q_ring(consumer()).slots);
-            const AlongRows<KTile> k_rows(k_ring.tile(k));
+            const AlongRows<QTile> q_rows(q_pipeline(consumer()).stages);
+            const AlongRows<KTile> k_rows(k_pipeline.stage(k));
             start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
         };
         const auto start_dp = [&](bool first) {
-            if (first) do_ring(consumer()).wait({0, q.round});
-            v_ring.wait(v);
-            const AlongRows<DOTile> do_rows(do_ring(consumer()).slots);
-            const AlongRows<VTile> v_rows(v_ring.tile(v));
+            if (first) do_pipeline(consumer()).consumer_wait({0, q.phase});
+            v_pipeline.consumer_wait(v);
+            const AlongRows<DOTile> do_rows(do_pipeline(consumer()).stages);
+            const AlongRows<VTile> v_rows(v_pipeline.stage(v));
             start_gemm<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
         };
-        const auto start_gradient = [&](uint32_t k_slot, bool accumulate) {
-            const AlongColumns<KTile> k_columns(k_ring.tile({k_slot, 0}));
+        const auto start_gradient = [&](uint32_t k_stage, bool accumulate) {
+            const AlongColumns<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
             start_gemm<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
         };
         const auto probabilities = [&] {
-            if (walk.kv_tile == walk.last && leads_warp) q_ring(consumer()).release(q);
+            if (walk.kv_tile == walk.last) release(q_pipeline(consumer()), q);
             exponentiate(rS, walk);
             compute_here(rS);
         };
         const auto gradient_of_scores = [&] {
             finished(rdP);
-            release(v_ring, v);
+            release_and_advance(v_pipeline, v);
             softmax_gradient(rS, rdP, rdS, walk);
             if (walk.kv_tile == walk.last) {
-                do_ring(consumer()).release({0, q.round});
+                do_pipeline(consumer()).consumer_release({0, q.phase});
                 q.advance();
             }
         };
@@ -438,15 +425,15 @@ struct Fa3BackwardQueries {
             store_rows(gradient_rows(tile), rdQ);
         };
 
-        if (consumer() == 1) pass_turn();  // the first one's
+        if (consumer() == 1) Turns::pass_turn(consumer());  // the first one's
         while (find_tile(walk)) {
             skip(k, v, hidden_before(walk));
-            q_ring(consumer()).wait(q);
-            k_ring.wait(k);
-            take_turn();
+            q_pipeline(consumer()).consumer_wait(q);
+            k_pipeline.consumer_wait(k);
+            Turns::wait_for_turn(consumer());
             start_scores();
             start_dp(true);
-            pass_turn();
+            Turns::pass_turn(consumer());
             ptx::wgmma_wait<1>();
             finished(rS);
             probabilities();
@@ -455,52 +442,36 @@ struct Fa3BackwardQueries {
             bool accumulate = false;
             for (; walk.kv_tile < walk.last; accumulate = true) {
                 ++walk.kv_tile;
-                const uint32_t k_slot = k.slot;
+                const uint32_t k_stage = k.stage;
                 k.advance();
-                k_ring.wait(k);
-                take_turn();
-                start_gradient(k_slot, accumulate);
+                k_pipeline.consumer_wait(k);
+                Turns::wait_for_turn(consumer());
+                start_gradient(k_stage, accumulate);
                 start_scores();
                 ptx::wgmma_wait<1>();
                 finished(rdQ);
-                if (leads_warp) k_ring.release({k_slot, 0});
+                release(k_pipeline, {k_stage, 0});
                 start_dp(false);
-                pass_turn();
+                Turns::pass_turn(consumer());
                 ptx::wgmma_wait<1>();
                 finished(rS);
                 probabilities();
                 ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
-            start_gradient(k.slot, accumulate);
+            start_gradient(k.stage, accumulate);
             ptx::wgmma_wait<0>();
             finished(rdQ);
-            release(k_ring, k);
-            store(tiles[walk.tile]);
-            skip(k, v, hidden_behind(walk));
-            end_tile(walk);
+            release_and_advance(k_pipeline, k);
+            store(work_tiles[walk.tile]);
+            skip(k, v, hidden_after(walk));
+            end_work_tile(walk.tile);
         }
     }
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_queries_kernel(const __grid_constant__ Fa3BackwardWideParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    const Fa3BackwardQueries<Config> kernel(params, ptx::shared_address(dynamic_shared()));
-    if (threadIdx.x == 0) kernel.init();
-    __syncthreads();  // the barriers are there
-    run_roles<Config>(kernel);
-    // Needs nothing of the kernel before but the statistics that this one had read, and so begins
-    // while that one's last CTAs run; but what comes behind needs both.
-    ptx::wait_for_grid_before();
-#else
-    __trap();  // not to be run elsewhere
-#endif
-}
-
-template <class Config>
-cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t stream) {
+cudaError_t launch_fa3_backward_dq(const BackwardParams& call, cudaStream_t stream) {
     Fa3BackwardWideParams params{call};
     params.counter = new_count(call.tile_counter + 1);
     params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
@@ -508,9 +479,8 @@ cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
-    return launch_kernel<fa3_backward_queries_kernel<Config>>(
-        min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
-        Config::kSharedBytes, params, stream, true);
+    return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(params.schedule), stream,
+                                             /*pdl=*/true);
 }
 
 }  // namespace flash_ext

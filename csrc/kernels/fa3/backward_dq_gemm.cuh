@@ -1,132 +1,136 @@
 // FlashAttention-3 backward for wide heads, part two where there is memory for dS: dQ = dS K, with
-// the dS that fa3/backward_keys.cuh has left. For Hopper.
+// the dS that fa3/backward_dkdv.cuh has left. For Hopper.
 //
 // One CTA per SM takes one Q tile of 128 rows after another. Its warpgroups have roles:
 //
 //   producer       three threads: dS and K; the choice of Q tiles
 //   two consumers  each owns 64 queries, with dQ in registers
 //
-// Shared memory: a ring of stages, each the dS of both consumers and K for 64 keys; a ring of Q
+// Shared memory: a pipeline whose stages are the dS of both consumers and K for 64 keys; one of Q
 // tiles' descriptions (QueryTile).
 //
 //   barrier              arrives                       waits
 //   full(stages)         TMA, by bytes                 consumers, before the matmul
 //   empty(stages)        each consumer warp, when      producer, before it loads the next
 //                        the matmul is done
-//   full, empty(tiles)   producer; all readers         all readers; producer
-//   draw                 producer of stages, before a  producer of tiles
+//   full, empty(work     producer; all readers         all readers; producer
+//   tiles)
+//   fetch                producer of stages, before a  producer of tiles
 //                        tile's last loads
 #pragma once
 
-#include "kernels/fa3/backward_keys.cuh"
+#include "kernels/fa3/backward_dkdv.cuh"
 #include "problem/sequences.cuh"
 #include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 
 template <class Element_, int kHeadDim_, int kStages>
-struct Fa3BackwardProductConfig {
+struct Fa3BackwardDQGemmConfig {
     using Element = Element_;
+    using Params = Fa3BackwardKeepingParams;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
-    static constexpr int kDrawAhead = 3;
+    static constexpr int kFetchAhead = 3;  // stages, when the next Q tile is fetched
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
     using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using Ring = TmaRing<kStages, KTile::kBytes + kConsumers * DSTile::kBytes>;
+    struct Stage {
+        char k[KTile::kBytes];
+        char ds[kConsumers][DSTile::kBytes];
+    };
+    using StagePipeline = Pipeline<kStages, sizeof(Stage)>;
+    using WorkTiles = WorkTilePipeline<QueryTile>;
 
-    static constexpr int kTiles = kStages * Ring::kSlotBytes;
-    using Tiles = TileQueue<QueryTile, kTiles>;
-    static constexpr int kBarriers = kTiles + Tiles::kBytes;
-    static constexpr int kTileBarriers = kBarriers + Ring::kBarrierBytes;
-    static constexpr int kSharedBytes = kTileBarriers + Tiles::kBarrierBytes;
-    static_assert(kSharedBytes <= 227 * 1024);
+    struct SharedStorage {
+        typename StagePipeline::Stages stages;
+        typename StagePipeline::Barriers barriers;
+        typename WorkTiles::Storage work_tiles;
+    };
 };
 
-template <class Config>
-struct Fa3BackwardProduct {
+template <class Config_>
+struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
+    using Config = Config_;
     using Element = typename Config::Element;
     using KTile = typename Config::KTile;
-    using Cursor = typename Config::Ring::Cursor;
-    using TileCursor_ = typename Config::Tiles::Cursor;
+    using StagePipeline = typename Config::StagePipeline;
+    using State = typename StagePipeline::State;
     using DQ = RegisterTile<16, Config::kHeadDim>;
+    using Cta = Fa3Cta<Config>;
+    using typename Cta::WorkTileState;
+    using Cta::group, Cta::params, Cta::release, Cta::storage, Cta::work_tiles;
 
-    const Fa3BackwardWideParams& params;
-    const KeptDS& kept;
-    uint32_t shared;
-    bool leads_warp;  // is it its warp's first?
-    typename Config::Ring ring;
-    typename Config::Tiles tiles;
+    StagePipeline pipeline;
 
-    __device__ __forceinline__ Fa3BackwardProduct(const Fa3BackwardWideParams& p,
-                                                  const KeptDS& kept_, uint32_t shared_)
-        : params(p),
-          kept(kept_),
-          shared(shared_),
-          leads_warp(lane_id() == 0),
-          ring{shared, shared + Config::kBarriers},
-          tiles(shared, Config::kTileBarriers) {}
+    __device__ __forceinline__ explicit Fa3BackwardDQGemm(const Fa3BackwardKeepingParams& p)
+        : Cta(p), pipeline(storage.stages, storage.barriers) {}
 
     __device__ __forceinline__ void init() const {
-        ring.init(Config::kConsumers * 4);
-        tiles.init(Config::kConsumers * 4 + 1);  // and the producer of stages
-        ptx::mbarrier_fence_init();
+        pipeline.init(Config::kConsumers * 4);
+        work_tiles.init(Config::kConsumers * 4 + 1);  // and the producer of stages
+    }
+
+    __device__ __forceinline__ void begin() const {
+        ptx::wait_for_grid_before();  // dS is there
+        ptx::launch_dependents();
     }
 
     // --- Producer ---
 
-    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
-
     __device__ __forceinline__ void produce_tiles() const {
         params.counter.start();
         const int total = cta_count(params.schedule);
-        tiles.produce(
-            blockIdx.x, total, [&] { return params.counter.draw(total); },
+        const auto fetch = [&] { return params.counter.draw(total); };
+        work_tiles.produce(
+            blockIdx.x, total, fetch,
             [&](QueryTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
-                const int flat_head = kept.first_head * group() + work.head;
+                const int flat_head = params.kept.first_head * group() + work.head;
                 work.head = flat_head % params.heads_q;
                 work.batch = flat_head / params.heads_q;
                 describe<Config>(tile, params, work);
             },
-            [](const QueryTile&, const TileCursor_&) {});
+            [&](const QueryTile&, const WorkTileState& t) {
+                work_tiles.wait_to_fetch(t);
+                return fetch();
+            });
     }
 
     __device__ __forceinline__ void produce_stages() const {
-        Cursor c;
-        tiles.for_each([&](const QueryTile& tile) {
+        State c;
+        work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
             const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
-                return kept.tile(params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
+                return params.kept.tile(params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
             };
             const Interval kv = tile.kv_tiles;
-            if (kv.empty()) tiles.let_draw();
+            if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - Config::kDrawAhead)) tiles.let_draw();
-                ring.acquire(c);
+                if (i == max_of(kv.begin, kv.end - Config::kFetchAhead)) work_tiles.allow_fetch();
+                pipeline.producer_acquire(c);
                 int bytes = KTile::kBytes;
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     if (i >= own[j].begin && i < own[j].end) bytes += DSTile::kBytes;
-                ptx::mbarrier_arrive_expect(ring.full(c), bytes);
+                pipeline.producer_expect(c, bytes);
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     if (i >= own[j].begin && i < own[j].end)
-                        ptx::bulk_load(ds_tile(c, j), ds(j, i), DSTile::kBytes, ring.full(c));
-                rows.load<KTile>(params.k_map, ring.tile(c), ring.full(c), i * Config::kBlockKV);
+                        ptx::bulk_load(ds_tile(c, j), ds(j, i), DSTile::kBytes, pipeline.full(c));
+                rows.load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c), i * Config::kBlockKV);
                 c.advance();
             }
         });
     }
 
     __device__ __forceinline__ void produce() const {
-        if (lane_id() != 0) return;
         if (warp_id() == 0) produce_stages();
         if (warp_id() == 1) produce_tiles();
     }
@@ -152,20 +156,17 @@ struct Fa3BackwardProduct {
 
     __device__ __forceinline__ void consume() const {
         const int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
-        Cursor c;
+        State c;
         DQ rdQ;
-        const auto release = [&](uint32_t slot) {
-            if (leads_warp) ring.release({slot, 0});
-        };
         const auto skip = [&](int stages) {
             for (; stages > 0; --stages, c.advance()) {
-                ring.wait(c);
-                release(c.slot);
+                pipeline.consumer_wait(c);
+                release(pipeline, c);
             }
         };
-        for (TileCursor_ t;; t.advance()) {
-            tiles.ring.wait(t);
-            const QueryTile& tile = tiles[t];
+        for (WorkTileState t;; this->end_work_tile(t)) {
+            work_tiles.descriptions.consumer_wait(t);
+            const QueryTile& tile = work_tiles[t];
             if (ptx::warp_uniform(tile.first_query) < 0) return;
             const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
                               ptx::warp_uniform(tile.kv_tiles.end)};
@@ -176,67 +177,48 @@ struct Fa3BackwardProduct {
                 rdQ.clear();
             } else {
                 skip(own.begin - kv.begin);
-                uint32_t before = 0;
+                State before;
                 for (int i = own.begin; i < own.end; ++i, c.advance()) {
-                    ring.wait(c);
+                    pipeline.consumer_wait(c);
                     const AlongColumns<DSTile> ds_columns(ds_tile(c, consumer));
-                    const AlongColumns<KTile> k_columns(ring.tile(c));
+                    const AlongColumns<KTile> k_columns(pipeline.stage(c));
                     start_gemm_columns<Element, Config::kBlockKV>(rdQ, ds_columns, k_columns,
                                                                   i > own.begin);
                     ptx::wgmma_wait<1>();
-                    if (i > own.begin) release(before);
-                    before = c.slot;
+                    if (i > own.begin) release(pipeline, before);
+                    before = c;
                 }
                 ptx::wgmma_wait<0>();
                 finished(rdQ);
-                release(before);
+                release(pipeline, before);
                 skip(kv.end - own.end);
             }
             store(tile, rdQ);
-            __syncwarp();
-            if (leads_warp) tiles.ring.release(t);
         }
     }
 
  private:
-    __device__ __forceinline__ uint32_t ds_tile(const Cursor& c, int consumer) const {
-        return ring.tile(c) + KTile::kBytes + consumer * DSTile::kBytes;
+    __device__ __forceinline__ uint32_t ds_tile(const State& c, int consumer) const {
+        return pipeline.stage(c) + offsetof(typename Config::Stage, ds) + consumer * DSTile::kBytes;
     }
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_product_kernel(const __grid_constant__ Fa3BackwardKeepingParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    const Fa3BackwardProduct<Config> kernel(params, params.kept,
-                                            ptx::shared_address(dynamic_shared()));
-    if (threadIdx.x == 0) kernel.init();
-    __syncthreads();              // the barriers are there
-    ptx::wait_for_grid_before();  // dS is there
-    ptx::launch_dependents();
-    run_roles<Config>(kernel);
-#else
-    __trap();  // not to be run elsewhere
-#endif
-}
-
-template <class Config>
-cudaError_t launch_fa3_backward_product(const BackwardParams& call, const KeptDS& kept,
+cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const KeptDS& kept,
                                         cudaStream_t stream) {
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
     params.counter = new_count(call.tile_counter + 1);
     const int group = params.heads_q / params.heads_k;
-    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group,
+    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), params.kept.heads * group,
                                     1, is_masked(params),
                                     int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = encode_tensor_map<typename Config::KTile>(
         params.k_map, params.k, params.element_type, params.head_dim);
     if (status != cudaSuccess) return status;
-    return launch_kernel<fa3_backward_product_kernel<Config>>(
-        min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
-        Config::kSharedBytes, params, stream, true);
+    return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(params.schedule), stream,
+                                                 /*pdl=*/true);
 }
 
 }  // namespace flash_ext

@@ -3,7 +3,7 @@
 // Where dK and dV of 64 keys fill the registers, a KV tile cannot be larger, and adding dQ to
 // memory would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ has a
 // kernel of its own. Where there is memory for dS, this one keeps it there, and that is one matmul
-// (fa3/backward_product.cuh); else S and dP are computed again (fa3/backward_queries.cuh), seven
+// (fa3/backward_dq_gemm.cuh); else S and dP are computed again (fa3/backward_dq.cuh), seven
 // matmuls instead of five. Either way there is no sum in memory, and results do not depend on any
 // order.
 //
@@ -12,13 +12,13 @@
 // transposed: rows are keys. Its warpgroups have roles:
 //
 //   producer   three threads: Q and dO with their statistics; K and V; the choice of KV tiles
-//   values     S^T = K Q^T, P^T = 2^(S^T scale - lse), and dV += P^T dO in registers
-//   keys       dP^T = V dO^T, dS^T = P^T * (dP^T - delta), and dK += dS^T Q in registers
+//   dV         S^T = K Q^T, P^T = 2^(S^T scale - lse), and dV += P^T dO in registers
+//   dK         dP^T = V dO^T, dS^T = P^T * (dP^T - delta), and dK += dS^T Q in registers
 //
 // P^T goes from the one to the other through shared memory, in float32 and in the order of the
 // registers. In the order in which things are started; primes belong to the next step:
 //
-//     values                                     keys
+//     consumer dV                                consumer dK
 //     dV   += P^T dO     wgmma, asynchronous     dK    += dS^T Q     wgmma, asynchronous
 //     S'^T  = K Q'^T     wgmma, asynchronous     dP'^T  = V dO'^T    wgmma, asynchronous
 //     P'                 when both are done      dS'                 when P' is there as well
@@ -26,7 +26,7 @@
 // They take turns at starting their matmuls, so that each one's arithmetic has the other's matmuls
 // beside it.
 //
-// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolCursor); rings of P^T and of KV
+// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolState); pipelines of P^T and of KV
 // tiles' descriptions (KeyTile).
 //
 //   barrier              arrives                    waits
@@ -34,14 +34,15 @@
 //   empty(pool)          each consumer thread, when producer, before it loads the next
 //                        its matmuls and its
 //                        arithmetic are done
-//   empty(K), empty(V)   each warp of "values", of  producer
-//                        "keys"
-//   full, empty(tiles)   producer; all readers      all readers; producer
-//   draw                 producer of Q, before the  producer of tiles
+//   empty(K), empty(V)   each warp of consumer dV,  producer
+//                        of consumer dK
+//   full, empty(work     producer; all readers      all readers; producer
+//   tiles)
+//   fetch                producer of Q, before the  producer of tiles
 //                        last load of a tile
-//   full(P)              each thread of "values"    "keys", before dS
-//   empty(P)             each thread of "keys"      "values", before it writes the next
-//   turn (named)         the other consumer, when   consumers, before they start theirs
+//   full(P)              each thread of consumer dV consumer dK, before dS
+//   empty(P)             each thread of consumer dK consumer dV, before it writes the next
+//   ping-pong (named)    the other consumer, when   consumers, before they start theirs
 //                        its matmuls are started
 #pragma once
 
@@ -56,28 +57,19 @@
 
 namespace flash_ext {
 
-// A step's place in the pool, whose slots are pairs for Q and dO. dO of a step is done with before
-// its Q is, and Q of a later step needed before its dO: so Q comes to lie where dO was and dO where
-// Q was, at every round through the pairs.
+// Where a step is in the pool, whose stages are pairs for Q and dO. dO of a step is done with before
+// its Q is, and Q of a later step needed before its dO: so Q lies where dO was and dO where Q was,
+// at every other pass through the pairs.
 template <int kPairs>
-struct PoolCursor {
-    uint32_t pair = 0;
-    uint32_t round = 0;  // parity
-
-    __device__ __forceinline__ void advance() {
-        if (++pair == kPairs) {
-            pair = 0;
-            round ^= 1;
-        }
-    }
-    __device__ __forceinline__ uint32_t q() const { return 2 * pair + round; }
-    __device__ __forceinline__ uint32_t dout() const { return 2 * pair + (round ^ 1); }
+struct PoolState : PipelineState<kPairs> {
+    __device__ __forceinline__ uint32_t q() const { return 2 * this->stage + this->phase; }
+    __device__ __forceinline__ uint32_t dout() const { return 2 * this->stage + (this->phase ^ 1); }
 };
 
 // A part of dS^T: 64 keys, 64 queries.
 using DSTile = SharedTile<64, 64>;
 
-// Memory in which dS^T is kept for fa3/backward_product.cuh, tile by tile as in shared memory: of
+// Memory in which dS^T is kept for fa3/backward_dq_gemm.cuh, tile by tile as in shared memory: of
 // some of the heads (of K and V, of all batches, flattened).
 struct KeptDS {
     char* data = nullptr;
@@ -105,8 +97,9 @@ struct Fa3BackwardKeepingParams : Fa3BackwardWideParams {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_,
           bool kKeepsDS_>
-struct Fa3BackwardKeysConfig {
+struct Fa3BackwardDKDVConfig {
     using Element = Element_;
+    using Params = Fa3BackwardKeepingParams;
     static constexpr bool kKeepsDS = kKeepsDS_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
@@ -122,86 +115,87 @@ struct Fa3BackwardKeysConfig {
     using DOTile = SharedTile<kBlockQ, kHeadDimV>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using Pool = TmaRing<2 * kPairs, max_of(QTile::kBytes, DOTile::kBytes)>;
-    using KRing = TmaRing<1, KTile::kBytes>;
-    using VRing = TmaRing<1, VTile::kBytes>;
-    using PRing = TmaRing<2, kBlockKV * kBlockQ * 4>;  // from "values" to "keys"
+    using Pool = Pipeline<2 * kPairs, max_of(QTile::kBytes, DOTile::kBytes)>;
+    using KPipeline = Pipeline<1, KTile::kBytes>;
+    using VPipeline = Pipeline<1, VTile::kBytes>;
+    using PPipeline = Pipeline<2, kBlockKV * kBlockQ * 4>;  // from consumer dV to consumer dK
+    using WorkTiles = WorkTilePipeline<KeyTile>;
     static_assert(kWorkspaceRows % kBlockQ == 0);
 
-    static constexpr int kStatisticsBytes = kBlockQ * 4;
-    static constexpr int kK = 0;
-    static constexpr int kV = kK + KTile::kBytes;
-    static constexpr int kPool = kV + VTile::kBytes;
-    static constexpr int kP = kPool + Pool::kSlots * Pool::kSlotBytes;
-    static constexpr int kStatistics =
-        kP + PRing::kSlots * PRing::kSlotBytes;  // of each of the pool's slots
-    static constexpr int kTiles = kStatistics + Pool::kSlots * kStatisticsBytes;
-    using Tiles = TileQueue<KeyTile, kTiles>;
-    static constexpr int kPoolBarriers = kTiles + Tiles::kBytes;
-    static constexpr int kKBarriers = kPoolBarriers + Pool::kBarrierBytes;
-    static constexpr int kVBarriers = kKBarriers + KRing::kBarrierBytes;
-    static constexpr int kTileBarriers = kVBarriers + VRing::kBarrierBytes;
-    static constexpr int kPBarriers = kTileBarriers + Tiles::kBarrierBytes;
-    static constexpr int kSharedBytes = kPBarriers + PRing::kBarrierBytes;
-    static_assert(kSharedBytes <= 227 * 1024);
+    struct SharedStorage {
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;
+        typename Pool::Stages pool;
+        typename PPipeline::Stages p;
+        float statistics[Pool::kStages][kBlockQ];  // lse with Q, delta with dO
+        typename Pool::Barriers pool_barriers;
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename PPipeline::Barriers p_barriers;
+        typename WorkTiles::Storage work_tiles;
+    };
 };
 
-template <class Config>
-struct Fa3BackwardKeys {
+template <class Config_>
+struct Fa3BackwardDKDV : Fa3Cta<Config_> {
+    using Config = Config_;
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     using DOTile = typename Config::DOTile;
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
     using Pool = typename Config::Pool;
+    using KPipeline = typename Config::KPipeline;
+    using VPipeline = typename Config::VPipeline;
+    using PPipeline = typename Config::PPipeline;
     using Scores = RegisterTile<16, Config::kBlockQ>;
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using Place = PoolCursor<Config::kPairs>;
-    using TileCursor_ = typename Config::Tiles::Cursor;
-    using PCursor = typename Config::PRing::Cursor;
+    using Place = PoolState<Config::kPairs>;
+    using PState = typename PPipeline::State;
+    using Turns = PingPong<2>;
+    using Cta = Fa3Cta<Config>;
+    using typename Cta::WorkTileState;
+    using Cta::end_work_tile, Cta::group, Cta::params, Cta::release_and_advance, Cta::storage,
+        Cta::work_tiles;
 
-    const Fa3BackwardKeepingParams& params;
-    uint32_t shared;
-    int warp_key;     // first row of this thread's warp within the KV tile
-    bool leads_warp;  // is it its warp's first?
+    int warp_key;  // first row of this thread's warp within the KV tile
     Pool pool;
-    typename Config::KRing k_ring;
-    typename Config::VRing v_ring;
-    typename Config::PRing p_ring;
-    typename Config::Tiles tiles;
+    KPipeline k_pipeline;
+    VPipeline v_pipeline;
+    PPipeline p_pipeline;
 
-    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p, uint32_t shared_)
-        : params(p),
-          shared(shared_),
+    __device__ __forceinline__ explicit Fa3BackwardDKDV(const Fa3BackwardKeepingParams& p)
+        : Cta(p),
           warp_key(ptx::warp_uniform(threadIdx.x / 32) % 4 * 16),
-          leads_warp(lane_id() == 0),
-          pool{shared + Config::kPool, shared + Config::kPoolBarriers},
-          k_ring{shared + Config::kK, shared + Config::kKBarriers},
-          v_ring{shared + Config::kV, shared + Config::kVBarriers},
-          p_ring{shared + Config::kP, shared + Config::kPBarriers},
-          tiles(shared, Config::kTileBarriers) {}
+          pool(storage.pool, storage.pool_barriers),
+          k_pipeline(storage.k, storage.k_barriers),
+          v_pipeline(storage.v, storage.v_barriers),
+          p_pipeline(storage.p, storage.p_barriers) {}
 
     __device__ __forceinline__ void init() const {
         pool.init(2 * 128);  // all threads, since all read the statistics
-        k_ring.init(4);
-        v_ring.init(4);
-        tiles.init(8 + 2);  // and the producers that load
-        p_ring.init(128, 128);
-        ptx::mbarrier_fence_init();
+        k_pipeline.init(4);
+        v_pipeline.init(4);
+        work_tiles.init(8 + 2);  // and the producers that load
+        p_pipeline.init(128, 128);
+    }
+
+    __device__ __forceinline__ void begin() const {
+        ptx::wait_for_grid_before();  // the statistics are there
+        ptx::launch_dependents();
     }
 
     // --- Producer ---
-
-    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
     // Chooses the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
         params.counter.start();
         const int total = cta_count(params.schedule);
-        tiles.produce(
-            blockIdx.x, total, [&] { return params.counter.draw(total); },
+        const auto fetch = [&] { return params.counter.draw(total); };
+        work_tiles.produce(
+            blockIdx.x, total, fetch,
             [&](KeyTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
                 if constexpr (Config::kKeepsDS) {
@@ -212,14 +206,17 @@ struct Fa3BackwardKeys {
                 describe<Config>(tile, params, work);
                 tile.large_lse = params.large_lse.is_raised();
             },
-            [](const KeyTile&, const TileCursor_&) {});
+            [&](const KeyTile&, const WorkTileState& t) {
+                work_tiles.wait_to_fetch(t);
+                return fetch();
+            });
     }
 
     __device__ __forceinline__ void produce_q_do() const {
         Place at;
-        tiles.for_each([&](const KeyTile& tile) {
+        work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
-                tiles.let_draw();
+                work_tiles.allow_fetch();
                 return;
             }
             const Sequence& s = tile.sequence;
@@ -229,11 +226,11 @@ struct Fa3BackwardKeys {
                 const TensorRows do_rows(params.dout, s.batch, head, s.q_begin, s.seqlen_q);
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
-                    if (left == 0 && i == tile.q_tiles.end - 1) tiles.let_draw();
+                    if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
                     const int row = i * Config::kBlockQ;
-                    load<QTile>(at.q(), at.round, params.q_map, q_rows, row,
+                    load<QTile>(at.q(), at.phase, params.q_map, q_rows, row,
                                 params.lse_log2 + statistics);
-                    load<DOTile>(at.dout(), at.round, params.do_map, do_rows, row,
+                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
                                  params.delta + statistics);
                     at.advance();
                 }
@@ -243,30 +240,29 @@ struct Fa3BackwardKeys {
 
     // A Q or dO tile and its lse or delta.
     template <class Tile>
-    __device__ __forceinline__ void load(uint32_t slot, uint32_t round, const CUtensorMap& map,
+    __device__ __forceinline__ void load(uint32_t stage, uint32_t phase, const CUtensorMap& map,
                                          const TensorRows& rows, int first_row,
                                          const float* statistics) const {
-        load_tile<Tile>(pool, {slot, round}, map, rows, first_row,
-                        shared + Config::kStatistics + slot * Config::kStatisticsBytes, statistics);
+        load_tile<Tile>(pool, {stage, phase}, map, rows, first_row, storage.statistics[stage],
+                        statistics);
     }
 
     __device__ __forceinline__ void produce_kv() const {
-        typename Config::KRing::Cursor k;
-        typename Config::VRing::Cursor v;
-        tiles.for_each([&](const KeyTile& tile) {
+        typename KPipeline::State k;
+        typename VPipeline::State v;
+        work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) return;
             const Sequence& s = tile.sequence;
             const TensorRows k_rows(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
-            load_tile<KTile>(k_ring, k, params.k_map, k_rows, tile.first_key);
+            load_tile<KTile>(k_pipeline, k, params.k_map, k_rows, tile.first_key);
             k.advance();
             const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
-            load_tile<VTile>(v_ring, v, params.v_map, v_rows, tile.first_key);
+            load_tile<VTile>(v_pipeline, v, params.v_map, v_rows, tile.first_key);
             v.advance();
         });
     }
 
     __device__ __forceinline__ void produce() const {
-        if (lane_id() != 0) return;
         switch (warp_id()) {
             case 0:
                 return produce_q_do();
@@ -279,38 +275,24 @@ struct Fa3BackwardKeys {
 
     // --- Consumers ---
 
-    __device__ __forceinline__ void wait(uint32_t slot, const Place& at) const {
-        pool.wait({slot, at.round});
-    }
-    __device__ __forceinline__ void release(uint32_t slot) const { pool.release({slot, 0}); }
-    template <class Ring>
-    __device__ __forceinline__ void release(const Ring& ring, typename Ring::Cursor& cursor) const {
-        if (leads_warp) ring.release(cursor);
-        cursor.advance();
-    }
+    enum Consumer { kDV, kDK };
 
-    // Consumers take turns at starting their matmuls.
-    enum Consumer { kValues, kKeys };
-    static __device__ __forceinline__ void take_turn(Consumer consumer) {
-        ptx::barrier_sync(1 + consumer, 256);
+    __device__ __forceinline__ void wait(uint32_t stage, const Place& at) const {
+        pool.consumer_wait({stage, at.phase});
     }
-    static __device__ __forceinline__ void pass_turn(Consumer consumer) {
-        ptx::barrier_arrive(1 + consumer, 256);
-    }
-
-    __device__ __forceinline__ const float* statistics(uint32_t slot) const {
-        return reinterpret_cast<const float*>(dynamic_shared() + Config::kStatistics +
-                                              slot * Config::kStatisticsBytes);
+    // By each thread, since all read the statistics.
+    __device__ __forceinline__ void release(uint32_t stage) const {
+        pool.consumer_release({stage, 0});
     }
 
     // dP^T to dS^T, as an operand, with P^T from shared memory.
-    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PCursor& at,
+    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PState& at,
                                                      const Place& place) const {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             float p[4];
             ptx::ld_shared_v4(p, p_address(at, n));
-            const float2 delta = column_pair(statistics(place.dout()), n);
+            const float2 delta = column_pair(storage.statistics[place.dout()], n);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float* x = &dp.v[0][n][2 * i];
@@ -320,7 +302,7 @@ struct Fa3BackwardKeys {
         }
     }
 
-    // To memory for fa3/backward_product.cuh. The four lanes that hold a row exchange what they
+    // To memory for fa3/backward_dq_gemm.cuh. The four lanes that hold a row exchange what they
     // have of it, 4 x 4 pairs of columns, until each has 16 bytes.
     __device__ __forceinline__ void keep(const Operand& rdS, char* ds) const {
         const int lane = lane_id() % 4;
@@ -345,13 +327,13 @@ struct Fa3BackwardKeys {
             }
     }
 
-    // Where this thread's part of 8 of P's columns lies, for the thread of its number in "keys".
-    __device__ __forceinline__ uint32_t p_address(const PCursor& at, int n) const {
-        return p_ring.tile(at) + n * 2048 + threadIdx.x % 128 * 16;
+    // Where this thread's part of 8 of P's columns lies, for the thread of its number in consumer dK.
+    __device__ __forceinline__ uint32_t p_address(const PState& at, int n) const {
+        return p_pipeline.stage(at) + n * 2048 + threadIdx.x % 128 * 16;
     }
 
-    // Softcap's derivative goes with P: "values" has the lse that it takes.
-    __device__ __forceinline__ void pass_p(const Scores& p, PCursor& at, const Place& place,
+    // Softcap's derivative goes with P: consumer dV has the lse that it takes.
+    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const Place& place,
                                            const KeyTile& tile, const QTileStep& step) const {
         Scores x = p;
         if constexpr (Config::kGeneral)
@@ -359,31 +341,31 @@ struct Fa3BackwardKeys {
                 ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, step.head}
                     .softcap_gradient(x, p, tile.first_key + warp_key,
                                       step.q_tile * Config::kBlockQ,
-                                      [&](int col) { return statistics(place.q())[col]; });
-        p_ring.acquire(at);
+                                      [&](int col) { return storage.statistics[place.q()][col]; });
+        p_pipeline.producer_acquire(at);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(at, n), x.v[0][n]);
-        p_ring.publish(at);
+        p_pipeline.producer_commit(at);
         at.advance();
     }
 
-    __device__ __forceinline__ uint32_t tile_in(uint32_t slot) const {
-        return pool.tile({slot, 0});
+    __device__ __forceinline__ uint32_t tile_in(uint32_t stage) const {
+        return pool.stage({stage, 0});
     }
 
     // A consumer's way through the KV tiles: where its scores are.
     struct Walk {
-        TileCursor_ tile;
+        WorkTileState tile;
         Interval q_tiles;
         QTileStep at;
-        int left;  // steps of the tile behind this one
+        int left;  // steps of the tile after this one
     };
 
     // The next KV tile that has steps; a gradient of those that have none is written as zeros.
     __device__ __forceinline__ bool find_tile(Walk& walk, const TensorView& view, int cols) const {
-        for (;; end_tile(walk)) {
-            tiles.ring.wait(walk.tile);
-            const KeyTile& tile = tiles[walk.tile];
+        for (;; end_work_tile(walk.tile)) {
+            work_tiles.descriptions.consumer_wait(walk.tile);
+            const KeyTile& tile = work_tiles[walk.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return false;
             walk.q_tiles = {ptx::warp_uniform(tile.q_tiles.begin),
                             ptx::warp_uniform(tile.q_tiles.end)};
@@ -394,18 +376,12 @@ struct Fa3BackwardKeys {
         }
     }
 
-    __device__ __forceinline__ void end_tile(Walk& walk) const {
-        __syncwarp();
-        if (leads_warp) tiles.ring.release(walk.tile);
-        walk.tile.advance();
-    }
-
     // S, P and dV.
-    __device__ __forceinline__ void consume_values() const {
+    __device__ __forceinline__ void consume_dv() const {
         Walk walk;
         Place place;  // of the scores
-        PCursor p;
-        typename Config::KRing::Cursor k;
+        PState p;
+        typename KPipeline::State k;
         Interval full{};
         Scores rS;
         Operand rP;
@@ -414,7 +390,7 @@ struct Fa3BackwardKeys {
         // Descriptors are made where they are used: the compiler would hold those of every 16
         // columns in registers over the loop.
         const auto start_scores = [&] {
-            const AlongRows<KTile> k_rows(shared + Config::kK);
+            const AlongRows<KTile> k_rows(k_pipeline.stages);
             const AlongRows<QTile> q_rows(tile_in(place.q()));
             start_gemm<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
@@ -424,27 +400,27 @@ struct Fa3BackwardKeys {
         };
         const auto probabilities = [&] {
             finished(rS);
-            if (walk.left == 0) release(k_ring, k);
-            const KeyTile& tile = tiles[walk.tile];
+            if (walk.left == 0) release_and_advance(k_pipeline, k);
+            const KeyTile& tile = work_tiles[walk.tile];
             exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
                 rS, params, tile, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
-                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, statistics(place.q()));
+                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, storage.statistics[place.q()]);
             pass_p(rS, p, place, tile, walk.at);
             rP.template round<Element>(rS);
             release(place.q());
         };
 
         while (find_tile(walk, params.dv, params.head_dim_v)) {
-            const KeyTile& tile = tiles[walk.tile];
+            const KeyTile& tile = work_tiles[walk.tile];
             full =
                 full_q_tiles(tile, mask_of(params, tile.sequence),
                              {tile.first_key, tile.first_key + Config::kBlockKV}, Config::kBlockQ);
-            k_ring.wait(k);
+            k_pipeline.consumer_wait(k);
             wait(place.q(), place);
-            take_turn(kValues);
+            Turns::wait_for_turn(kDV);
             start_scores();
-            pass_turn(kKeys);
+            Turns::pass_turn(kDV);
             ptx::wgmma_wait<0>();
             probabilities();
             bool accumulate = false;
@@ -455,10 +431,10 @@ struct Fa3BackwardKeys {
                 place.advance();
                 wait(before.dout(), before);
                 wait(place.q(), place);
-                take_turn(kValues);
+                Turns::wait_for_turn(kDV);
                 start_gradient(before, accumulate);
                 start_scores();
-                pass_turn(kKeys);
+                Turns::pass_turn(kDV);
                 ptx::wgmma_wait<1>();
                 finished(rdV);
                 release(before.dout());
@@ -466,30 +442,30 @@ struct Fa3BackwardKeys {
                 probabilities();
             }
             wait(place.dout(), place);
-            take_turn(kValues);
+            Turns::wait_for_turn(kDV);
             start_gradient(place, accumulate);
-            pass_turn(kKeys);
+            Turns::pass_turn(kDV);
             ptx::wgmma_wait<0>();
             finished(rdV);
             release(place.dout());
             place.advance();
             store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
-            end_tile(walk);
+            end_work_tile(walk.tile);
         }
     }
 
     // dP, dS and dK.
-    __device__ __forceinline__ void consume_keys() const {
+    __device__ __forceinline__ void consume_dk() const {
         Walk walk;
         Place place;  // of dP
-        PCursor p;
-        typename Config::VRing::Cursor v;
+        PState p;
+        typename VPipeline::State v;
         Scores rdP;
         Operand rdS;
         GradientK rdK;
 
         const auto start_dp = [&] {
-            const AlongRows<VTile> v_rows(shared + Config::kV);
+            const AlongRows<VTile> v_rows(v_pipeline.stages);
             const AlongRows<DOTile> do_rows(tile_in(place.dout()));
             start_gemm<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
@@ -499,29 +475,29 @@ struct Fa3BackwardKeys {
         };
         char* ds = nullptr;  // where it is kept
         const auto find_ds = [&] {
-            const KeyTile& tile = tiles[walk.tile];
+            const KeyTile& tile = work_tiles[walk.tile];
             ds = params.kept.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
                                   tile.first_key / Config::kBlockKV);
         };
         const auto gradient_of_scores = [&] {
             finished(rdP);
-            if (walk.left == 0) release(v_ring, v);
-            p_ring.wait(p);
+            if (walk.left == 0) release_and_advance(v_pipeline, v);
+            p_pipeline.consumer_wait(p);
             softmax_gradient(rdP, rdS, p, place);
-            p_ring.release(p);
+            p_pipeline.consumer_release(p);
             p.advance();
             release(place.dout());
             if constexpr (Config::kKeepsDS) keep(rdS, ds);
         };
 
-        pass_turn(kValues);  // the first one's
+        Turns::pass_turn(kDK);  // the first one's
         while (find_tile(walk, params.dk, params.head_dim)) {
             if constexpr (Config::kKeepsDS) find_ds();
-            v_ring.wait(v);
+            v_pipeline.consumer_wait(v);
             wait(place.dout(), place);
-            take_turn(kKeys);
+            Turns::wait_for_turn(kDK);
             start_dp();
-            pass_turn(kValues);
+            Turns::pass_turn(kDK);
             ptx::wgmma_wait<0>();
             gradient_of_scores();
             bool accumulate = false;
@@ -536,10 +512,10 @@ struct Fa3BackwardKeys {
                 place.advance();
                 wait(before.q(), before);
                 wait(place.dout(), place);
-                take_turn(kKeys);
+                Turns::wait_for_turn(kDK);
                 start_gradient(before, accumulate);
                 start_dp();
-                pass_turn(kValues);
+                Turns::pass_turn(kDK);
                 ptx::wgmma_wait<1>();
                 finished(rdK);
                 release(before.q());
@@ -547,47 +523,32 @@ struct Fa3BackwardKeys {
                 gradient_of_scores();
             }
             wait(place.q(), place);
-            take_turn(kKeys);
+            Turns::wait_for_turn(kDK);
             start_gradient(place, accumulate);
-            pass_turn(kValues);
+            Turns::pass_turn(kDK);
             ptx::wgmma_wait<0>();
             finished(rdK);
             release(place.q());
             place.advance();
             rdK.scale(params.scale);
             store_rows(
-                gradient_rows<Element>(params.dk, tiles[walk.tile], warp_key, params.head_dim),
+                gradient_rows<Element>(params.dk, work_tiles[walk.tile], warp_key, params.head_dim),
                 rdK);
-            end_tile(walk);
+            end_work_tile(walk.tile);
         }
     }
 
     __device__ __forceinline__ void consume() const {
         if (ptx::warp_uniform(threadIdx.x / 128) == 1) {
-            consume_values();
+            consume_dv();
         } else {
-            consume_keys();
+            consume_dk();
         }
     }
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_keys_kernel(const __grid_constant__ Fa3BackwardKeepingParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    const Fa3BackwardKeys<Config> kernel(params, ptx::shared_address(dynamic_shared()));
-    if (threadIdx.x == 0) kernel.init();
-    __syncthreads();              // the barriers are there
-    ptx::wait_for_grid_before();  // the statistics are there
-    ptx::launch_dependents();
-    run_roles<Config>(kernel);
-#else
-    __trap();  // not to be run elsewhere
-#endif
-}
-
-template <class Config>
-cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& kept,
+cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const KeptDS& kept,
                                      cudaStream_t stream) {
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
@@ -603,9 +564,8 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& k
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
-    return launch_kernel<fa3_backward_keys_kernel<Config>>(
-        min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
-        Config::kSharedBytes, params, stream, true);
+    return launch_fa3<Fa3BackwardDKDV<Config>>(params, cta_count(params.schedule), stream,
+                                               /*pdl=*/true);
 }
 
 }  // namespace flash_ext
