@@ -28,10 +28,10 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Tells the compiler that a wgmma has written this register by now: behind the wait for it.
-__device__ __forceinline__ void wgmma_finished(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+__device__ __forceinline__ void warpgroup_fence_operand(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
-// mma_columns: so is A, [k][m].
+// mma_mn_major: so is A, [k][m].
 template <class Element, int kN, bool kTransposeB>
 struct Wgmma;
 
@@ -57,7 +57,7 @@ struct Wgmma;
                          : LIST OPERANDS                                                           \
                          : "l"(a), "l"(b), "r"(accumulate), "n"(int{kTransposeB}));                \
         }                                                                                          \
-        static __device__ __forceinline__ void mma_columns(float (&d)[N / 2], uint64_t a,          \
+        static __device__ __forceinline__ void mma_mn_major(float (&d)[N / 2], uint64_t a,          \
                                                            uint64_t b, int accumulate) {           \
             asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O2 ", 0; "                             \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE           \

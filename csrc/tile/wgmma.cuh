@@ -31,13 +31,13 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(place)) : place);
 }
 
-// An operand stored [m or n][k]: 16 columns of k are two of a row's chunks.
+// A K-major operand, stored [m or n][k]: 16 columns of k are two of a row's chunks.
 template <class Tile, bool kPinned = true>
-struct AlongRows {
+struct KMajor {
     static constexpr bool kTranspose = false;
     uint64_t descriptor;
 
-    __device__ __forceinline__ explicit AlongRows(uint32_t tile, int first_row = 0)
+    __device__ __forceinline__ explicit KMajor(uint32_t tile, int first_row = 0)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile + first_row * Tile::kPitch)) {}
 
     __device__ __forceinline__ uint64_t at(int k) const {
@@ -46,13 +46,13 @@ struct AlongRows {
     }
 };
 
-// An operand stored [k][m or n]: 16 rows.
+// An MN-major operand, stored [k][m or n]: 16 rows.
 template <class Tile, bool kPinned = true>
-struct AlongColumns {
+struct MNMajor {
     static constexpr bool kTranspose = true;
     uint64_t descriptor;
 
-    __device__ __forceinline__ explicit AlongColumns(uint32_t tile)
+    __device__ __forceinline__ explicit MNMajor(uint32_t tile)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile)) {}
 
     __device__ __forceinline__ uint64_t at(int k) const {
@@ -63,6 +63,7 @@ struct AlongColumns {
 // A in registers, rounded to the input type.
 template <int kCols>
 struct RegisterOperand {
+    static constexpr bool kTranspose = false;
     uint32_t v[kCols / 16][4];
 
     template <class Element>
@@ -77,38 +78,28 @@ struct RegisterOperand {
 // Starts C = A B, or C += A B, and closes its group. Until a wait says that it is done, C, and A
 // where it is in registers, must not be touched.
 template <class Element, int kK, class Accumulator, class A, class B>
-__device__ __forceinline__ void start_gemm(Accumulator& c, const A& a, const B& b,
+__device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& b,
                                            bool accumulate) {
+    using Wgmma = ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose>;
     auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k)
-        ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose>::mma(d, a.at(k), b.at(k),
-                                                                    accumulate || k > 0);
+        if constexpr (A::kTranspose) {
+            Wgmma::mma_mn_major(d, a.at(k), b.at(k), accumulate || k > 0);
+        } else {
+            Wgmma::mma(d, a.at(k), b.at(k), accumulate || k > 0);
+        }
     ptx::wgmma_commit();
 }
 
-// The same for an A that is stored [k][m] in shared memory.
-template <class Element, int kK, class Accumulator, class A, class B>
-__device__ __forceinline__ void start_gemm_columns(Accumulator& c, const A& a, const B& b,
-                                                   bool accumulate) {
-    static_assert(A::kTranspose);
-    auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kK / 16; ++k)
-        ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose>::mma_columns(d, a.at(k), b.at(k),
-                                                                            accumulate || k > 0);
-    ptx::wgmma_commit();
-}
-
-// Tells the compiler that C was written up to here, after a wait.
+// After a wait: tells the compiler that C was written up to here.
 template <class Accumulator>
-__device__ __forceinline__ void finished(Accumulator& c) {
+__device__ __forceinline__ void warpgroup_fence(Accumulator& c) {
 #pragma unroll
     for (int n = 0; n < Accumulator::kN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::wgmma_finished(c.v[0][n][i]);
+        for (int i = 0; i < 4; ++i) ptx::warpgroup_fence_operand(c.v[0][n][i]);
 }
 
 }  // namespace flash_ext

@@ -379,8 +379,8 @@ def draw_descriptor():
     svg = Svg("descriptor", 400, "How descriptors walk over a tile")
     top, h, w = 96, 25, 130
     for left, title, sub in [
-        (56, "K-major: AlongRows", "stored [m or n][k]; Q and K of Q K\u1d40"),
-        (450, "MN-major: AlongColumns", "stored [k][n]; V of P V"),
+        (56, "KMajor", "stored [m or n][k]; Q and K of Q K\u1d40"),
+        (450, "MNMajor", "stored [k][n]; V of P V"),
     ]:
         major = left < 400
         svg.text(left, 24, title, 13, bold=True)

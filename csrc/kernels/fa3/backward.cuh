@@ -536,16 +536,16 @@ struct Fa3Backward : Fa3Cta<Config_> {
         GradientK rdK;
         GradientV rdV;
         // Operands in shared memory, of pipelines in their first stages.
-        const AlongRows<KTile> k_rows(k_pipeline.stages, consumer * 64);
-        const AlongRows<VTile> v_rows(v_pipeline.stages, consumer * 64);
-        const AlongRows<QTile> q_rows(q_pipeline.stages);
-        const AlongRows<DOTile> do_rows(do_pipeline.stages);
-        const AlongColumns<QTile> q_columns(q_pipeline.stages);
-        const AlongColumns<DOTile> do_columns(do_pipeline.stages);
-        const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
-        const AlongColumns<DSTile> ds_columns(
+        const KMajor<KTile> k_rows(k_pipeline.stages, consumer * 64);
+        const KMajor<VTile> v_rows(v_pipeline.stages, consumer * 64);
+        const KMajor<QTile> q_rows(q_pipeline.stages);
+        const KMajor<DOTile> do_rows(do_pipeline.stages);
+        const MNMajor<QTile> q_columns(q_pipeline.stages);
+        const MNMajor<DOTile> do_columns(do_pipeline.stages);
+        const KMajor<DSTile> ds_rows(ds_tile(0), consumer * 64);
+        const MNMajor<DSTile> ds_columns(
             ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kPanelBytes));
-        const AlongColumns<KTile> k_columns(
+        const MNMajor<KTile> k_columns(
             k_pipeline.stages + (Config::kTransposeDQ ? consumer * KTile::kPanelBytes : 0));
 
         for (;; this->end_work_tile(t)) {
@@ -571,15 +571,15 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 Operand rP, rdS;
                 auto& rdQ = reinterpret_cast<DQ&>(rS);  // S is used up by then
 
-                const auto start_scores = [&] {
+                const auto issue_scores = [&] {
                     q_pipeline.consumer_wait(q);
-                    start_gemm<Element, Config::kHeadDim>(
+                    gemm_async<Element, Config::kHeadDim>(
                         rS, k_rows, in_stage<QTile::kBytes>(q_rows, q.stage), false);
                 };
-                const auto start_dp = [&] {
+                const auto issue_dp = [&] {
                     do_pipeline.consumer_wait(d);
                     subtract_delta(rdP, d.stage);
-                    start_gemm<Element, Config::kHeadDimV>(
+                    gemm_async<Element, Config::kHeadDimV>(
                         rdP, v_rows, in_stage<DOTile::kBytes>(do_rows, d.stage), true);
                 };
                 const auto probabilities = [&] {
@@ -589,38 +589,38 @@ struct Fa3Backward : Fa3Cta<Config_> {
                         at.q_tile < full.begin || at.q_tile >= full.end,
                         storage.lse[q.stage]);
                 };
-                const auto start_dv_dk = [&](bool accumulate) {
-                    start_gemm<Element, Config::kBlockQ>(
+                const auto issue_dv_dk = [&](bool accumulate) {
+                    gemm_async<Element, Config::kBlockQ>(
                         rdV, rP, in_stage<DOTile::kBytes>(do_columns, d_done.stage), accumulate);
                     const auto Q = in_stage<QTile::kBytes>(q_columns, q_done.stage);
                     if constexpr (Config::kHoldDS) {
-                        start_gemm<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
+                        gemm_async<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
                     } else {
                         ptx::barrier_sync(kDSStored + consumer, 128);  // all of its dS is there
-                        start_gemm<Element, Config::kBlockQ>(
+                        gemm_async<Element, Config::kBlockQ>(
                             rdK, in_stage<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
                     }
                 };
                 // This consumer's part of dQ.
-                const auto start_dq = [&] {
+                const auto issue_dq = [&] {
                     dq_pipeline(consumer).producer_acquire(part);
                     const auto dS = in_stage<DSTile::kBytes>(ds_columns, ds);
                     if constexpr (Config::kTransposeDQ) {
-                        start_gemm_columns<Element, Config::kBlockKV>(rdQ, k_columns, dS, false);
+                        gemm_async<Element, Config::kBlockKV>(rdQ, k_columns, dS, false);
                     } else {
-                        start_gemm_columns<Element, Config::kBlockKV>(rdQ, dS, k_columns, false);
+                        gemm_async<Element, Config::kBlockKV>(rdQ, dS, k_columns, false);
                     }
                 };
                 const auto finish_dv_dk = [&] {
                     ptx::wgmma_wait<0>();
-                    finished(rdV);
-                    finished(rdK);
+                    warpgroup_fence(rdV);
+                    warpgroup_fence(rdK);
                     release_and_advance(q_pipeline, q_done);
                     release_and_advance(do_pipeline, d_done);
                 };
                 const auto finish_dp = [&] {
                     ptx::wgmma_wait<0>();
-                    finished(rdP);
+                    warpgroup_fence(rdP);
                 };
                 // Both consumers' dS is there, and their dQ of the step before done.
                 const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_phase); };
@@ -635,11 +635,11 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
                 k_pipeline.consumer_wait(k);
                 Turns::wait_for_turn(consumer);
-                start_scores();
+                issue_scores();
                 ptx::wgmma_wait<0>();
-                finished(rS);
+                warpgroup_fence(rS);
                 v_pipeline.consumer_wait(v);
-                start_dp();
+                issue_dp();
                 Turns::pass_turn(consumer);
                 probabilities();
                 finish_dp();
@@ -653,32 +653,32 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     d.advance();
                     at.advance(q_tiles);
                     Turns::wait_for_turn(consumer);
-                    start_scores();
-                    start_dv_dk(accumulate);
+                    issue_scores();
+                    issue_dv_dk(accumulate);
                     accumulate = true;
                     finish_dv_dk();
-                    finished(rS);
-                    start_dp();
+                    warpgroup_fence(rS);
+                    issue_dp();
                     Turns::pass_turn(consumer);
                     probabilities();
                     finish_dp();
                     wait_ds();
                     softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
                     store_ds(rdS, ds ^ 1);
-                    start_dq();
+                    issue_dq();
                     ptx::wgmma_wait<0>();
-                    finished(rdQ);
+                    warpgroup_fence(rdQ);
                     next_ds();
                     commit_ds();
                     store_dq(rdQ, part);
                 }
 
                 release_and_advance(v_pipeline, v);
-                start_dv_dk(accumulate);
+                issue_dv_dk(accumulate);
                 wait_ds();
-                start_dq();
+                issue_dq();
                 finish_dv_dk();
-                finished(rdQ);
+                warpgroup_fence(rdQ);
                 next_ds();
                 release_and_advance(k_pipeline, k);
                 q.advance();

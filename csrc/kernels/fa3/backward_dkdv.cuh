@@ -389,17 +389,17 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
         // Descriptors are made where they are used: the compiler would hold those of every 16
         // columns in registers over the loop.
-        const auto start_scores = [&] {
-            const AlongRows<KTile> k_rows(k_pipeline.stages);
-            const AlongRows<QTile> q_rows(tile_in(place.q()));
-            start_gemm<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
+        const auto issue_scores = [&] {
+            const KMajor<KTile> k_rows(k_pipeline.stages);
+            const KMajor<QTile> q_rows(tile_in(place.q()));
+            gemm_async<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
-        const auto start_gradient = [&](const Place& at, bool accumulate) {
-            const AlongColumns<DOTile> do_columns(tile_in(at.dout()));
-            start_gemm<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
+        const auto issue_gradient = [&](const Place& at, bool accumulate) {
+            const MNMajor<DOTile> do_columns(tile_in(at.dout()));
+            gemm_async<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
         };
         const auto probabilities = [&] {
-            finished(rS);
+            warpgroup_fence(rS);
             if (walk.left == 0) release_and_advance(k_pipeline, k);
             const KeyTile& tile = work_tiles[walk.tile];
             exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
@@ -419,7 +419,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             k_pipeline.consumer_wait(k);
             wait(place.q(), place);
             Turns::wait_for_turn(kDV);
-            start_scores();
+            issue_scores();
             Turns::pass_turn(kDV);
             ptx::wgmma_wait<0>();
             probabilities();
@@ -432,21 +432,21 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 wait(before.dout(), before);
                 wait(place.q(), place);
                 Turns::wait_for_turn(kDV);
-                start_gradient(before, accumulate);
-                start_scores();
+                issue_gradient(before, accumulate);
+                issue_scores();
                 Turns::pass_turn(kDV);
                 ptx::wgmma_wait<1>();
-                finished(rdV);
+                warpgroup_fence(rdV);
                 release(before.dout());
                 ptx::wgmma_wait<0>();
                 probabilities();
             }
             wait(place.dout(), place);
             Turns::wait_for_turn(kDV);
-            start_gradient(place, accumulate);
+            issue_gradient(place, accumulate);
             Turns::pass_turn(kDV);
             ptx::wgmma_wait<0>();
-            finished(rdV);
+            warpgroup_fence(rdV);
             release(place.dout());
             place.advance();
             store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
@@ -464,14 +464,14 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         Operand rdS;
         GradientK rdK;
 
-        const auto start_dp = [&] {
-            const AlongRows<VTile> v_rows(v_pipeline.stages);
-            const AlongRows<DOTile> do_rows(tile_in(place.dout()));
-            start_gemm<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
+        const auto issue_dp = [&] {
+            const KMajor<VTile> v_rows(v_pipeline.stages);
+            const KMajor<DOTile> do_rows(tile_in(place.dout()));
+            gemm_async<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
-        const auto start_gradient = [&](const Place& at, bool accumulate) {
-            const AlongColumns<QTile> q_columns(tile_in(at.q()));
-            start_gemm<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
+        const auto issue_gradient = [&](const Place& at, bool accumulate) {
+            const MNMajor<QTile> q_columns(tile_in(at.q()));
+            gemm_async<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
         char* ds = nullptr;  // where it is kept
         const auto find_ds = [&] {
@@ -480,7 +480,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                                   tile.first_key / Config::kBlockKV);
         };
         const auto gradient_of_scores = [&] {
-            finished(rdP);
+            warpgroup_fence(rdP);
             if (walk.left == 0) release_and_advance(v_pipeline, v);
             p_pipeline.consumer_wait(p);
             softmax_gradient(rdP, rdS, p, place);
@@ -496,7 +496,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             v_pipeline.consumer_wait(v);
             wait(place.dout(), place);
             Turns::wait_for_turn(kDK);
-            start_dp();
+            issue_dp();
             Turns::pass_turn(kDK);
             ptx::wgmma_wait<0>();
             gradient_of_scores();
@@ -513,21 +513,21 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 wait(before.q(), before);
                 wait(place.dout(), place);
                 Turns::wait_for_turn(kDK);
-                start_gradient(before, accumulate);
-                start_dp();
+                issue_gradient(before, accumulate);
+                issue_dp();
                 Turns::pass_turn(kDK);
                 ptx::wgmma_wait<1>();
-                finished(rdK);
+                warpgroup_fence(rdK);
                 release(before.q());
                 ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
             wait(place.q(), place);
             Turns::wait_for_turn(kDK);
-            start_gradient(place, accumulate);
+            issue_gradient(place, accumulate);
             Turns::pass_turn(kDK);
             ptx::wgmma_wait<0>();
-            finished(rdK);
+            warpgroup_fence(rdK);
             release(place.q());
             place.advance();
             rdK.scale(params.scale);

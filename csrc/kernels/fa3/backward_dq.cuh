@@ -390,21 +390,21 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
         // Descriptors are made where they are used: the compiler would hold those of every 16
         // columns in registers over the loop.
-        const auto start_scores = [&] {
-            const AlongRows<QTile> q_rows(q_pipeline(consumer()).stages);
-            const AlongRows<KTile> k_rows(k_pipeline.stage(k));
-            start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
+        const auto issue_scores = [&] {
+            const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
+            const KMajor<KTile> k_rows(k_pipeline.stage(k));
+            gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
         };
-        const auto start_dp = [&](bool first) {
+        const auto issue_dp = [&](bool first) {
             if (first) do_pipeline(consumer()).consumer_wait({0, q.phase});
             v_pipeline.consumer_wait(v);
-            const AlongRows<DOTile> do_rows(do_pipeline(consumer()).stages);
-            const AlongRows<VTile> v_rows(v_pipeline.stage(v));
-            start_gemm<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
+            const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
+            const KMajor<VTile> v_rows(v_pipeline.stage(v));
+            gemm_async<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
         };
-        const auto start_gradient = [&](uint32_t k_stage, bool accumulate) {
-            const AlongColumns<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
-            start_gemm<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
+        const auto issue_gradient = [&](uint32_t k_stage, bool accumulate) {
+            const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
+            gemm_async<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
         };
         const auto probabilities = [&] {
             if (walk.kv_tile == walk.last) release(q_pipeline(consumer()), q);
@@ -412,7 +412,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             compute_here(rS);
         };
         const auto gradient_of_scores = [&] {
-            finished(rdP);
+            warpgroup_fence(rdP);
             release_and_advance(v_pipeline, v);
             softmax_gradient(rS, rdP, rdS, walk);
             if (walk.kv_tile == walk.last) {
@@ -431,11 +431,11 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             q_pipeline(consumer()).consumer_wait(q);
             k_pipeline.consumer_wait(k);
             Turns::wait_for_turn(consumer());
-            start_scores();
-            start_dp(true);
+            issue_scores();
+            issue_dp(true);
             Turns::pass_turn(consumer());
             ptx::wgmma_wait<1>();
-            finished(rS);
+            warpgroup_fence(rS);
             probabilities();
             ptx::wgmma_wait<0>();
             gradient_of_scores();
@@ -446,22 +446,22 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                 k.advance();
                 k_pipeline.consumer_wait(k);
                 Turns::wait_for_turn(consumer());
-                start_gradient(k_stage, accumulate);
-                start_scores();
+                issue_gradient(k_stage, accumulate);
+                issue_scores();
                 ptx::wgmma_wait<1>();
-                finished(rdQ);
+                warpgroup_fence(rdQ);
                 release(k_pipeline, {k_stage, 0});
-                start_dp(false);
+                issue_dp(false);
                 Turns::pass_turn(consumer());
                 ptx::wgmma_wait<1>();
-                finished(rS);
+                warpgroup_fence(rS);
                 probabilities();
                 ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
-            start_gradient(k.stage, accumulate);
+            issue_gradient(k.stage, accumulate);
             ptx::wgmma_wait<0>();
-            finished(rdQ);
+            warpgroup_fence(rdQ);
             release_and_advance(k_pipeline, k);
             store(work_tiles[walk.tile]);
             skip(k, v, hidden_after(walk));

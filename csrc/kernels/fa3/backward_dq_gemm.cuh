@@ -180,16 +180,16 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                 State before;
                 for (int i = own.begin; i < own.end; ++i, c.advance()) {
                     pipeline.consumer_wait(c);
-                    const AlongColumns<DSTile> ds_columns(ds_tile(c, consumer));
-                    const AlongColumns<KTile> k_columns(pipeline.stage(c));
-                    start_gemm_columns<Element, Config::kBlockKV>(rdQ, ds_columns, k_columns,
+                    const MNMajor<DSTile> ds_columns(ds_tile(c, consumer));
+                    const MNMajor<KTile> k_columns(pipeline.stage(c));
+                    gemm_async<Element, Config::kBlockKV>(rdQ, ds_columns, k_columns,
                                                                   i > own.begin);
                     ptx::wgmma_wait<1>();
                     if (i > own.begin) release(pipeline, before);
                     before = c;
                 }
                 ptx::wgmma_wait<0>();
-                finished(rdQ);
+                warpgroup_fence(rdQ);
                 release(pipeline, before);
                 skip(kv.end - own.end);
             }

@@ -301,22 +301,22 @@ struct Fa3Forward : Fa3Cta<Config_> {
     }
 
     // S = Q K^T, started.
-    __device__ __forceinline__ void start_scores(Scores& rS,
+    __device__ __forceinline__ void issue_scores(Scores& rS,
                                                  const typename QPipeline::State& q,
                                                  const typename KPipeline::State& k) const {
         // Q stays in place for many steps.
         constexpr bool kPinned = Config::kHeadDim > 128;
-        const AlongRows<QTile, kPinned> q_rows(q_pipeline.stage(q), consumer * 64);
-        const AlongRows<KTile, false> k_rows(k_pipeline.stage(k));
-        start_gemm<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
+        const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(q), consumer * 64);
+        const KMajor<KTile, false> k_rows(k_pipeline.stage(k));
+        gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
     }
 
     // O (+)= P V, started.
-    __device__ __forceinline__ void start_output(Output& rO, const Probabilities& rP,
+    __device__ __forceinline__ void issue_output(Output& rO, const Probabilities& rP,
                                                  const typename VPipeline::State& v,
                                                  bool accumulate) const {
-        const AlongColumns<VTile, false> v_columns(v_pipeline.stage(v));
-        start_gemm<Element, Config::kBlockKV>(rO, rP, v_columns, accumulate);
+        const MNMajor<VTile, false> v_columns(v_pipeline.stage(v));
+        gemm_async<Element, Config::kBlockKV>(rO, rP, v_columns, accumulate);
     }
 
     __device__ __forceinline__ float exponent_scale() const {
@@ -486,7 +486,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_p(State& state, Probabilities& rP, bool first) const {
-        finished(state.rS);
+        warpgroup_fence(state.rS);
         release_and_advance(k_pipeline, state.k);
         state.k_ready = k_pipeline.consumer_test(state.k);
         state.v_ready = v_pipeline.consumer_test(state.v);
@@ -522,20 +522,20 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         k_pipeline.consumer_wait(state.k, state.k_ready);
         Turns::wait_for_turn(consumer);
-        start_scores(state.rS, state.q, state.k);
+        issue_scores(state.rS, state.q, state.k);
         if constexpr (kUnmasked) {
             state.rescaling.apply(state.rO);
         } else {
             settle_output(state);
         }
         v_pipeline.consumer_wait(state.v, state.v_ready);
-        start_output(state.rO, rP, state.v, kUnmasked || !state.begun);
+        issue_output(state.rO, rP, state.v, kUnmasked || !state.begun);
         Turns::pass_turn(consumer);
         const auto v_read = state.v;
         state.v.advance();
         const auto finish_output = [&] {
             ptx::wgmma_wait<0>();
-            finished(state.rO);
+            warpgroup_fence(state.rO);
             release(v_pipeline, v_read);
         };
 
@@ -566,7 +566,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if (consumer == Config::kConsumers - 1) Turns::pass_turn(consumer);  // the first one's
         k_pipeline.consumer_wait(state.k);
         Turns::wait_for_turn(consumer);
-        start_scores(state.rS, state.q, state.k);
+        issue_scores(state.rS, state.q, state.k);
         Turns::pass_turn(consumer);
         ptx::wgmma_wait<0>();
         compute_p<false>(state, rP[0], true);
@@ -590,13 +590,13 @@ struct Fa3Forward : Fa3Cta<Config_> {
         v_pipeline.consumer_wait(state.v);
         Turns::wait_for_turn(consumer);
         if (odd) {
-            start_output(state.rO, rP[kNext], state.v, !state.begun);
+            issue_output(state.rO, rP[kNext], state.v, !state.begun);
         } else {
-            start_output(state.rO, rP[0], state.v, !state.begun);
+            issue_output(state.rO, rP[0], state.v, !state.begun);
         }
         Turns::pass_turn(consumer);
         ptx::wgmma_wait<0>();
-        finished(state.rO);
+        warpgroup_fence(state.rO);
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
         if constexpr (!Config::kGeneral && !Config::kMayHaveParts) {
             __syncwarp();
