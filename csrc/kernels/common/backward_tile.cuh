@@ -20,6 +20,7 @@
 // dS^T and, for kWarpsD = 2, P^T [kBlockKV][kBlockQ]. dV and dK leave through the K and V tiles.
 #pragma once
 
+#include "kernels/common/backward_math.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/packed.cuh"
 #include "kernels/common/place.cuh"
@@ -230,7 +231,9 @@ struct BackwardTile {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        exponentiate(rP, lse_log2(walk.step) + warp_query());
+        // The general kernel has scaled the scores before masking them.
+        exponentiate<Rows::kKeys>(rP, lse_log2(walk.step) + warp_query(),
+                                  kGeneral ? 1.f : params.scale_log2);
     }
 
     // dS^T from P^T: the gradient of Q K^T scale, or, if not kThroughSoftcap, that of the scores
@@ -243,7 +246,7 @@ struct BackwardTile {
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(smem + Config::kV, warp_key),
                                          BFromRows<DOTile>(do_tile_at(walk.step), warp_query()));
         if constexpr (!kGeneral) {
-            softmax_gradient(rdS, rP, delta_of_query);
+            softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
             return;
         }
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
@@ -260,7 +263,7 @@ struct BackwardTile {
                     dropped[m][n / 8] |= static_cast<uint32_t>(!keep) << (n % 8 * 4 + i);
                 });
         }
-        softmax_gradient(rdS, rP, delta_of_query);
+        softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
         if (kThroughSoftcap && params.softcap != 0.f)
             score_function(walk.head).softcap_gradient(
                 rdS, rP, first_key + warp_key, first_query, [&](int col) {
@@ -372,43 +375,6 @@ struct BackwardTile {
                 for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) s.v[m][n][2 * i + e] -= reference;
-            }
-    }
-
-    // s = 2^(s scale - lse of its column's query); rows without keys have lse = +inf, so p = 0. The
-    // general kernel has scaled the scores before masking them.
-    __device__ __forceinline__ void exponentiate(Scores& s, const float* lse_of_query) const {
-        const float scale = kGeneral ? 1.f : params.scale_log2;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float lse = lse_of_query[8 * n + lane_col() + e];
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        float& x = s.v[m][n][2 * i + e];
-                        x = ptx::ex2(x * scale - lse);
-                    }
-            }
-    }
-
-    // dP becomes dS = P * (dP - delta of its column's query).
-    static __device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p,
-                                                            const float* delta_of_query) {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float delta = delta_of_query[8 * n + lane_col() + e];
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        float& x = dp.v[m][n][2 * i + e];
-                        x = p.v[m][n][2 * i + e] * (x - delta);
-                    }
             }
     }
 };

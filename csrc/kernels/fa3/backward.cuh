@@ -175,16 +175,11 @@ __device__ __forceinline__ Interval full_q_tiles(const KeyTile& tile, const Band
             end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
 }
 
-// Of a number for each column, those of this thread's two columns among eight.
-__device__ __forceinline__ float2 column_pair(const float* of_columns, int n) {
-    return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());
-}
-
 // S^T to P^T, of a warp's 16 keys and a Q tile of kBlockQ queries.
 template <class Element, bool kGeneral, int kBlockQ, class Scores>
-__device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& params,
-                                             const KeyTile& tile, int head, int first_key,
-                                             int first_query, bool masked, const float* lse) {
+__device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& params,
+                                          const KeyTile& tile, int head, int first_key,
+                                          int first_query, bool masked, const float* lse) {
     const Sequence& sequence = tile.sequence;
     const auto references = [&] {
         return params.reference +
@@ -206,16 +201,7 @@ __device__ __forceinline__ void exponentiate(Scores& s, const BackwardParams& pa
     }
     if (kGeneral && tile.large_lse) [[unlikely]]  // ptxas finds no registers for it above
         subtract_references<Rows::kKeys>(s, references());
-    const float scale = kGeneral ? 1.f : params.scale_log2;
-#pragma unroll
-    for (int n = 0; n < Scores::kN; ++n) {
-        const float2 x = column_pair(lse, n);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            s.v[0][n][2 * i] = ptx::ex2(s.v[0][n][2 * i] * scale - x.x);
-            s.v[0][n][2 * i + 1] = ptx::ex2(s.v[0][n][2 * i + 1] * scale - x.y);
-        }
-    }
+    exponentiate<Rows::kKeys>(s, lse, kGeneral ? 1.f : params.scale_log2);
 }
 
 template <class Config_>
@@ -452,12 +438,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
     // dP^T begins with -delta.
     __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t stage) const {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            const float2 delta = column_pair(storage.delta[stage], n);
-            dp.v[0][n][0] = dp.v[0][n][2] = -delta.x;
-            dp.v[0][n][1] = dp.v[0][n][3] = -delta.y;
-        }
+        for_each_with_query<Rows::kKeys, Scores>(
+            storage.delta[stage],
+            [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
     }
 
     // From P^T and dP^T - delta: P^T and dS^T as operands.
@@ -583,7 +566,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                         rdP, v_rows, in_stage<DOTile::kBytes>(do_rows, d.stage), true);
                 };
                 const auto probabilities = [&] {
-                    exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
+                    compute_p<Element, Config::kGeneral, Config::kBlockQ>(
                         rS, params, tile, at.head, tile.first_key + warp_key,
                         at.q_tile * Config::kBlockQ,
                         at.q_tile < full.begin || at.q_tile >= full.end,

@@ -402,7 +402,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             warpgroup_fence(rS);
             if (walk.left == 0) release_and_advance(k_pipeline, k);
             const KeyTile& tile = work_tiles[walk.tile];
-            exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
+            compute_p<Element, Config::kGeneral, Config::kBlockQ>(
                 rS, params, tile, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
                 walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, storage.statistics[place.q()]);

@@ -296,17 +296,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         return ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.end) - 1 - walk.last;
     }
 
-    // The statistics of this thread's two rows, which came with dO.
-    struct Statistics {
-        float x[2];
-    };
-    __device__ __forceinline__ Statistics statistics(const float* of_rows) const {
-        const float* x = of_rows + warp_row() + lane_row();
-        return {{x[0], x[8]}};
-    }
-
-    // S to P.
-    __device__ __forceinline__ void exponentiate(Scores& s, const Walk& walk) const {
+    // S to P. Statistics came with dO.
+    __device__ __forceinline__ void compute_p(Scores& s, const Walk& walk) const {
         const QueryTile& tile = work_tiles[walk.tile];
         const int first_key = walk.kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral) {
@@ -329,32 +320,22 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                     s, params.reference + workspace_row<workspace_block(Config::kBlockQ)>(
                                               params, tile.sequence, tile.head, first_query));
         }
-        const float scale = Config::kGeneral ? 1.f : params.scale_log2;
-        const Statistics lse = statistics(storage.lse);
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                s.v[0][n][i] = ptx::ex2(s.v[0][n][i] * scale - lse.x[i / 2]);
+        exponentiate<Rows::kQueries>(s, storage.lse + warp_row(),
+                                     Config::kGeneral ? 1.f : params.scale_log2);
     }
 
     // P and dP to dS, as an operand.
-    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rdS,
-                                                     const Walk& walk) const {
-        const Statistics delta = statistics(storage.delta);
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                dp.v[0][n][i] = p.v[0][n][i] * (dp.v[0][n][i] - delta.x[i / 2]);
+    __device__ __forceinline__ void compute_ds(const Scores& p, Scores& dp, Operand& rdS,
+                                               const Walk& walk) const {
+        softmax_gradient<Rows::kQueries>(dp, p, storage.delta + warp_row());
         if constexpr (Config::kGeneral)
             if (params.softcap != 0.f) {
                 const QueryTile& tile = work_tiles[walk.tile];
-                const Statistics lse = statistics(storage.lse);
+                const float* lse = storage.lse + warp_row() + lane_row();
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
                     .softcap_gradient(dp, p, tile.first_query + warp_row(),
                                       walk.kv_tile * Config::kBlockKV,
-                                      [&](int row) { return row < 8 ? lse.x[0] : lse.x[1]; });
+                                      [&](int row) { return row < 8 ? lse[0] : lse[8]; });
             }
         rdS.template round<Element>(dp);
     }
@@ -408,13 +389,13 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         };
         const auto probabilities = [&] {
             if (walk.kv_tile == walk.last) release(q_pipeline(consumer()), q);
-            exponentiate(rS, walk);
+            compute_p(rS, walk);
             compute_here(rS);
         };
         const auto gradient_of_scores = [&] {
             warpgroup_fence(rdP);
             release_and_advance(v_pipeline, v);
-            softmax_gradient(rS, rdP, rdS, walk);
+            compute_ds(rS, rdP, rdS, walk);
             if (walk.kv_tile == walk.last) {
                 do_pipeline(consumer()).consumer_release({0, q.phase});
                 q.advance();

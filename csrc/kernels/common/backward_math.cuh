@@ -1,0 +1,63 @@
+// P and dS from scores, elementwise. Each element takes a number of its query, such as lse; rows of
+// scores are queries, or keys where everything is computed transposed.
+#pragma once
+
+#include "problem/sequences.cuh"
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash_ext {
+
+// Of a number for each column, those of this thread's two columns among eight.
+__device__ __forceinline__ float2 column_pair(const float* of_columns, int n) {
+    return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());
+}
+
+// visit(m, n, i, number) for all elements of a thread's scores; numbers[0] is that of the first
+// query.
+template <Rows kRows, class Scores, class Visit>
+__device__ __forceinline__ void for_each_with_query(const float* numbers, Visit visit) {
+    if constexpr (kRows == Rows::kQueries) {
+#pragma unroll
+        for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float number = numbers[16 * m + lane_row() + 8 * i];
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n) {
+                    visit(m, n, 2 * i, number);
+                    visit(m, n, 2 * i + 1, number);
+                }
+            }
+    } else {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const float2 pair = column_pair(numbers, n);
+#pragma unroll
+            for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    visit(m, n, 2 * i, pair.x);
+                    visit(m, n, 2 * i + 1, pair.y);
+                }
+        }
+    }
+}
+
+// P = 2^(S scale - lse). Queries without keys have lse = +inf, so P = 0.
+template <Rows kRows, class Scores>
+__device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float scale) {
+    for_each_with_query<kRows, Scores>(lse, [&](int m, int n, int i, float lse_of_query) {
+        s.v[m][n][i] = ptx::ex2(s.v[m][n][i] * scale - lse_of_query);
+    });
+}
+
+// dP becomes dS = P * (dP - delta).
+template <Rows kRows, class Scores>
+__device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p, const float* delta) {
+    for_each_with_query<kRows, Scores>(delta, [&](int m, int n, int i, float delta_of_query) {
+        dp.v[m][n][i] = p.v[m][n][i] * (dp.v[m][n][i] - delta_of_query);
+    });
+}
+
+}  // namespace flash_ext
