@@ -44,6 +44,40 @@ __device__ __forceinline__ void for_each_with_query(const float* numbers, Visit 
     }
 }
 
+// Subtracts from scores the references of their queries (large_lse.cuh), most of which are 0. Only
+// rounding takes a difference above 0.
+template <Rows kRows, class Scores>
+__device__ __forceinline__ void subtract_references(Scores& s, const float* references) {
+    const auto subtract = [](float& x, float reference) {
+        if (reference != 0.f) x = fminf(x - reference, 0.f);
+    };
+    if constexpr (kRows == Rows::kQueries) {
+#pragma unroll
+        for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float reference = references[16 * m + lane_row() + 8 * i];
+#pragma unroll
+                for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) subtract(s.v[m][n][2 * i + e], reference);
+            }
+    } else {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            __syncwarp();  // keeps loads apart: the kernels have no registers for many
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float reference = references[8 * n + lane_col() + e];
+#pragma unroll
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) subtract(s.v[m][n][2 * i + e], reference);
+            }
+        }
+    }
+}
+
 // P = 2^(S scale - lse). Queries without keys have lse = +inf, so P = 0.
 template <Rows kRows, class Scores>
 __device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float scale) {

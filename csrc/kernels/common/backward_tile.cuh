@@ -227,7 +227,9 @@ struct BackwardTile {
         // The order decides whether ptxas finds registers.
         if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
             if (large_lse) [[unlikely]]
-                subtract_references(rP, reference(walk.step) + warp_query());
+                for_each_with_query<Rows::kKeys, Scores>(
+                    reference(walk.step) + warp_query(),
+                    [&](int m, int n, int i, float r) { rP.v[m][n][i] -= r; });
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
@@ -361,21 +363,6 @@ struct BackwardTile {
             global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
                                        walk.head, sequence.seqlen_q - first_query, cols);
         load_tile<Tile, Config::kThreads, kGeneral>(shared, tile, params.aligned);
-    }
-
-    // See large_lse.cuh. Most rows have the reference 0.
-    static __device__ __forceinline__ void subtract_references(Scores& s,
-                                                               const float* reference_of_query) {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float reference = reference_of_query[8 * n + lane_col() + e];
-#pragma unroll
-                for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) s.v[m][n][2 * i + e] -= reference;
-            }
     }
 };
 

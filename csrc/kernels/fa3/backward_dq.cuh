@@ -331,11 +331,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         if constexpr (Config::kGeneral)
             if (params.softcap != 0.f) {
                 const QueryTile& tile = work_tiles[walk.tile];
-                const float* lse = storage.lse + warp_row() + lane_row();
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
                     .softcap_gradient(dp, p, tile.first_query + warp_row(),
                                       walk.kv_tile * Config::kBlockKV,
-                                      [&](int row) { return row < 8 ? lse[0] : lse[8]; });
+                                      [&](int row) { return storage.lse[warp_row() + row]; });
             }
         rdS.template round<Element>(dp);
     }
