@@ -53,6 +53,7 @@ int64_t plan_splits(ForwardPlan& plan, bool may_fold, int at_once) {
 void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     BackwardParams& params = plan.params;
     params.q_blocks = tile_numbers(params, params.seqlen_q, block);
+    params.q_block_rows = block;
     const int64_t rows = workspace_rows(params, block);
     plan.workspace.reserve(params.lse_log2, rows);
     plan.workspace.reserve(params.delta, rows);
@@ -61,8 +62,6 @@ void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     plan.workspace.reserve(params.turn, 1 + rows / tuning::kMinBackwardBlockQ);
     const uint64_t name = launch_name();
     params.large_lse = {flag_word(name), name};
-    if (params.dsink != nullptr && params.may_have_large_lse)
-        plan.workspace.reserve(params.relative_lse, statistics_rows(params));
 }
 
 // FA1's and FA2's.

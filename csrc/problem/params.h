@@ -127,12 +127,6 @@ struct ForwardParams : AttentionParams {
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
 
-// A row's lse, in base 2, relative to a reference in units of scores.
-struct alignas(8) RelativeLse {
-    float reference;
-    float lse_log2;
-};
-
 // Raised where *word is `name`, see launch_name.h. A word that still holds it from a graph's replay
 // before costs time alone.
 struct Flag {
@@ -167,13 +161,14 @@ struct BackwardParams : AttentionParams {
 
     // See large_lse.cuh.
     bool may_have_large_lse;
-    Flag large_lse;                       // does any row have a reference?
-    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; for dsink alone
+    Flag large_lse;  // does any row have a reference?
 
     // Workspace; its rows R are those of plan/workspace_rows.cuh.
-    int q_blocks;         // of kWorkspaceRows, per head
+    int q_blocks;         // per head
+    int q_block_rows;
     float* dq_accum;      // (R, padded D), each Q tile in fragment order
-    float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
+    float* lse_log2;      // (R), lse * log2(e), relative to the reference; +inf where the row
+                          // sees no key
     float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;     // (R), 0 for most; see large_lse.cuh
     int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile

@@ -272,7 +272,6 @@ struct Problem {
                               {"reference", &params.reference},
                               {"dq_accum", &params.dq_accum},
                               {"turn", &params.turn},
-                              {"relative_lse", &params.relative_lse},
                               {"tile_counter", &params.tile_counter},
                               {"ds", &params.ds},
                               {"dsink_parts", &params.dsink_parts}});

@@ -4,35 +4,11 @@
 
 #include "kernels/common/backward_tile.cuh"
 #include "kernels/common/large_lse.cuh"
-#include "plan/head_dims.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 
 namespace flash_ext {
-
-// rowsum(dO * O) of one row by a whole warp; every lane gets the sum.
-template <class Element>
-__device__ __forceinline__ float row_dot(const Element* x, const Element* y, int cols,
-                                         bool aligned) {
-    static_assert(kMaxHeadDim <= 32 * 8);  // 16 bytes a lane
-    float sum = 0.f;
-    const int lane = lane_id();
-    if (aligned) {
-        if (lane * 8 < cols) {
-            const uint4 xs = *reinterpret_cast<const uint4*>(x + lane * 8);
-            const uint4 ys = *reinterpret_cast<const uint4*>(y + lane * 8);
-            const auto* xe = reinterpret_cast<const Element*>(&xs);
-            const auto* ye = reinterpret_cast<const Element*>(&ys);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum += ptx::to_float(xe[i]) * ptx::to_float(ye[i]);
-        }
-    } else {
-        for (int col = lane; col < cols; col += 32)
-            sum += ptx::to_float(x[col]) * ptx::to_float(y[col]);
-    }
-    return warp_sum(sum);
-}
 
 // Eight elements of a row from `col` on; those past the last are zeros.
 template <class Element>
@@ -59,19 +35,6 @@ __device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& par
     if (lse == -INFINITY) return {INFINITY, 0.f};
     const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
     return {lse * kLog2e, (dot - dlse) * params.inverse_ds_factor};
-}
-
-// Of one query, by a whole warp. A row past the sequence has P = 0 as well.
-template <class Element>
-__device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& params,
-                                                        const Sequence& sequence, int head,
-                                                        int query) {
-    if (query >= sequence.seqlen_q) return {INFINITY, 0.f};
-    const int64_t row = sequence.q_begin + query;
-    const float dot = row_dot(row_pointer<const Element>(params.dout, sequence.batch, row, head),
-                              row_pointer<const Element>(params.out, sequence.batch, row, head),
-                              params.head_dim_v, params.aligned);
-    return statistics_of(params, statistics_offset(params, sequence, head) + query, dot);
 }
 
 // Fetches lse, delta and reference of a Q tile, which backward_prepare_kernel has left in HBM.

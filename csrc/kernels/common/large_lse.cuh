@@ -73,13 +73,9 @@ __device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
         for (int i = 0; i < 2; ++i) {
             if (lane_col() != 0 || !is_large_row(i)) continue;
             const int r = lane_row() + 8 * i;
-            const RelativeLse relative{softmax.row_max[0][i], log2f(softmax.row_sum[0][i])};
             const int64_t index = int64_t{linear} * kBlockQ + row + r;  // of the workspace
-            params.lse_log2[index] = relative.lse_log2;
-            params.reference[index] = relative.reference;
-            if (params.relative_lse != nullptr)
-                params.relative_lse[statistics_offset(params, sequence, head) + first_query + r] =
-                    relative;
+            params.lse_log2[index] = log2f(softmax.row_sum[0][i]);
+            params.reference[index] = softmax.row_max[0][i];
         }
     }
 }

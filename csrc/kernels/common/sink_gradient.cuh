@@ -1,53 +1,50 @@
 // Gradient of the sinks, for every variant: dsink = -sum over rows of P_sink * delta, where P_sink
 // = exp(sink - lse) is the sink's share of the softmax. Its value is 0, so it enters through the
-// softmax's denominator alone.
+// softmax's denominator alone. lse and delta are those that the preprocess pass has left; rows that
+// belong to no query have lse = +inf there.
 //
 // A head's rows are cut into tuning::kSinkParts parts, summed by a CTA each; a second pass adds the
 // parts up, in order: the same bits every time.
 #pragma once
 
-#include "kernels/common/backward_delta.cuh"
+#include "kernels/common/launch.cuh"
+#include "kernels/common/softmax.cuh"
 #include "plan/tuning.h"
 #include "problem/sequences.cuh"
 
 namespace flash_ext {
 
-inline constexpr int kSinkWarps = 8;
+inline constexpr int kSinkThreads = 256;
 
-template <class Element>
-__global__ void __launch_bounds__(32 * kSinkWarps)
+__global__ void __launch_bounds__(kSinkThreads)
     sink_gradient_kernel(const __grid_constant__ BackwardParams params) {
     const int head = blockIdx.x / tuning::kSinkParts;
     const int part = blockIdx.x % tuning::kSinkParts;
     const float sink_log2 = params.sink[head] * kLog2e;
     const float scale = exponent_scale(params);
-    // Packed sequences lie one after the other, and rows of none have lse = -inf: one long
-    // sequence.
-    const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_q;
+    const int64_t rows_per_head = int64_t{params.q_blocks} * params.q_block_rows;
+    const int64_t rows = tensor_batches(params) * rows_per_head;
     const int64_t rows_per_part = ceil_div<int64_t>(rows, tuning::kSinkParts);
     const int64_t end = min_of<int64_t>((part + 1) * rows_per_part, rows);
 
     float sum = 0.f;
-#pragma unroll 4
-    for (int64_t row = part * rows_per_part + warp_id(); row < end; row += kSinkWarps) {
-        const int batch = static_cast<int>(row / params.seqlen_q);
-        const Sequence all{batch, 0, 0, 0, params.seqlen_q, 0, 0};
-        const int query = static_cast<int>(row % params.seqlen_q);
-        const RowStatistics statistics = row_statistics<Element>(params, all, head, query);
-        float exponent = sink_log2 - statistics.lse_log2;
-        if (params.relative_lse != nullptr && is_large_lse(statistics.lse_log2)) [[unlikely]] {
-            const auto [reference, lse_log2] =
-                params.relative_lse[statistics_offset(params, all, head) + query];
+    for (int64_t row = part * rows_per_part + threadIdx.x; row < end; row += kSinkThreads) {
+        const int64_t batch = row / rows_per_head;
+        const int64_t index = (batch * (params.heads_q - 1) + head) * rows_per_head + row;
+        const float lse_log2 = params.lse_log2[index];
+        const float reference = params.reference[index];
+        float exponent = sink_log2 - lse_log2;
+        if (reference != 0.f) [[unlikely]]  // lse is relative to it, see large_lse.cuh
             exponent = (sink_log2 * ptx::rcp(scale) - reference) * scale - lse_log2;
-        }
-        sum -= ptx::ex2(exponent) * statistics.delta;
+        sum -= ptx::ex2(exponent) * params.delta[index];
     }
+    sum = warp_sum(sum);
 
-    __shared__ float sums[kSinkWarps];
+    __shared__ float sums[kSinkThreads / 32];
     if (lane_id() == 0) sums[warp_id()] = sum;
     __syncthreads();  // the sums of all warps are there
     if (threadIdx.x > 0) return;
-    for (int warp = 1; warp < kSinkWarps; ++warp) sum += sums[warp];
+    for (int warp = 1; warp < kSinkThreads / 32; ++warp) sum += sums[warp];
     params.dsink_parts[blockIdx.x] = sum * params.ds_factor;
 }
 
@@ -61,15 +58,11 @@ __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams 
 }
 
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
-        status = launch_kernel<sink_gradient_kernel<decltype(element)>>(
-            int64_t{params.heads_q} * tuning::kSinkParts, 32 * kSinkWarps, 0, params, stream);
-    });
-    if (status == cudaSuccess)
-        status = launch_kernel<sink_gradient_sum_kernel>(ceil_div(params.heads_q, 128), 128, 0,
-                                                         params, stream);
-    return status;
+    const cudaError_t status = launch_kernel<sink_gradient_kernel>(
+        int64_t{params.heads_q} * tuning::kSinkParts, kSinkThreads, 0, params, stream);
+    if (status != cudaSuccess) return status;
+    return launch_kernel<sink_gradient_sum_kernel>(ceil_div(params.heads_q, 128), 128, 0, params,
+                                                   stream);
 }
 
 }  // namespace flash_ext
