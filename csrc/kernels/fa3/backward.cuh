@@ -51,7 +51,7 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/fa3/backward_passes.cuh"
+#include "kernels/fa3/backward_postprocess.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
