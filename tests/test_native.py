@@ -118,14 +118,14 @@ def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:
 def test_every_tile_is_scheduled_once(
     tiles: int, heads: int, batch: int, native: ModuleType
 ) -> None:
-    for section_heads in range(1, heads * batch + 1):
-        schedule = native.Schedule(tiles, heads, batch, section_heads)
+    for l2_group_heads in range(1, heads * batch + 1):
+        schedule = native.Schedule(tiles, heads, batch, l2_group_heads)
         order = [native.work_tile(linear, schedule) for linear in range(tiles * heads * batch)]
         assert sorted(order) == sorted(
             itertools.product(range(tiles), range(heads), range(batch))
-        ), section_heads
+        ), l2_group_heads
         flat_heads = [b * heads + h for _, h, b in order]
-        sections = [head // section_heads for head in flat_heads]
+        sections = [head // l2_group_heads for head in flat_heads]
         assert sections == sorted(sections), "one section after the other"
         for section in set(sections):
             ranks = [t[0] for t, s in zip(order, sections, strict=True) if s == section]
@@ -135,12 +135,12 @@ def test_every_tile_is_scheduled_once(
 def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
     sizes = (0, 1 << 10, 1 << 22, 1 << 40)
     for heads, batch, size, ctas in itertools.product((1, 16), (1, 40), sizes, (1, 2)):
-        longest_first = native.make_schedule(8, heads, batch, True, size, ctas).section_heads
+        longest_first = native.make_schedule(8, heads, batch, True, size, ctas).l2_group_heads
         assert 1 <= longest_first <= heads * batch
         fills_the_gpu = (longest_first - 1) * 8 < 256 * ctas
         assert longest_first * size <= 32 << 20 or fills_the_gpu
         assert longest_first * 8 >= 256 * ctas or longest_first == heads * batch
-        assert native.make_schedule(8, heads, batch, False, size, ctas).section_heads == 1
+        assert native.make_schedule(8, heads, batch, False, size, ctas).l2_group_heads == 1
 
 
 PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows after the last
@@ -248,7 +248,7 @@ def test_swizzle_is_a_bijection(rows: int, cols: int, native: ModuleType) -> Non
 @pytest.mark.parametrize("cols", (32, 64, 80, 96, 128, 192, 256))
 def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
     """The eight 16-byte accesses of one phase fall into different banks."""
-    panel_cols, _, offsets = native.layout(64, cols)
+    atom_cols, _, offsets = native.layout(64, cols)
     chunks = cols // 8
 
     def conflict_free(accesses: list[int]) -> bool:
@@ -257,22 +257,22 @@ def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
     for first_row in range(0, 64, 8):  # ldmatrix: eight rows at one column
         for chunk in range(chunks):
             assert conflict_free([offsets[first_row + r][chunk] for r in range(8)])
-    panel_chunks = panel_cols // 8
-    rows_per_phase = 8 // panel_chunks
-    for first_row in range(0, 64, rows_per_phase):  # copies: neighbouring chunks of a panel
-        for first in range(0, chunks, panel_chunks):
-            cells = itertools.product(range(rows_per_phase), range(panel_chunks))
+    atom_chunks = atom_cols // 8
+    rows_per_phase = 8 // atom_chunks
+    for first_row in range(0, 64, rows_per_phase):  # copies: neighbouring chunks of an atom
+        for first in range(0, chunks, atom_chunks):
+            cells = itertools.product(range(rows_per_phase), range(atom_chunks))
             assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])
 
 
-@pytest.mark.parametrize("cols, panel_cols", ((64, 64), (96, 32), (80, 16)))
-def test_swizzles_are_those_of_the_hardware(cols: int, panel_cols: int, native: ModuleType) -> None:
+@pytest.mark.parametrize("cols, atom_cols", ((64, 64), (96, 32), (80, 16)))
+def test_swizzles_are_those_of_the_hardware(cols: int, atom_cols: int, native: ModuleType) -> None:
     """Of 128, 64, 32 bytes: bits 4 to 6 (5, 4) of the address are XORed with bits 7 to 9 (8, 7)."""
-    panel, _, offsets = native.layout(64, cols)
-    assert panel == panel_cols
-    chunks = panel_cols // 8
+    atom, _, offsets = native.layout(64, cols)
+    assert atom == atom_cols
+    chunks = atom_cols // 8
     for row, chunk in itertools.product(range(64), range(chunks)):
-        linear = row * panel_cols * 2 + chunk * CHUNK
+        linear = row * atom_cols * 2 + chunk * CHUNK
         assert offsets[row][chunk] == linear ^ ((linear >> 7 & chunks - 1) << 4)
 
 
@@ -363,7 +363,7 @@ def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
     if variant == "fa2":
         at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))
     window = (-1, 0) if p.causal else p.window
-    return native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
+    return native.num_splits(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
 
 
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
@@ -406,7 +406,7 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
 def test_keys_are_cut_into_parts_that_fill_the_gpu(
     native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
 ) -> None:
-    assert native.key_parts(tiles, queries, keys, *window, SMS) == parts
+    assert native.num_splits(tiles, queries, keys, *window, SMS) == parts
 
 
 @pytest.mark.parametrize(
@@ -427,13 +427,13 @@ def test_parts_where_an_sm_has_two_ctas(
 ) -> None:
     """fa2's case up to head dim 128."""
     assert native.fa2_ctas_per_sm(128, 128, False) == native.fa2_ctas_per_sm(64, 64, True) == 2
-    assert native.key_parts(tiles, queries, keys, *window, 2 * SMS) == parts
+    assert native.num_splits(tiles, queries, keys, *window, 2 * SMS) == parts
 
 
 def test_parts_make_up_the_whole(native: ModuleType) -> None:
     """Side by side, of lengths that differ by one at most; some are empty where keys are few."""
     for begin, length, parts in itertools.product((0, 3), range(12), range(1, 8)):
-        found = [native.part_of((begin, begin + length), part, parts) for part in range(parts)]
+        found = [native.split_of((begin, begin + length), part, parts) for part in range(parts)]
         assert [a for a, _ in found] + [begin + length] == [begin] + [b for _, b in found]
         lengths = [b - a for a, b in found]
         assert max(lengths) - min(lengths) <= 1
@@ -460,7 +460,7 @@ def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "heads_q, heads_k, queries, fold, tiles",
+    "heads_q, heads_k, queries, pack_gqa_log2, tiles",
     [
         (8, 1, 1, 3, 1),
         (8, 1, 16, 3, 1),  # a tile's 128 rows
@@ -479,15 +479,15 @@ def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
     ],
 )
 def test_groups_are_folded_where_that_halves_the_tiles(
-    native: ModuleType, heads_q: int, heads_k: int, queries: int, fold: int, tiles: int
+    native: ModuleType, heads_q: int, heads_k: int, queries: int, pack_gqa_log2: int, tiles: int
 ) -> None:
     for batch in (1, 3):
         found = native.query_tiles(batch, heads_q, heads_k, queries, 4096, False, -1)
-        assert found == (fold, batch * tiles)
+        assert found == (pack_gqa_log2, batch * tiles)
 
 
 @pytest.mark.parametrize(
-    "batch, heads_k, queries, keys, packed, window, fold",
+    "batch, heads_k, queries, keys, packed, window, pack_gqa_log2",
     [
         (1, 8, 32, 128, False, -1, 3),  # two tiles of four less: 128 KB of K and V a key head
         (1, 8, 32, 127, False, -1, 0),  # less than 128 rows of results, written and read
@@ -507,9 +507,9 @@ def test_folding_saves_more_than_it_costs(
     keys: int,
     packed: bool,
     window: int,
-    fold: int,
+    pack_gqa_log2: int,
 ) -> None:
-    assert native.query_tiles(batch, 32, heads_k, queries, keys, packed, window)[0] == fold
+    assert native.query_tiles(batch, 32, heads_k, queries, keys, packed, window)[0] == pack_gqa_log2
 
 
 def test_gpu_problems_are_folded(native: ModuleType) -> None:

@@ -74,7 +74,7 @@ def test_what_a_forward_keeps(native: ModuleType) -> None:
     assert p.forward("fa2").bytes == p.forward("fa3").bytes == 0
     p.batch = 200  # 600 tiles, more than an H200 works on at a time
     assert p.forward("fa2").bytes == 0
-    assert sizes(p.forward("fa3")) == {"tile_counter": 8}
+    assert sizes(p.forward("fa3")) == {"tile_count_semaphore": 8}
 
 
 def test_what_splits_keep(native: ModuleType) -> None:
@@ -82,10 +82,10 @@ def test_what_splits_keep(native: ModuleType) -> None:
     p = problem(native, seqlen_q=4, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
     for variant, splits in (("fa2", 32), ("fa3", 16)):
         plan = p.forward(variant)
-        assert plan.key_parts == splits
+        assert plan.num_splits == splits
         rows = splits * 8 * 4
-        assert sizes(plan) == {"part_out": rows * 128 * 4, "part_statistics": rows * 8}
-        assert "combine_parts" in plan.launches[1]
+        assert sizes(plan) == {"o_partial": rows * 128 * 4, "statistics_partial": rows * 8}
+        assert "combine_splits" in plan.launches[1]
 
 
 def test_what_a_backward_keeps(native: ModuleType) -> None:
@@ -96,9 +96,9 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
         "delta": rows * 4,
         "reference": rows * 4,
         "dq_accum": rows * 64 * 4,
-        "turn": (1 + rows // 32) * 4,
+        "dq_semaphore": (1 + rows // 32) * 4,
     }
-    of_sinks = {"dsink_parts": 4 * 32 * 4}
+    of_sinks = {"dsink_partial": 4 * 32 * 4}
     for variant in VARIANTS:
         p.sink = False
         assert sizes(p.backward(variant)) == statistics
@@ -123,7 +123,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
     """Of one head or more, within 576 MB and what the call's own tensors take; else none."""
     p = problem(native, **shape, head_dim=256, head_dim_v=256)
     found = sizes(p.backward("fa3"))
-    assert found["tile_counter"] == 16 and found["dq_accum"] == 0
+    assert found["tile_count_semaphore"] == 16 and found["dq_accum"] == 0
     tiles_q, tiles_k = -(-p.seqlen_q // 64), -(-p.seqlen_k // 64)
     tiles = tiles_q * (tiles_q + 1) // 2 if p.window_right == 0 else tiles_q * tiles_k
     head = tiles * 64 * 64 * 2 * (p.heads_q // p.heads_k)
@@ -139,7 +139,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "splits", "fold"),
+    ("fields", "splits", "pack_gqa_log2"),
     [
         (dict(seqlen_q=4, seqlen_k=131072, heads_q=32, heads_k=8), 16, 3),
         (dict(seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1), 126, 0),  # one tile, by a view
@@ -155,11 +155,11 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
     ],
 )
 def test_splits_of_a_decoding_step(
-    fields: dict[str, int], splits: int, fold: int, native: ModuleType
+    fields: dict[str, int], splits: int, pack_gqa_log2: int, native: ModuleType
 ) -> None:
     plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
-    assert (plan.key_parts, plan.fold) == (splits, fold)
-    assert len(plan.launches) == (2 if splits > 1 or fold > 0 else 1)
+    assert (plan.num_splits, plan.pack_gqa_log2) == (splits, pack_gqa_log2)
+    assert len(plan.launches) == (2 if splits > 1 or pack_gqa_log2 > 0 else 1)
 
 
 # --- Variants ---
@@ -241,13 +241,13 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
         "fa2_backward<64, 64>", "bias_gradient<64, 64>", "sink_gradient",
     ]  # fmt: skip
     p.deterministic = True
-    assert p.backward("fa2").launches[0] == "monotone_offsets"
+    assert p.backward("fa2").launches[0] == "sanitize_cu_seqlens"
 
 
 def test_only_fa3_lets_the_combination_begin_early(native: ModuleType) -> None:
     p = problem(native, seqlen_q=4, seqlen_k=131072)
-    assert p.forward("fa2").launches[1] == "combine_parts"
-    assert p.forward("fa3").launches[1] == "combine_parts, early"
+    assert p.forward("fa2").launches[1] == "combine_splits"
+    assert p.forward("fa3").launches[1] == "combine_splits, pdl"
 
 
 # --- Devices ---

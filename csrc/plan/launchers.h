@@ -23,9 +23,9 @@ cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
 
-// After a forward with keys in parts. `early` as for launch_kernel(): after FA3, since every GPU
+// After a forward with split keys. `pdl` as for launch_kernel(): after FA3, since every GPU
 // that runs it can wait.
-cudaError_t combine_parts(ForwardParams params, cudaStream_t stream, bool early);
+cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
 
 // After a variant's backward, whose workspace they read.
 template <int kHeadDim, int kHeadDimV>
@@ -34,8 +34,8 @@ cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
 
 // Before a deterministic backward of packed sequences: offsets (B + 1) that nobody can wait on
 // forever.
-cudaError_t monotone_offsets(const BackwardParams& params, int* offsets_q, int* offsets_k,
-                             cudaStream_t stream);
+cudaError_t sanitize_cu_seqlens(const BackwardParams& params, int* offsets_q, int* offsets_k,
+                                cudaStream_t stream);
 
 // Shared memory that a CTA of the kernel needs.
 template <int kHeadDim, int kHeadDimV>

@@ -33,7 +33,7 @@ Choice choose_backward(const Call& call, Variant forward) {
 }
 
 void make_plan(ForwardPlan& plan, const Device& device) {
-    fold_group(plan.params);
+    pack_gqa_view(plan.params);
     row_of(plan.variant).plan_forward(plan, device);
 }
 
@@ -45,7 +45,7 @@ void make_plan(BackwardPlan& plan) {
     }
     row_of(plan.variant).plan_backward(plan);
     if (params.dsink != nullptr)
-        plan.workspace.reserve(params.dsink_parts, int64_t{params.heads_q} * tuning::kSinkParts);
+        plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkParts);
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
@@ -56,7 +56,7 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     BackwardParams params = plan.params;
     cudaError_t status = cudaSuccess;
     if (plan.offsets_q != nullptr) {
-        status = monotone_offsets(params, plan.offsets_q, plan.offsets_k, stream);
+        status = sanitize_cu_seqlens(params, plan.offsets_q, plan.offsets_k, stream);
         params.cu_seqlens_q = plan.offsets_q;
         params.cu_seqlens_k = plan.offsets_k;
     }

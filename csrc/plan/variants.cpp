@@ -12,7 +12,7 @@
 #include "plan/variant_table.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
-#include "schedule/launch_name.h"
+#include "schedule/launch_epoch.h"
 #include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
 
@@ -29,24 +29,26 @@ HeadDims head_dims(const AttentionParams& params) {
 
 // --- Workspaces ---
 
-// Where the keys of a Q tile are split, or heads are folded, each split leaves results of its own.
-bool has_splits(const ForwardParams& params) { return params.key_parts > 1 || params.fold > 0; }
+// Where the keys of a Q tile are split, or GQA is packed, each split leaves results of its own.
+bool has_splits(const ForwardParams& params) {
+    return params.num_splits > 1 || params.pack_gqa_log2 > 0;
+}
 
 // Folds and splits for a GPU that works on `at_once` Q tiles at a time. How many there are.
-int64_t plan_splits(ForwardPlan& plan, bool may_fold, int at_once) {
+int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once) {
     ForwardParams& params = plan.params;
-    const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_fold);
+    const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_pack_gqa);
     const int64_t tiles = tile_count(params, q_tiles);
     params.few_tiles = tiles <= at_once;
-    params.fold = q_tiles.fold;
-    params.key_parts =
-        key_parts(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
+    params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
+    params.num_splits =
+        num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
     if (has_splits(params)) {
-        const int64_t rows = params.key_parts * statistics_rows(params);
-        plan.workspace.reserve(params.part_out, rows * head_dims(params).v);
-        plan.workspace.reserve(params.part_statistics, rows);
+        const int64_t rows = params.num_splits * statistics_rows(params);
+        plan.workspace.reserve(params.o_partial, rows * head_dims(params).v);
+        plan.workspace.reserve(params.statistics_partial, rows);
     }
-    return tiles * params.key_parts;
+    return tiles * params.num_splits;
 }
 
 // Statistics of the rows, in blocks of `block`; dQ's sum, of `sum_columns`; and who adds to it.
@@ -59,9 +61,9 @@ void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     plan.workspace.reserve(params.delta, rows);
     plan.workspace.reserve(params.reference, rows);
     plan.workspace.reserve(params.dq_accum, rows * sum_columns);
-    plan.workspace.reserve(params.turn, 1 + rows / tuning::kMinBackwardBlockQ);
-    const uint64_t name = launch_name();
-    params.large_lse = {flag_word(name), name};
+    plan.workspace.reserve(params.dq_semaphore, 1 + rows / tuning::kMinBackwardBlockQ);
+    const uint64_t epoch = launch_epoch();
+    params.large_lse = {flag_word(epoch), epoch};
 }
 
 // FA1's and FA2's.
@@ -130,7 +132,7 @@ void plan_fa2_forward(ForwardPlan& plan, const Device& device) {
         dims, [](auto dim, auto dim_v) { return fa2_forward_shared_bytes<dim, dim_v>(); });
     const int fitting = (device.shared_bytes + kReserved) / (needed + kReserved);
     const int tuned = tuning::fa2_forward(dims, features_of(plan.params)).ctas_per_sm;
-    plan_splits(plan, /*may_fold=*/false, device.multiprocessors * std::min(tuned, fitting));
+    plan_splits(plan, /*may_pack_gqa=*/false, device.multiprocessors * std::min(tuned, fitting));
 }
 
 cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -138,7 +140,7 @@ cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
         return fa2_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
-    return combine_parts(params, stream, /*early=*/false);
+    return combine_splits(params, stream, /*pdl=*/false);
 }
 
 cudaError_t run_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
@@ -174,11 +176,11 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
             return std::string("needs rows of ") + x.name +
                    " that are not one row repeated, within 32 GiB of memory";
     }
-    // What tile_counter.cuh can count, of the smallest tiles.
+    // What dynamic_persistent_scheduler.cuh can count, of the smallest tiles.
     const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
     const auto tiles = [&](int64_t heads, int64_t length) {
         return heads * sizes.tensor_batches() *
-               (length / rows + 1 + (sizes.packed ? sizes.batch : 0));
+               (length / rows + 1 + (sizes.varlen ? sizes.batch : 0));
     };
     const int64_t keys = backward ? tiles(sizes.heads_k, sizes.seqlen_k) : 0;
     if (std::max(keys, tiles(sizes.heads_q, sizes.seqlen_q)) >= int64_t{1} << 24)
@@ -189,9 +191,9 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     ForwardParams& params = plan.params;
     // ALiBi tells heads apart, and TMA wants them apart in memory.
-    const bool may_fold = params.alibi_slopes == nullptr && params.q.head_stride > 0;
-    const int64_t tiles = plan_splits(plan, may_fold, device.multiprocessors);
-    if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_counter, 1);
+    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
+    const int64_t tiles = plan_splits(plan, may_pack_gqa, device.multiprocessors);
+    if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_count_semaphore, 1);
 }
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -199,7 +201,7 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
         return fa3_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
-    return combine_parts(params, stream, /*early=*/true);
+    return combine_splits(params, stream, /*pdl=*/true);
 }
 
 void plan_fa3_backward(BackwardPlan& plan) {
@@ -212,7 +214,7 @@ void plan_fa3_backward(BackwardPlan& plan) {
         reserve_rows(plan, workspace_block(block_q), dims.qk);
     } else {
         reserve_rows(plan, kWorkspaceRows, /*sum_columns=*/0);
-        plan.workspace.reserve(params.tile_counter, 2);
+        plan.workspace.reserve(params.tile_count_semaphore, 2);
         params.ds_bytes = ds_workspace_bytes(params);
         if (params.ds_bytes > 0) plan.workspace.reserve(params.ds, params.ds_bytes);
     }

@@ -26,7 +26,7 @@ struct Schedule {
     int tiles = 0;  // per head
     int heads = 0;
     int batch = 0;
-    int section_heads = 1;  // heads (of all batches) whose tiles are interleaved
+    int l2_group_heads = 1;  // heads (of all batches) whose tiles are interleaved
 };
 
 // The problem and its options, the same for every kernel of every variant.
@@ -71,17 +71,17 @@ struct AttentionParams {
 };
 
 // A kernel exists in up to three forms, so that the common case pays for no option: kPlain has
-// masks (full, causal, window) and sinks; kPacked also finds its sequences on the device, and in
-// fa2 may take a part of the keys; kGeneral has all options, as branches that are uniform over the
+// masks (full, causal, window) and sinks; kVarlen also finds its sequences on the device, and in
+// fa2 may take a split of the keys; kGeneral has all options, as branches that are uniform over the
 // grid.
-enum class Features { kPlain, kPacked, kGeneral };
+enum class Features { kPlain, kVarlen, kGeneral };
 
 // The form of the kernel that this call needs.
 FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale <= 0.f ||
         params.softcap != 0.f || params.alibi_slopes != nullptr || params.bias.data != nullptr)
         return Features::kGeneral;
-    if (params.cu_seqlens_q != nullptr || params.seqused_k != nullptr) return Features::kPacked;
+    if (params.cu_seqlens_q != nullptr || params.seqused_k != nullptr) return Features::kVarlen;
     return Features::kPlain;
 }
 
@@ -97,8 +97,8 @@ inline int mean_queries(const AttentionParams& params) {
                                                                : params.seqlen_q / params.batch;
 }
 
-// Of a row's softmax over a part of the keys.
-struct alignas(8) PartStatistics {
+// Of a row's softmax over a split of the keys.
+struct alignas(8) PartialStatistics {
     float max;
     float sum;
 };
@@ -111,29 +111,30 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
     // FA3 only.
-    unsigned long long* tile_counter = nullptr;  // (1), see tile_counter.cuh
+    unsigned long long* tile_count_semaphore =
+        nullptr;             // (1), see dynamic_persistent_scheduler.cuh
     bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
 
-    int fold = 0;  // a query has 2^fold rows in a Q tile, see QueryTiles
+    int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: where the keys of a Q tile are cut into parts, or heads are folded, each part's
+    // FA2 and FA3: where the keys of a Q tile are cut into parts, or GQA is packed, each part's
     // result; see combine.cuh.
-    int key_parts = 1;
-    float* part_out = nullptr;                  // (parts, B, Hq, Sq, padded Dv)
-    PartStatistics* part_statistics = nullptr;  // (parts, B, Hq, Sq)
+    int num_splits = 1;
+    float* o_partial = nullptr;                       // (parts, B, Hq, Sq, padded Dv)
+    PartialStatistics* statistics_partial = nullptr;  // (parts, B, Hq, Sq)
 
     // FA1 only: its running output and statistics live in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
 
-// Raised where *word is `name`, see launch_name.h. A word that still holds it from a graph's replay
-// before costs time alone.
+// Raised where *word is `epoch`, see launch_epoch.h. A word that still holds it from a graph's
+// replay before costs time alone.
 struct Flag {
     unsigned long long* word = nullptr;  // (1)
-    unsigned long long name = 0;
+    unsigned long long epoch = 0;
 
-    FLASH_HOST_DEVICE bool is_raised() const { return *word == name; }
+    FLASH_HOST_DEVICE bool is_raised() const { return *word == epoch; }
 };
 
 struct BackwardParams : AttentionParams {
@@ -164,19 +165,20 @@ struct BackwardParams : AttentionParams {
     Flag large_lse;  // does any row have a reference?
 
     // Workspace; its rows R are those of plan/workspace_rows.cuh.
-    int q_blocks;         // per head
+    int q_blocks;  // per head
     int q_block_rows;
     float* dq_accum;      // (R, padded D), each Q tile in fragment order
     float* lse_log2;      // (R), lse * log2(e), relative to the reference; +inf where the row
                           // sees no key
     float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;     // (R), 0 for most; see large_lse.cuh
-    int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
-                          // the number of KV tiles that have added their dQ. FA3: always, it
+    int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
+                          // tile the number of KV tiles that have added their dQ. FA3: always, it
                           // makes the zeros, and behind them come those of tiles_done()
-    bool dq_zeros;        // FA3: does dq_accum begin with zeros?
-    float* dsink_parts = nullptr;                // (Hq, kSinkParts)
-    unsigned long long* tile_counter = nullptr;  // (2), FA3 for wide heads; see tile_counter.cuh
+    bool dq_accum_zeroed;            // FA3: does dq_accum begin with zeros?
+    float* dsink_partial = nullptr;  // (Hq, kSinkParts)
+    unsigned long long* tile_count_semaphore =
+        nullptr;           // (2), FA3 for wide heads; see dynamic_persistent_scheduler.cuh
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
 };

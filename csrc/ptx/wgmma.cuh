@@ -28,7 +28,9 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Tells the compiler that a wgmma has written this register by now: behind the wait for it.
-__device__ __forceinline__ void warpgroup_fence_operand(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+__device__ __forceinline__ void warpgroup_fence_operand(float& x) {
+    asm volatile("" : "+f"(x)::"memory");
+}
 
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
 // mma_mn_major: so is A, [k][m].

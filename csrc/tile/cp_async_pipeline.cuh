@@ -53,7 +53,9 @@ struct CpAsyncPipeline {
         ptx::mbarrier_wait(full(i), i / kStages % 2);
     }
     // ... and says that it has read it.
-    __device__ __forceinline__ void consumer_release(uint32_t i) const { ptx::mbarrier_arrive(empty(i)); }
+    __device__ __forceinline__ void consumer_release(uint32_t i) const {
+        ptx::mbarrier_arrive(empty(i));
+    }
 
  private:
     __device__ __forceinline__ uint32_t full(uint32_t i) const {

@@ -42,7 +42,7 @@ BandMask band_mask(int seqlen_q, int seqlen_k, int left, int right) {
     return {seqlen_q, seqlen_k, side(left), side(right)};
 }
 
-// {columns of a panel, bytes of the tile, byte offset of every (row, chunk)}.
+// {columns of an atom, bytes of the tile, byte offset of every (row, chunk)}.
 using Layout = std::tuple<int, int, std::vector<std::vector<int>>>;
 
 template <int kRows, int kCols>
@@ -52,7 +52,7 @@ Layout layout() {
     for (int row = 0; row < kRows; ++row)
         for (int chunk = 0; chunk < kCols / Tile::kChunk; ++chunk)
             offsets[row].push_back(Tile::offset(row, chunk));
-    return {Tile::kPanelCols, Tile::kBytes, offsets};
+    return {Tile::kAtomCols, Tile::kBytes, offsets};
 }
 
 template <int kRows>
@@ -99,7 +99,7 @@ struct Batch {
     Batch(const Batch&) = delete;
 
     // Of a sequence as sequence_of() takes it.
-    static int number(const Sequence& s) { return s.batch + s.order; }
+    static int number(const Sequence& s) { return s.batch + s.seq_idx; }
 
     // (number, batch, q_begin, k_begin, seqlen_q, seqlen_k, rows_k)
     using Facts = std::tuple<int, int, int, int, int, int, int>;
@@ -186,17 +186,17 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
     py::class_<Schedule>(m, "Schedule")
-        .def(py::init([](int tiles, int heads, int batch, int section_heads) {
-            return Schedule{tiles, heads, batch, section_heads};
+        .def(py::init([](int tiles, int heads, int batch, int l2_group_heads) {
+            return Schedule{tiles, heads, batch, l2_group_heads};
         }))
-        .def_readonly("section_heads", &Schedule::section_heads);
+        .def_readonly("l2_group_heads", &Schedule::l2_group_heads);
     m.def("make_schedule",
           [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
               return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm);
           });
     m.def("work_tile", [](int linear, const Schedule& schedule) {
         const WorkTile tile = work_tile(linear, schedule);
-        return std::tuple(tile.rank, tile.head, tile.batch);
+        return std::tuple(tile.tile_index, tile.head, tile.batch);
     });
     py::class_<Batch>(m, "Batch")
         .def(py::init<int, int, int, int, Offsets, Offsets, Offsets>())
@@ -258,19 +258,19 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.attr("many_queries") = tuning::kManyQueries;
 
     // Of one dense sequence.
-    m.def("key_parts", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {
+    m.def("num_splits", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {
         AttentionParams params{};
         params.batch = 1;
         params.seqlen_q = queries;
         params.seqlen_k = keys;
         params.window_left = left < 0 ? BandMask::kUnlimited : left;
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
-        return key_parts(params, tiles, 1, at_once);
+        return num_splits(params, tiles, 1, at_once);
     });
-    // (fold, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of `queries`
-    // and `keys` in all.
+    // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of
+    // `queries` and `keys` in all.
     m.def("query_tiles",
-          [](int batch, int heads_q, int heads_k, int queries, int keys, bool packed, int window) {
+          [](int batch, int heads_q, int heads_k, int queries, int keys, bool varlen, int window) {
               static const int somewhere = 0;
               AttentionParams params{};
               params.batch = batch;
@@ -282,17 +282,17 @@ PYBIND11_MODULE(flash_ext_native, m) {
               params.window_left = window < 0 ? BandMask::kUnlimited : window;
               params.window_right = BandMask::kUnlimited;
               if (window >= 0) params.window_right = 0;
-              if (packed) params.cu_seqlens_q = params.cu_seqlens_k = &somewhere;
+              if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = &somewhere;
               const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
-              return std::make_pair(tiles.fold, tile_count(params, tiles));
+              return std::make_pair(tiles.pack_gqa_log2, tile_count(params, tiles));
           });
-    m.def("part_of", [](Pair all, int part, int parts) {
-        return pair_of(part_of(interval_of(all), part, parts));
+    m.def("split_of", [](Pair all, int part, int parts) {
+        return pair_of(split_of(interval_of(all), part, parts));
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
         const HeadDims dims = pad_head_dims({head_dim, head_dim_v});
-        return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kPacked)
+        return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kVarlen)
             .ctas_per_sm;
     });
 }

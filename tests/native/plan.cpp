@@ -89,13 +89,13 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) {
     return note("bias_gradient", kHeadDim, kHeadDimV);
 }
-cudaError_t combine_parts(ForwardParams, cudaStream_t, bool early) {
-    return note(early ? "combine_parts, early" : "combine_parts");
+cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
+    return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
 unsigned long long* flag_word(uint64_t) { return nullptr; }
-cudaError_t monotone_offsets(const BackwardParams&, int*, int*, cudaStream_t) {
-    return note("monotone_offsets");
+cudaError_t sanitize_cu_seqlens(const BackwardParams&, int*, int*, cudaStream_t) {
+    return note("sanitize_cu_seqlens");
 }
 
 // About as much as the kernels take.
@@ -149,8 +149,8 @@ struct Planned {
     Regions regions;
     int64_t bytes;
     std::vector<std::string> launches;
-    int key_parts = 1;
-    int fold = 0;
+    int num_splits = 1;
+    int pack_gqa_log2 = 0;
 };
 
 // A problem, with contiguous tensors.
@@ -159,16 +159,16 @@ struct Problem {
     int batch = 1, seqlen_q = 1, seqlen_k = 1, heads_q = 1, heads_k = 1;
     int head_dim = 64, head_dim_v = 64;
     int window_left = -1, window_right = -1;
-    bool packed = false, bias = false, dropout = false, sink = false, deterministic = false;
+    bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
     bool repeated_rows = false;  // of k
     double softcap = 0;
 
     Sizes sizes() const {
-        return {packed, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v};
+        return {varlen, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v};
     }
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
-        Operand x{name, kMemory, {packed ? 1 : batch, rows, heads, dim}, {}};
+        Operand x{name, kMemory, {varlen ? 1 : batch, rows, heads, dim}, {}};
         int64_t stride = 1;
         for (int i = 3; i >= 0; --i) {
             x.strides[i] = stride;
@@ -211,7 +211,7 @@ struct Problem {
         params.heads_k = heads_k;
         params.head_dim = head_dim;
         params.head_dim_v = head_dim_v;
-        if (packed) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
+        if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
         params.window_left = window_left < 0 ? BandMask::kUnlimited : window_left;
         params.window_right = window_right < 0 ? BandMask::kUnlimited : window_right;
         params.scale = params.scale_log2 = 1.f;
@@ -225,7 +225,7 @@ struct Problem {
     template <class Plan>
     static Planned planned(Plan& plan, const std::map<std::string, void*>& names) {
         Planned found{{}, plan.workspace.bytes(), {}};
-        plan.workspace.place(kMemory);
+        plan.workspace.assign(kMemory);
         for (const Workspace::Region& region : plan.workspace.regions())
             for (const auto& [name, pointer] : names)
                 if (region.pointer == pointer) {
@@ -249,11 +249,11 @@ struct Problem {
         make_plan(plan, *find_device(gpu));
         Planned found = planned(plan, {{"out_accum", &params.out_accum},
                                        {"row_statistics", &params.row_statistics},
-                                       {"part_out", &params.part_out},
-                                       {"part_statistics", &params.part_statistics},
-                                       {"tile_counter", &params.tile_counter}});
-        found.key_parts = params.key_parts;
-        found.fold = params.fold;
+                                       {"o_partial", &params.o_partial},
+                                       {"statistics_partial", &params.statistics_partial},
+                                       {"tile_count_semaphore", &params.tile_count_semaphore}});
+        found.num_splits = params.num_splits;
+        found.pack_gqa_log2 = params.pack_gqa_log2;
         return found;
     }
 
@@ -271,10 +271,10 @@ struct Problem {
                               {"delta", &params.delta},
                               {"reference", &params.reference},
                               {"dq_accum", &params.dq_accum},
-                              {"turn", &params.turn},
-                              {"tile_counter", &params.tile_counter},
+                              {"dq_semaphore", &params.dq_semaphore},
+                              {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &params.ds},
-                              {"dsink_parts", &params.dsink_parts}});
+                              {"dsink_partial", &params.dsink_partial}});
     }
 };
 
@@ -288,8 +288,8 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readonly("regions", &Planned::regions)
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
-        .def_readonly("key_parts", &Planned::key_parts)
-        .def_readonly("fold", &Planned::fold);
+        .def_readonly("num_splits", &Planned::num_splits)
+        .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2);
     py::class_<Problem>(m, "Problem")
         .def(py::init<>())
         .def_readwrite("gpu", &Problem::gpu)
@@ -302,7 +302,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readwrite("head_dim_v", &Problem::head_dim_v)
         .def_readwrite("window_left", &Problem::window_left)
         .def_readwrite("window_right", &Problem::window_right)
-        .def_readwrite("packed", &Problem::packed)
+        .def_readwrite("varlen", &Problem::varlen)
         .def_readwrite("bias", &Problem::bias)
         .def_readwrite("dropout", &Problem::dropout)
         .def_readwrite("sink", &Problem::sink)

@@ -22,9 +22,9 @@
 
 #include "kernels/common/backward_math.cuh"
 #include "kernels/common/launch.cuh"
-#include "kernels/common/packed.cuh"
-#include "kernels/common/place.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/tile_coord.cuh"
+#include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
@@ -41,7 +41,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
 struct BackwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -60,7 +60,7 @@ struct BackwardConfig {
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
     using PTile = SharedTile<kBlockKV, kBlockQ>;
 
-    static constexpr int kWarpsN = KTile::kBlocksPerPanel;
+    static constexpr int kWarpsN = KTile::kBlocksPerAtom;
     static constexpr int kWarpsM = kWarps / kWarpsN;
 
     // Offsets in shared memory.
@@ -72,9 +72,9 @@ struct BackwardConfig {
     static constexpr int kDO = kQ + kStages * QTile::kBytes;
     static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, delta, reference
     static constexpr int kStatisticsBytes = 3 * kBlockQ * 4;
-    static constexpr int kTicket = kStatistics + kStages * kStatisticsBytes;
-    static constexpr int kPlace = kTicket + 16;
-    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
+    static constexpr int kWorkIndex = kStatistics + kStages * kStatisticsBytes;
+    static constexpr int kTileCoord = kWorkIndex + 16;
+    static constexpr int kSharedBytes = kTileCoord + static_cast<int>(sizeof(TileCoord));
 
     // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
     // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
@@ -168,7 +168,7 @@ struct BackwardTile {
     // The Q tiles that see the KV tile.
     __device__ __forceinline__ Interval q_tiles_seeing(int first_key) const {
         Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
-        if (Config::kMayBePacked && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
+        if (Config::kMayBeVarlen && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
         return tiles_of(queries, Config::kBlockQ);
     }
 
@@ -370,11 +370,11 @@ struct BackwardTile {
 // its warps laid out as those that wrote the tile.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
-    backward_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+    backward_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     const auto [tile, head] =
-        q_tile_index<Config::kMayBePacked, Config::kBlockQ>(params, blockIdx.x);
+        q_tile_index<Config::kMayBeVarlen, Config::kBlockQ>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
 
     using DQ = typename Config::DQ;
@@ -408,10 +408,10 @@ __global__ void __launch_bounds__(Config::kThreads)
 }
 
 template <class Config>
-cudaError_t launch_convert_dq(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
     const int64_t ctas = workspace_rows(params) / Config::kBlockQ;
-    return launch_kernel<backward_convert_dq_kernel<Config>>(ctas, Config::kThreads,
-                                                             Config::QTile::kBytes, params, stream);
+    return launch_kernel<backward_postprocess_dq_kernel<Config>>(
+        ctas, Config::kThreads, Config::QTile::kBytes, params, stream);
 }
 
 }  // namespace flash_ext

@@ -26,7 +26,7 @@ struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeature
     // The old dQ_i is fetched into shared memory. Where it is computed in parts (d 256) there is no
     // room for it, nor is it faster.
     static constexpr bool kFetchesDQ = Base::kDQParts == 1;
-    static constexpr int kOldDQ = Base::kPlace;  // which this kernel does not keep
+    static constexpr int kOldDQ = Base::kTileCoord;  // which this kernel does not keep
     static_assert(kOldDQ % 16 == 0);
     static constexpr int kSharedBytes = kOldDQ + (kFetchesDQ ? Base::kBlockQ * kHeadDim * 4 : 0);
 };
@@ -83,15 +83,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa1_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
     const int rows_k =
-        sequence_of<Config::kMayBePacked>(params, blockIdx.x / params.heads_k).rows_k;
+        sequence_of<Config::kMayBeVarlen>(params, blockIdx.x / params.heads_k).rows_k;
 
     for (int first_key = 0; first_key < rows_k; first_key += Config::kBlockKV) {
         // Made anew for each KV tile: what the inner loop does not need is not carried through it.
         const int flat_head = ptx::not_hoisted(blockIdx.x);
         const int head_k = flat_head % params.heads_k;
         const Tile cta(params,
-                       warp_uniform<Config::kMayBePacked>(
-                           sequence_of<Config::kMayBePacked>(params, flat_head / params.heads_k)),
+                       warp_uniform<Config::kMayBeVarlen>(
+                           sequence_of<Config::kMayBeVarlen>(params, flat_head / params.heads_k)),
                        head_k);
         const int group = params.heads_q / params.heads_k;
         const Interval q_tiles = cta.q_tiles_seeing(first_key);
@@ -154,12 +154,12 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        status = launch_prepare<Config>(params, stream);
+        status = launch_preprocess<Config>(params, stream);
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
-        if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+        if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
     });
     return status;
 }

@@ -21,9 +21,9 @@
 // (split-K): each computes the scores of its own keys and a partial product with its own rows of V.
 // Row maxima, row sums and partial products must therefore be exchanged through shared memory,
 // which is what FlashAttention-2 does away with. Each warp sums up and owns a quarter of the
-// columns of every panel of O; O_i in HBM is laid out as its owners' fragments.
+// columns of every atom of O; O_i in HBM is laid out as its owners' fragments.
 //
-// A warp meets the columns of a panel in an order of its own: the t-th quarter belongs to warp
+// A warp meets the columns of an atom in an order of its own: the t-th quarter belongs to warp
 // (w ^ t), so its own is the first, and what it hands on and gets is the same in every warp.
 //
 // Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
@@ -40,8 +40,8 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/packed.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
@@ -59,7 +59,7 @@ struct Fa1ForwardConfig {
     using Element = Element_;
     static constexpr auto kTuning = tuning::fa1_forward({kHeadDim_, kHeadDimV_});
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kTeams = 2;
@@ -74,9 +74,9 @@ struct Fa1ForwardConfig {
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
 
-    // Columns of the partial products exchanged at a time, a panel, and a warp's own among them.
-    static constexpr int kExchangeCols = VTile::kPanelCols;
-    static constexpr int kChunks = VTile::kPanels;
+    // Columns of the partial products exchanged at a time, an atom, and a warp's own among them.
+    static constexpr int kExchangeCols = VTile::kAtomCols;
+    static constexpr int kChunks = VTile::kAtoms;
     using Owned = RegisterTile<kBlockQ, kExchangeCols / kTeamWarps>;
     static constexpr int kOwnedBytes = Owned::kM * Owned::kN * 32 * 16;
 
@@ -130,8 +130,8 @@ struct Fa1Forward {
     __device__ __forceinline__ Fa1Forward(const ForwardParams& p, int flat_head)
         : params(p),
           head(flat_head % p.heads_q),
-          sequence(warp_uniform<Config::kMayBePacked>(
-              sequence_of<Config::kMayBePacked>(p, flat_head / p.heads_q))),
+          sequence(warp_uniform<Config::kMayBeVarlen>(
+              sequence_of<Config::kMayBeVarlen>(p, flat_head / p.heads_q))),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
           first_max(params.sink != nullptr && sequence.is_owned(params)
                         ? params.sink[head] * kLog2e / score_scale()

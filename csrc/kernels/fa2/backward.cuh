@@ -11,9 +11,9 @@
 // With one, which makes room for larger tiles, each load goes behind the matmuls that do not need
 // its tile: dO of this step behind S^T = K Q^T, Q of the next behind dQ = dS K.
 //
-// Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that
-// have; a CTA waits for its turn. CTAs take their work by ticket, so all that a CTA waits for are
-// already running and none waits forever.
+// Deterministic mode: KV tiles add their dQ in ascending order. dq_semaphore[Q tile] counts those
+// that have; a CTA waits for its turn. CTAs take their work by work index, so all that a CTA waits
+// for are already running and none waits forever.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
@@ -27,7 +27,7 @@ namespace flash_ext {
 
 // The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
 template <class Config>
-struct Turn {
+struct DQSemaphore {
     const BackwardParams& params;
     const BackwardTile<Config>& cta;
     int kv_tile;
@@ -36,7 +36,7 @@ struct Turn {
 
     // The Q tile's counter of KV tiles that have added their dQ.
     __device__ __forceinline__ int* counter() const {
-        return params.turn + 1 +
+        return params.dq_semaphore + 1 +
                workspace_row(params, cta.sequence, head, q_tile * Config::kBlockQ) /
                    Config::kBlockQ;
     }
@@ -78,23 +78,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     using Tile = BackwardTile<Config>;
     // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
     // from overlapping that with the matmul before; but not where it would spill there.
-    constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
+    constexpr bool kWaitFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
     // What the stores at the end need of the place lies in shared memory, where registers are
     // short. ptxas decides: with 64 columns sm_90 spills without it, sm_80 with it.
-    constexpr bool kKeepsPlace = Config::kHeadDim > 64 || kCudaArch >= 900;
+    constexpr bool kTileCoordInShared = Config::kHeadDim > 64 || kCudaArch >= 900;
     int linear = blockIdx.x;
     if (params.deterministic) {
-        int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
-        if (threadIdx.x == 0) *ticket = atomicAdd(params.turn, 1);
-        __syncthreads();  // the ticket is drawn
-        linear = ptx::warp_uniform(*ticket);
+        int* work_index = reinterpret_cast<int*>(dynamic_shared() + Config::kWorkIndex);
+        if (threadIdx.x == 0) *work_index = atomicAdd(params.dq_semaphore, 1);
+        __syncthreads();  // the work index is fetched
+        linear = ptx::warp_uniform(*work_index);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
-    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBePacked, Rows::kKeys>(
-        params, work.batch, work.rank, Config::kBlockKV));
+    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBeVarlen, Rows::kKeys>(
+        params, work.batch, work.tile_index, Config::kBlockKV));
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Config::kBlockKV;
-    if (Config::kMayBePacked && first_key >= sequence.rows_k) return;  // a spare number
+    if (Config::kMayBeVarlen && first_key >= sequence.rows_k) return;  // a padding tile
     const Interval q_tiles = cta.q_tiles_seeing(first_key);
     const int group = params.heads_q / params.heads_k;
 
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Tile::GradientV rdV;
     rdK.clear();
     rdV.clear();
-    Place& kept = kept_place(Config::kPlace);
-    if (kKeepsPlace && threadIdx.x == 0) kept = {sequence, work.head, first_key};
+    TileCoord& stored = shared_tile_coord(Config::kTileCoord);
+    if (kTileCoordInShared && threadIdx.x == 0) stored = {sequence, work.head, first_key};
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
@@ -148,23 +148,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             }
             ptx::cp_async_commit();
         }
-        const Turn<Config> turn{params, cta, kv_tile, walk.head, walk.q_tile};
-        if (kTurnFirst && params.deterministic) turn.wait();
+        const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile};
+        if (kWaitFirst && params.deterministic) dq_semaphore.wait();
         compile_time_for<Config::kDQParts>([&](auto part) {
             typename Config::DQ rdQ;
             cta.template compute_dq<part>(rdQ);
-            if (!kTurnFirst && params.deterministic) turn.wait();
+            if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
             add_dq<Config>(
                 rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
         });
-        if (params.deterministic) turn.end();
+        if (params.deterministic) dq_semaphore.end();
         walk = next;
     }
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the place is there
-    if constexpr (kKeepsPlace) {
-        Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
+    if constexpr (kTileCoordInShared) {
+        Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
     } else {
         cta.store_dk_dv(rdK, rdV, first_key);
     }
@@ -183,7 +183,7 @@ int fa2_backward_shared_bytes() {
     const auto bytes = [](auto features) {
         return SmallFa2BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
     };
-    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+    return largest_of_forms<Features::kPlain, Features::kVarlen, Features::kGeneral>(bytes);
 }
 
 template <class Config>
@@ -200,22 +200,22 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
         make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
                       tensor_batches(params), tiles_differ || params.deterministic,
                       params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
-                      section_fillings(params, masked));
+                      l2_group_waves(params, masked));
 
-    cudaError_t status = launch_prepare<Config>(params, stream);
+    cudaError_t status = launch_preprocess<Config>(params, stream);
     if (status == cudaSuccess && params.deterministic)
-        status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
+        status = cudaMemsetAsync(params.dq_semaphore, 0, (1 + q_tiles) * sizeof(int), stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
             cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+    if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
     return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+    dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params, [&](auto element, auto features) {
             using Element = decltype(element);
             using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;

@@ -13,9 +13,10 @@
 //         O = 2^((m - m_new) scale) O + P V_j   P from registers
 //     O = O / l,  lse = m scale + log(l)        one rescale, at the end
 //
-// m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
-// which saves most rescalings of O and changes no result, since l and O share the same m. A warp
-// that ends with an m too large for P's one FMA (kLargeExponent) does such rows again.
+// m need not be the maximum, only near it: it may lag until P would pass 2^8
+// (OnlineSoftmax::kRescaleThreshold), which saves most rescalings of O and changes no result, since
+// l and O share the same m. A warp that ends with an m too large for P's one FMA (kLargeExponent)
+// does such rows again.
 //
 // Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
 // Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
@@ -30,10 +31,10 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/packed.cuh"
-#include "kernels/common/place.cuh"
 #include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/tile_coord.cuh"
+#include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -43,8 +44,8 @@
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
-#include "tile/gemm.cuh"
 #include "tile/cp_async_pipeline.cuh"
+#include "tile/gemm.cuh"
 
 namespace flash_ext {
 
@@ -53,8 +54,8 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
 struct ForwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
-    static constexpr bool kMayHaveParts = kFeatures != Features::kPlain;
+    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
+    static constexpr bool kMayHaveSplits = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
@@ -74,12 +75,12 @@ struct ForwardConfig {
     struct SharedStorage {
         char q_o[max_of(QTile::kBytes, OTile::kBytes)];
         typename KVPipeline::Storage kv;
-        Place place;
+        TileCoord tile_coord;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
     // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
     // where an SM has one CTA; but registers that hold the place would spill here.
-    static constexpr bool kPlaceInLoop = kFeatures == Features::kPacked && kHeadDim == 128;
+    static constexpr bool kTileCoordInLoop = kFeatures == Features::kVarlen && kHeadDim == 128;
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
@@ -111,12 +112,12 @@ struct Fa2Forward {
     TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
     TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
 
-    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const Place& place)
+    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
         : params(p),
-          head(place.head),
-          sequence(place.sequence),
+          head(tile_coord.head),
+          sequence(tile_coord.sequence),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          first_query(place.first_row),
+          first_query(tile_coord.first_row),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
           pipeline{sQ + static_cast<uint32_t>(offsetof(SharedStorage, kv))} {}
@@ -127,31 +128,32 @@ struct Fa2Forward {
 
     // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
     // the longest.
-    static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
+    static __device__ __forceinline__ TileCoord tile_coord_of(const ForwardParams& params,
+                                                              int linear) {
         WorkTile work = work_tile(linear, params.schedule);
-        if (has_parts(params)) work.rank /= params.key_parts;
+        if (has_splits(params)) work.tile_index /= params.num_splits;
         const auto [sequence, tile] =
-            warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
-                params, work.batch, work.rank, Config::kBlockQ));
+            warp_uniform<Config::kMayBeVarlen>(tile_of<Config::kMayBeVarlen, Rows::kQueries>(
+                params, work.batch, work.tile_index, Config::kBlockQ));
         const int last = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1;
         return {sequence, work.head, (last - tile) * Config::kBlockQ};
     }
 
     // The same CTA, from the place that it has kept.
-    static __device__ __forceinline__ Fa2Forward kept(const ForwardParams& params) {
-        return Fa2Forward(params, storage().place);
+    static __device__ __forceinline__ Fa2Forward from_shared(const ForwardParams& params) {
+        return Fa2Forward(params, storage().tile_coord);
     }
 
-    static __device__ __forceinline__ bool has_parts(const ForwardParams& params) {
-        return Config::kMayHaveParts && params.key_parts > 1;
+    static __device__ __forceinline__ bool has_splits(const ForwardParams& params) {
+        return Config::kMayHaveSplits && params.num_splits > 1;
     }
 
-    // The part of the keys that this CTA takes. Computed where it is needed: kept, it would take a
+    // The split of the keys that this CTA takes. Computed where it is needed: kept, it would take a
     // register over the loop.
-    __device__ __forceinline__ int part() const {
-        if (!has_parts(params)) return 0;
+    __device__ __forceinline__ int split() const {
+        if (!has_splits(params)) return 0;
         const int linear = ptx::not_hoisted(blockIdx.x);
-        return work_tile(linear, params.schedule).rank % params.key_parts;
+        return work_tile(linear, params.schedule).tile_index % params.num_splits;
     }
 
     __device__ __forceinline__ int head_k() const {
@@ -162,7 +164,7 @@ struct Fa2Forward {
     __device__ __forceinline__ Interval kv_tiles() const {
         const Interval seen =
             tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
-        return has_parts(params) ? part_of(seen, part(), params.key_parts) : seen;
+        return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
 
     __device__ __forceinline__ void load_q() const {
@@ -245,10 +247,10 @@ struct Fa2Forward {
                                           float exponent_scale) const {
         const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
-        const bool parts = has_parts(params);
-        const int64_t first = statistics + (parts ? part() * statistics_rows(params) : 0);
+        const bool is_split = has_splits(params);
+        const int64_t first = statistics + (is_split ? split() * statistics_rows(params) : 0);
         // One pointer for both, which saves registers.
-        float* target = parts ? &params.part_statistics[first].max : params.lse + first;
+        float* target = is_split ? &params.statistics_partial[first].max : params.lse + first;
         bool marked = false;
 #pragma unroll
         for (int m = 0; m < Output::kM; ++m)
@@ -262,22 +264,22 @@ struct Fa2Forward {
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
                 const float lse = softmax.lse(m, i, exponent_scale);
-                float statistic = parts ? softmax.row_max[m][i] : lse;
+                float statistic = is_split ? softmax.row_max[m][i] : lse;
                 if (!kGeneral && needs_recomputing(softmax.row_max[m][i], lse)) [[unlikely]] {
                     statistic = mark_of(0);
                     marked = true;
                 }
                 const int row = first_row + 16 * m + lane_row() + 8 * i;
                 if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
-                if (parts) {
+                if (is_split) {
                     target[2 * row] = statistic;
                     target[2 * row + 1] = softmax.row_sum[m][i];
                 } else {
                     target[row] = statistic;
                 }
             }
-        if (parts) {
-            store_rows(params.part_out, rO, [&](int row) {
+        if (is_split) {
+            store_rows(params.o_partial, rO, [&](int row) {
                 const int query = first_row + row;
                 return query < sequence.seqlen_q ? first + query : -1;
             });
@@ -296,7 +298,7 @@ struct Fa2Forward {
  private:
     // Of this CTA, what follows from its place would otherwise stay in registers over the loop.
     __device__ __forceinline__ Fa2Forward in_loop() const {
-        if constexpr (Config::kPlaceInLoop) return kept(params);
+        if constexpr (Config::kTileCoordInLoop) return from_shared(params);
         Fa2Forward cta = *this;
         cta.mask.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
         return cta;
@@ -312,16 +314,16 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
     using Kernel = Fa2Forward<Config>;
-    const Place place = Kernel::place_of(params, blockIdx.x);
-    Kernel cta(params, place);
-    if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
+    const TileCoord tile_coord = Kernel::tile_coord_of(params, blockIdx.x);
+    Kernel cta(params, tile_coord);
+    if (Config::kMayBeVarlen && cta.first_query < 0) return;  // a padding tile
 
     const Interval kv_tiles = cta.kv_tiles();
     const int last = kv_tiles.end - 1;
-    
+
     if (threadIdx.x == 0) {
         cta.pipeline.init();
-        cta.storage().place = place;
+        cta.storage().tile_coord = tile_coord;
     }
     __syncthreads();  // the pipeline's barriers and the place are there
     cta.load_q();
@@ -345,7 +347,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Softmax softmax;
     // The general kernel scales the scores before it masks them; the others inside the exponent.
     const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
-    if (params.sink != nullptr && cta.part() == 0 && cta.sequence.is_owned(params))
+    if (params.sink != nullptr && cta.split() == 0 && cta.sequence.is_owned(params))
         softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
@@ -366,15 +368,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     softmax.finish();
-    const bool marked = Kernel::kept(params).store(rO, softmax, exponent_scale);
+    const bool marked = Kernel::from_shared(params).store(rO, softmax, exponent_scale);
     if (__any_sync(0xffffffff, marked)) [[unlikely]] {
-        const Kernel kept = Kernel::kept(params);
+        const Kernel stored = Kernel::from_shared(params);
 #pragma unroll 1
         for (int row = 0; row < Config::kRowsPerWarp; row += 16)
             recompute_marked<typename Config::Element>(
-                params, kept.sequence.batch * params.heads_q + kept.head,
-                kept.sequence.q_begin + kept.first_query + kept.warp_row + row,
-                min_of(kept.sequence.seqlen_q - (kept.first_query + kept.warp_row + row), 16), 0);
+                params, stored.sequence.batch * params.heads_q + stored.head,
+                stored.sequence.q_begin + stored.first_query + stored.warp_row + row,
+                min_of(stored.sequence.seqlen_q - (stored.first_query + stored.warp_row + row), 16),
+                0);
     }
 }
 
@@ -391,14 +394,14 @@ int fa2_forward_shared_bytes() {
     const auto bytes = [](auto features) {
         return SmallFa2ForwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
     };
-    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+    return largest_of_forms<Features::kPlain, Features::kVarlen, Features::kGeneral>(bytes);
 }
 
 template <class Config>
 cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
     params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
                                        Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
-    params.schedule.tiles *= params.key_parts;
+    params.schedule.tiles *= params.num_splits;
     return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
                                                      Config::kSharedBytes, params, stream);
 }
@@ -406,8 +409,8 @@ cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const Features least = params.key_parts > 1 ? Features::kPacked : Features::kPlain;
-    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+    const Features least = params.num_splits > 1 ? Features::kVarlen : Features::kPlain;
+    dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params,
         [&](auto element, auto features) {
             using Element = decltype(element);

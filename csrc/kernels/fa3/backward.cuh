@@ -225,8 +225,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
     using DQ = typename Config::DQ;
     using Turns = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
-    using typename Cta::WorkTileState;
     using Cta::elected, Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
+    using typename Cta::WorkTileState;
 
     int consumer;  // number of this thread's warpgroup
     int warp_key;  // first row of its warp within the KV tile
@@ -268,10 +268,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
         if (params.lead == 0) {
             work = work_tile(linear, params.schedule);
         } else {
-            const int rank = linear % params.schedule.tiles;
-            const int head = linear / params.schedule.tiles - (rank == 0 ? 0 : params.lead);
+            const int tile_index = linear % params.schedule.tiles;
+            const int head = linear / params.schedule.tiles - (tile_index == 0 ? 0 : params.lead);
             if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
-            work = {rank, head % params.schedule.heads, head / params.schedule.heads};
+            work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
         }
         describe<Config>(tile, params, work);
         tile.large_lse = params.large_lse.is_raised();
@@ -294,11 +294,11 @@ struct Fa3Backward : Fa3Cta<Config_> {
         }
     }
 
-    // Chooses the KV tiles, by ticket: so all that a CTA waits for in add_dq() are running. And
+    // Chooses the KV tiles, by work index: so all that a CTA waits for in add_dq() are running. And
     // loads K and V.
     __device__ __forceinline__ void produce_tiles() const {
         ptx::launch_dependents();  // for which an SM has room when this CTA has left
-        const auto fetch = [&] { return atomicAdd(params.turn, 1); };
+        const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
         const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
         work_tiles.produce(
             fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
@@ -358,23 +358,25 @@ struct Fa3Backward : Fa3Cta<Config_> {
     }
 
     // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
-    // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
-    // where others wait for them: they were all fetched before. And tiles_done() counts KV tiles
-    // for the pass after the kernel.
+    // nothing made zeros of dQ, its first KV tile stores. params.dq_semaphore counts those that
+    // have added, where others wait for them: they were all fetched before. And tiles_done() counts
+    // KV tiles for the pass after the kernel.
     __device__ __forceinline__ void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
             for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
-                int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
+                int* dq_semaphore =
+                    params.dq_semaphore + 1 + (workspace + first_row) / Config::kBlockQ;
                 const Interval keys = mask_of(params, tile.sequence)
                                           .keys_of({first_row, first_row + Config::kBlockQ});
                 const int before =
                     tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
-                const bool stores = before == 0 && !params.dq_zeros;
-                const int awaited = params.deterministic ? before : !params.dq_zeros && before > 0;
+                const bool stores = before == 0 && !params.dq_accum_zeroed;
+                const int awaited =
+                    params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
                 if (awaited > 0) {
-                    ptx::wait_for_count(turn, awaited, 32);
+                    ptx::wait_for_count(dq_semaphore, awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
 #pragma unroll 1
@@ -391,7 +393,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     pipeline.consumer_release(c);
                 }
                 c.advance();
-                if (stores || params.deterministic) count_added(turn);
+                if (stores || params.deterministic) count_added(dq_semaphore);
             });
             count_added(tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head));
         });
@@ -457,12 +459,11 @@ struct Fa3Backward : Fa3Cta<Config_> {
             if constexpr (Config::kGeneral)
                 if (softcap)
                     ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                        .softcap_gradient(reinterpret_cast<RegisterTile<16, 8>&>(ds),
-                                          reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
-                                          tile.first_key + warp_key,
-                                          at.q_tile * Config::kBlockQ + 8 * n, [&](int col) {
-                                              return storage.lse[lse_stage][8 * n + col];
-                                          });
+                        .softcap_gradient(
+                            reinterpret_cast<RegisterTile<16, 8>&>(ds),
+                            reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
+                            tile.first_key + warp_key, at.q_tile * Config::kBlockQ + 8 * n,
+                            [&](int col) { return storage.lse[lse_stage][8 * n + col]; });
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 rP.v[n / 2][n % 2 * 2 + i] =
@@ -477,8 +478,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
         const uint32_t address = ds_tile(stage) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k)
-            ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerPanel * 32)) +
-                                 k / DSTile::kBlocksPerPanel * DSTile::kPanelBytes,
+            ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerAtom * 32)) +
+                                 k / DSTile::kBlocksPerAtom * DSTile::kAtomBytes,
                              rdS.v[k]);
         ptx::fence_proxy_async();
     }
@@ -491,8 +492,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     }
 
     // A consumer's part of dQ to shared memory, for the producer that adds it.
-    __device__ __forceinline__ void store_dq(const DQ& rdQ,
-                                             typename DQPipeline::State& c) const {
+    __device__ __forceinline__ void store_dq(const DQ& rdQ, typename DQPipeline::State& c) const {
         auto* target = reinterpret_cast<float4*>(storage.dq[consumer].bytes[c.stage]) +
                        (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
 #pragma unroll
@@ -509,9 +509,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void consume() const {
         // One consumer begins a step when the other has started the last matmul before its own.
         if (consumer == 1) Turns::pass_turn(consumer);  // the first one's
-        typename QPipeline::State q;          // of the scores
-        typename QPipeline::State q_done;     // of dK, which is a step later
-        typename DOPipeline::State d, d_done;  // of dP and dV
+        typename QPipeline::State q;                    // of the scores
+        typename QPipeline::State q_done;               // of dK, which is a step later
+        typename DOPipeline::State d, d_done;           // of dP and dV
         WorkTileState t;
         typename DQPipeline::State part;  // of dQ
         uint32_t ds = 0;                  // stage of dS
@@ -527,9 +527,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
         const MNMajor<DOTile> do_columns(do_pipeline.stages);
         const KMajor<DSTile> ds_rows(ds_tile(0), consumer * 64);
         const MNMajor<DSTile> ds_columns(
-            ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kPanelBytes));
-        const MNMajor<KTile> k_columns(
-            k_pipeline.stages + (Config::kTransposeDQ ? consumer * KTile::kPanelBytes : 0));
+            ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kAtomBytes));
+        const MNMajor<KTile> k_columns(k_pipeline.stages +
+                                       (Config::kTransposeDQ ? consumer * KTile::kAtomBytes : 0));
 
         for (;; this->end_work_tile(t)) {
             work_tiles.descriptions.consumer_wait(t);
@@ -569,8 +569,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     compute_p<Element, Config::kGeneral, Config::kBlockQ>(
                         rS, params, tile, at.head, tile.first_key + warp_key,
                         at.q_tile * Config::kBlockQ,
-                        at.q_tile < full.begin || at.q_tile >= full.end,
-                        storage.lse[q.stage]);
+                        at.q_tile < full.begin || at.q_tile >= full.end, storage.lse[q.stage]);
                 };
                 const auto issue_dv_dk = [&](bool accumulate) {
                     gemm_async<Element, Config::kBlockQ>(
@@ -712,24 +711,24 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
         tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,
         // Deterministic mode interleaves all heads, as in fa2/backward.cuh.
-        params.deterministic ? 0 : bytes_per_head, 1, section_fillings(params, masked));
+        params.deterministic ? 0 : bytes_per_head, 1, l2_group_waves(params, masked));
     params.lead = lead_of(params, masked, bytes_per_head);
-    params.dq_zeros = params.lead == 0 && !params.deterministic;
+    params.dq_accum_zeroed = params.lead == 0 && !params.deterministic;
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
-        status = launch_prepare<typename Config::Element, Config::kGeneral, Config::kBlockQ,
-                                Config::kHeadDimV, Config::kHeadDim>(params, stream);
+        status = launch_preprocess<typename Config::Element, Config::kGeneral, Config::kBlockQ,
+                                   Config::kHeadDimV, Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
                                                  /*pdl=*/true);
-    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(params, stream);
+    if (status == cudaSuccess) status = launch_fa3_postprocess_dq<Config>(params, stream);
     return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         const bool many_queries = tuning::many_queries(features_of(params), mean_queries(params));
         dispatch<false, true>(many_queries, [&](auto many) {

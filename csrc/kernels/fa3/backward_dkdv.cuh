@@ -51,15 +51,15 @@
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "schedule/tile_counter.cuh"
+#include "schedule/dynamic_persistent_scheduler.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 
-// Where a step is in the pool, whose stages are pairs for Q and dO. dO of a step is done with before
-// its Q is, and Q of a later step needed before its dO: so Q lies where dO was and dO where Q was,
-// at every other pass through the pairs.
+// Where a step is in the pool, whose stages are pairs for Q and dO. dO of a step is done with
+// before its Q is, and Q of a later step needed before its dO: so Q lies where dO was and dO where
+// Q was, at every other pass through the pairs.
 template <int kPairs>
 struct PoolState : PipelineState<kPairs> {
     __device__ __forceinline__ uint32_t q() const { return 2 * this->stage + this->phase; }
@@ -71,36 +71,36 @@ using DSTile = SharedTile<64, 64>;
 
 // Memory in which dS^T is kept for fa3/backward_dq_gemm.cuh, tile by tile as in shared memory: of
 // some of the heads (of K and V, of all batches, flattened).
-struct KeptDS {
+struct DSWorkspace {
     char* data = nullptr;
     int first_head = 0;
     int heads = 0;
-    KeptTiles tiles;
+    DSWorkspaceTiles tiles;
 
     __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
                                           int q_tile, int kv_tile) const {
         const int group = params.heads_q / params.heads_k;
         const int head = batch * params.heads_q + head_q - first_head * group;
         return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
-                          KeptTiles::kBytes;
+                          DSWorkspaceTiles::kBytes;
     }
 };
-static_assert(DSTile::kBytes == KeptTiles::kBytes);
+static_assert(DSTile::kBytes == DSWorkspaceTiles::kBytes);
 
 struct Fa3BackwardWideParams : Fa3BackwardMaps {
-    TileCounter counter;
+    DynamicPersistentScheduler scheduler;
 };
 
-struct Fa3BackwardKeepingParams : Fa3BackwardWideParams {
-    KeptDS kept;
+struct Fa3BackwardStoringParams : Fa3BackwardWideParams {
+    DSWorkspace ds_workspace;
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_,
-          bool kKeepsDS_>
+          bool kStoresDS_>
 struct Fa3BackwardDKDVConfig {
     using Element = Element_;
-    using Params = Fa3BackwardKeepingParams;
-    static constexpr bool kKeepsDS = kKeepsDS_;
+    using Params = Fa3BackwardStoringParams;
+    static constexpr bool kStoresDS = kStoresDS_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -152,13 +152,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using Place = PoolState<Config::kPairs>;
+    using TileCoord = PoolState<Config::kPairs>;
     using PState = typename PPipeline::State;
     using Turns = PingPong<2>;
     using Cta = Fa3Cta<Config>;
-    using typename Cta::WorkTileState;
     using Cta::end_work_tile, Cta::group, Cta::params, Cta::release_and_advance, Cta::storage,
         Cta::work_tiles;
+    using typename Cta::WorkTileState;
 
     int warp_key;  // first row of this thread's warp within the KV tile
     Pool pool;
@@ -166,7 +166,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     VPipeline v_pipeline;
     PPipeline p_pipeline;
 
-    __device__ __forceinline__ explicit Fa3BackwardDKDV(const Fa3BackwardKeepingParams& p)
+    __device__ __forceinline__ explicit Fa3BackwardDKDV(const Fa3BackwardStoringParams& p)
         : Cta(p),
           warp_key(ptx::warp_uniform(threadIdx.x / 32) % 4 * 16),
           pool(storage.pool, storage.pool_barriers),
@@ -191,15 +191,15 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     // Chooses the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        params.counter.start();
+        params.scheduler.start();
         const int total = cta_count(params.schedule);
-        const auto fetch = [&] { return params.counter.draw(total); };
+        const auto fetch = [&] { return params.scheduler.fetch(total); };
         work_tiles.produce(
             blockIdx.x, total, fetch,
             [&](KeyTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
-                if constexpr (Config::kKeepsDS) {
-                    const int flat_head = params.kept.first_head + work.head;
+                if constexpr (Config::kStoresDS) {
+                    const int flat_head = params.ds_workspace.first_head + work.head;
                     work.head = flat_head % params.heads_k;
                     work.batch = flat_head / params.heads_k;
                 }
@@ -213,7 +213,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce_q_do() const {
-        Place at;
+        TileCoord at;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
                 work_tiles.allow_fetch();
@@ -277,7 +277,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     enum Consumer { kDV, kDK };
 
-    __device__ __forceinline__ void wait(uint32_t stage, const Place& at) const {
+    __device__ __forceinline__ void wait(uint32_t stage, const TileCoord& at) const {
         pool.consumer_wait({stage, at.phase});
     }
     // By each thread, since all read the statistics.
@@ -287,7 +287,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     // dP^T to dS^T, as an operand, with P^T from shared memory.
     __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PState& at,
-                                                     const Place& place) const {
+                                                     const TileCoord& place) const {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             float p[4];
@@ -304,7 +304,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     // To memory for fa3/backward_dq_gemm.cuh. The four lanes that hold a row exchange what they
     // have of it, 4 x 4 pairs of columns, until each has 16 bytes.
-    __device__ __forceinline__ void keep(const Operand& rdS, char* ds) const {
+    __device__ __forceinline__ void store_ds(const Operand& rdS, char* ds) const {
         const int lane = lane_id() % 4;
         const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
             const bool high = lane & bit;
@@ -327,13 +327,14 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             }
     }
 
-    // Where this thread's part of 8 of P's columns lies, for the thread of its number in consumer dK.
+    // Where this thread's part of 8 of P's columns lies, for the thread of its number in consumer
+    // dK.
     __device__ __forceinline__ uint32_t p_address(const PState& at, int n) const {
         return p_pipeline.stage(at) + n * 2048 + threadIdx.x % 128 * 16;
     }
 
     // Softcap's derivative goes with P: consumer dV has the lse that it takes.
-    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const Place& place,
+    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const TileCoord& place,
                                            const KeyTile& tile, const QTileStep& step) const {
         Scores x = p;
         if constexpr (Config::kGeneral)
@@ -379,7 +380,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // S, P and dV.
     __device__ __forceinline__ void consume_dv() const {
         Walk walk;
-        Place place;  // of the scores
+        TileCoord place;  // of the scores
         PState p;
         typename KPipeline::State k;
         Interval full{};
@@ -394,7 +395,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const KMajor<QTile> q_rows(tile_in(place.q()));
             gemm_async<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
-        const auto issue_gradient = [&](const Place& at, bool accumulate) {
+        const auto issue_gradient = [&](const TileCoord& at, bool accumulate) {
             const MNMajor<DOTile> do_columns(tile_in(at.dout()));
             gemm_async<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
         };
@@ -405,7 +406,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             compute_p<Element, Config::kGeneral, Config::kBlockQ>(
                 rS, params, tile, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
-                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, storage.statistics[place.q()]);
+                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end,
+                storage.statistics[place.q()]);
             pass_p(rS, p, place, tile, walk.at);
             rP.template round<Element>(rS);
             release(place.q());
@@ -427,7 +429,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
                 walk.at.advance(walk.q_tiles);
-                const Place before = place;
+                const TileCoord before = place;
                 place.advance();
                 wait(before.dout(), before);
                 wait(place.q(), place);
@@ -457,7 +459,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // dP, dS and dK.
     __device__ __forceinline__ void consume_dk() const {
         Walk walk;
-        Place place;  // of dP
+        TileCoord place;  // of dP
         PState p;
         typename VPipeline::State v;
         Scores rdP;
@@ -469,15 +471,15 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const KMajor<DOTile> do_rows(tile_in(place.dout()));
             gemm_async<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
-        const auto issue_gradient = [&](const Place& at, bool accumulate) {
+        const auto issue_gradient = [&](const TileCoord& at, bool accumulate) {
             const MNMajor<QTile> q_columns(tile_in(at.q()));
             gemm_async<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
         char* ds = nullptr;  // where it is kept
         const auto find_ds = [&] {
             const KeyTile& tile = work_tiles[walk.tile];
-            ds = params.kept.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
-                                  tile.first_key / Config::kBlockKV);
+            ds = params.ds_workspace.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
+                                          tile.first_key / Config::kBlockKV);
         };
         const auto gradient_of_scores = [&] {
             warpgroup_fence(rdP);
@@ -487,12 +489,12 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             p_pipeline.consumer_release(p);
             p.advance();
             release(place.dout());
-            if constexpr (Config::kKeepsDS) keep(rdS, ds);
+            if constexpr (Config::kStoresDS) store_ds(rdS, ds);
         };
 
         Turns::pass_turn(kDK);  // the first one's
         while (find_tile(walk, params.dk, params.head_dim)) {
-            if constexpr (Config::kKeepsDS) find_ds();
+            if constexpr (Config::kStoresDS) find_ds();
             v_pipeline.consumer_wait(v);
             wait(place.dout(), place);
             Turns::wait_for_turn(kDK);
@@ -503,12 +505,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             bool accumulate = false;
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
-                if constexpr (Config::kKeepsDS)
-                    ds += params.kept.tiles.of_row(walk.at.q_tile) * KeptTiles::kBytes;
+                if constexpr (Config::kStoresDS)
+                    ds +=
+                        params.ds_workspace.tiles.of_row(walk.at.q_tile) * DSWorkspaceTiles::kBytes;
                 walk.at.advance(walk.q_tiles);
-                if constexpr (Config::kKeepsDS)
+                if constexpr (Config::kStoresDS)
                     if (walk.at.q_tile == walk.q_tiles.begin) find_ds();  // of the next head
-                const Place before = place;
+                const TileCoord before = place;
                 place.advance();
                 wait(before.q(), before);
                 wait(place.dout(), place);
@@ -548,19 +551,19 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 };
 
 template <class Config>
-cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const KeptDS& kept,
+cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspace& ds_workspace,
                                      cudaStream_t stream) {
-    Fa3BackwardKeepingParams params{call};
-    params.kept = kept;
-    params.counter = new_count(call.tile_counter);
+    Fa3BackwardStoringParams params{call};
+    params.ds_workspace = ds_workspace;
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
     const bool masked = is_masked(params);
     const int group = params.heads_q / params.heads_k;
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV),
-        Config::kKeepsDS ? kept.heads : params.heads_k,
-        Config::kKeepsDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+        Config::kStoresDS ? ds_workspace.heads : params.heads_k,
+        Config::kStoresDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
         int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
-        1, section_fillings(params, masked));
+        1, l2_group_waves(params, masked));
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;

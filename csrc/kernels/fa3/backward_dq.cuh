@@ -1,8 +1,9 @@
 // FlashAttention-3 backward for wide heads, part two: dQ. For Hopper. Part one, and why there are
 // two, is fa3/backward_dkdv.cuh.
 //
-// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh), and goes
-// over the KV tiles that it sees. Its warpgroups have roles:
+// One CTA per SM takes one Q tile after another, whichever is next
+// (dynamic_persistent_scheduler.cuh), and goes over the KV tiles that it sees. Its warpgroups have
+// roles:
 //
 //   producer       four threads: K; V; Q and dO; the choice of Q tiles
 //   two consumers  each owns 64 queries, with dQ in registers
@@ -106,9 +107,9 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     using DQ = RegisterTile<16, Config::kHeadDim>;
     using Turns = PingPong<Config::kConsumers>;
     using Cta = Fa3Cta<Config>;
-    using typename Cta::WorkTileState;
     using Cta::elected, Cta::end_work_tile, Cta::group, Cta::params, Cta::release,
         Cta::release_and_advance, Cta::storage, Cta::work_tiles;
+    using typename Cta::WorkTileState;
 
     KPipeline k_pipeline;
     VPipeline v_pipeline;
@@ -145,9 +146,9 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // Chooses the Q tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        params.counter.start();
+        params.scheduler.start();
         const int total = cta_count(params.schedule);
-        const auto fetch = [&] { return params.counter.draw(total); };
+        const auto fetch = [&] { return params.scheduler.fetch(total); };
         work_tiles.produce(
             blockIdx.x, total, fetch,
             [&](QueryTile& tile, int linear) {
@@ -453,7 +454,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 template <class Config>
 cudaError_t launch_fa3_backward_dq(const BackwardParams& call, cudaStream_t stream) {
     Fa3BackwardWideParams params{call};
-    params.counter = new_count(call.tile_counter + 1);
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
     params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
                                        Config::kHeadDim + Config::kHeadDimV, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;

@@ -28,7 +28,7 @@ namespace flash_ext {
 template <class Element_, int kHeadDim_, int kStages>
 struct Fa3BackwardDQGemmConfig {
     using Element = Element_;
-    using Params = Fa3BackwardKeepingParams;
+    using Params = Fa3BackwardStoringParams;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = (kConsumers + 1) * 128;
@@ -62,12 +62,12 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     using State = typename StagePipeline::State;
     using DQ = RegisterTile<16, Config::kHeadDim>;
     using Cta = Fa3Cta<Config>;
-    using typename Cta::WorkTileState;
     using Cta::group, Cta::params, Cta::release, Cta::storage, Cta::work_tiles;
+    using typename Cta::WorkTileState;
 
     StagePipeline pipeline;
 
-    __device__ __forceinline__ explicit Fa3BackwardDQGemm(const Fa3BackwardKeepingParams& p)
+    __device__ __forceinline__ explicit Fa3BackwardDQGemm(const Fa3BackwardStoringParams& p)
         : Cta(p), pipeline(storage.stages, storage.barriers) {}
 
     __device__ __forceinline__ void init() const {
@@ -83,14 +83,14 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     // --- Producer ---
 
     __device__ __forceinline__ void produce_tiles() const {
-        params.counter.start();
+        params.scheduler.start();
         const int total = cta_count(params.schedule);
-        const auto fetch = [&] { return params.counter.draw(total); };
+        const auto fetch = [&] { return params.scheduler.fetch(total); };
         work_tiles.produce(
             blockIdx.x, total, fetch,
             [&](QueryTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
-                const int flat_head = params.kept.first_head * group() + work.head;
+                const int flat_head = params.ds_workspace.first_head * group() + work.head;
                 work.head = flat_head % params.heads_q;
                 work.batch = flat_head / params.heads_q;
                 describe<Config>(tile, params, work);
@@ -108,7 +108,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
             const TensorRows rows(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
             const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
-                return params.kept.tile(params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
+                return params.ds_workspace.tile(params, s.batch, tile.head,
+                                                tile.first_query / 64 + of, kv_tile);
             };
             const Interval kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
@@ -124,7 +125,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                 for (int j = 0; j < 2; ++j)
                     if (i >= own[j].begin && i < own[j].end)
                         ptx::bulk_load(ds_tile(c, j), ds(j, i), DSTile::kBytes, pipeline.full(c));
-                rows.load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c), i * Config::kBlockKV);
+                rows.load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
+                                 i * Config::kBlockKV);
                 c.advance();
             }
         });
@@ -183,7 +185,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                     const MNMajor<DSTile> ds_columns(ds_tile(c, consumer));
                     const MNMajor<KTile> k_columns(pipeline.stage(c));
                     gemm_async<Element, Config::kBlockKV>(rdQ, ds_columns, k_columns,
-                                                                  i > own.begin);
+                                                          i > own.begin);
                     ptx::wgmma_wait<1>();
                     if (i > own.begin) release(pipeline, before);
                     before = c;
@@ -204,14 +206,14 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
 };
 
 template <class Config>
-cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const KeptDS& kept,
+cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWorkspace& ds_workspace,
                                         cudaStream_t stream) {
-    Fa3BackwardKeepingParams params{call};
-    params.kept = kept;
-    params.counter = new_count(call.tile_counter + 1);
+    Fa3BackwardStoringParams params{call};
+    params.ds_workspace = ds_workspace;
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
     const int group = params.heads_q / params.heads_k;
-    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), params.kept.heads * group,
-                                    1, is_masked(params),
+    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ),
+                                    params.ds_workspace.heads * group, 1, is_masked(params),
                                     int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = encode_tensor_map<typename Config::KTile>(

@@ -16,19 +16,19 @@ namespace flash_ext {
 inline constexpr int kFa3PassThreads = 256;
 
 // Where the KV tiles of a head of K and V are counted that have added all of their dQ: in
-// params.turn behind the counts of Q tiles, which are at least as many.
+// params.dq_semaphore behind the counts of Q tiles, which are at least as many.
 template <int kBlockQ>
 __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
                                            int head) {
     static_assert(kBlockQ >= 2 * tuning::kMinBackwardBlockQ);  // so there is room for both
     const int64_t q_tiles = workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ;
-    return params.turn + 1 + q_tiles + sequence.index() * params.heads_k + head;
+    return params.dq_semaphore + 1 + q_tiles + sequence.index() * params.heads_k + head;
 }
 
 // Its warps are those of the kernel's consumers, with the same parts of dQ.
 template <class Config>
 __global__ void __launch_bounds__(kFa3PassThreads)
-    fa3_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+    fa3_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     using Element = typename Config::Element;
     using DQ = typename Config::DQ;
@@ -42,16 +42,17 @@ __global__ void __launch_bounds__(kFa3PassThreads)
                                     sequence.seqlen_q - first_query, params.head_dim);
     // What follows in the stream waits for this pass alone, so one CTA waits for the kernel's end.
     // Where sequences are packed all do: with wrong offsets a count might never be reached.
-    const bool packed = params.cu_seqlens_q != nullptr;
-    if (packed || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
-    if (!packed && threadIdx.x == 0) {
+    const bool varlen = params.cu_seqlens_q != nullptr;
+    if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+    if (!varlen && threadIdx.x == 0) {
         const int* done =
             tiles_done<Config::kBlockQ>(params, sequence, head / (params.heads_q / params.heads_k));
         ptx::wait_for_count(done, ceil_div(sequence.rows_k, Config::kBlockKV), 256);
     }
     __syncthreads();
     if (first_query >= sequence.seqlen_q) return;
-    const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
+    const bool stored =
+        params.dq_accum_zeroed || params.dq_semaphore[1 + blockIdx.x] != 0;  // by any KV tile
     DQ rdQ;
 #pragma unroll
     for (int n = 0; n < DQ::kN; ++n) {
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 }
 
 template <class Config>
-cudaError_t launch_fa3_convert_dq(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<fa3_convert_dq_kernel<Config>>(
+cudaError_t launch_fa3_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
+    return launch_kernel<fa3_postprocess_dq_kernel<Config>>(
         workspace_rows(params, Config::kWorkspaceBlock) / Config::kBlockQ, kFa3PassThreads, 0,
         params, stream, true);
 }

@@ -4,13 +4,13 @@
 //
 // Where there is memory for the dS of one head or more, the kernel for dK and dV leaves it there,
 // and dQ = dS K takes one matmul; for as many heads at a time as fit. Else dQ's kernel computes dS
-// again, and begins while the other ends. So each draws tiles from a counter of its own, of the two
-// that tile_counter points to here.
+// again, and begins while the other ends. So each fetches tiles from a counter of its own, of the
+// two that tile_count_semaphore points to here.
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
-#include "kernels/fa3/backward_dq_gemm.cuh"
 #include "kernels/fa3/backward_dq.cuh"
+#include "kernels/fa3/backward_dq_gemm.cuh"
 #include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
 
@@ -21,26 +21,28 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
     using Keys =
         Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, false>;
-    using KeepingKeys =
+    using StoringKeys =
         Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
     using Product = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
-    using Queries = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures,
-                                             kTuning.k_stages, kTuning.v_stages>;
+    using Queries = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.k_stages,
+                                        kTuning.v_stages>;
     cudaError_t status =
-        launch_prepare<Element, Keys::kGeneral, Keys::kBlockQ, kHeadDimV, 0>(params, stream);
+        launch_preprocess<Element, Keys::kGeneral, Keys::kBlockQ, kHeadDimV, 0>(params, stream);
     const int heads = params.heads_k * params.batch;
-    const auto heads_at_a_time = static_cast<int>(params.ds_bytes / kept_ds_bytes(params));
+    const auto heads_at_a_time = static_cast<int>(params.ds_bytes / ds_group_bytes(params));
     if (heads_at_a_time > 0) {
         for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
-            const KeptDS kept{static_cast<char*>(params.ds), head,
-                              min_of(heads_at_a_time, heads - head), KeptTiles(params)};
-            status = launch_fa3_backward_dkdv<KeepingKeys>(params, kept, stream);
+            const DSWorkspace ds_workspace{static_cast<char*>(params.ds), head,
+                                           min_of(heads_at_a_time, heads - head),
+                                           DSWorkspaceTiles(params)};
+            status = launch_fa3_backward_dkdv<StoringKeys>(params, ds_workspace, stream);
             if (status == cudaSuccess)
-                status = launch_fa3_backward_dq_gemm<Product>(params, kept, stream);
+                status = launch_fa3_backward_dq_gemm<Product>(params, ds_workspace, stream);
         }
         return status;
     }
-    if (status == cudaSuccess) status = launch_fa3_backward_dkdv<Keys>(params, KeptDS{}, stream);
+    if (status == cudaSuccess)
+        status = launch_fa3_backward_dkdv<Keys>(params, DSWorkspace{}, stream);
     if (status == cudaSuccess) status = launch_fa3_backward_dq<Queries>(params, stream);
     return status;
 }
@@ -48,7 +50,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         status = launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV, features.value>(
             params, stream);

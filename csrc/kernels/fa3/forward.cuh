@@ -1,9 +1,9 @@
 // FlashAttention-3 forward (Shah et al. 2024, algorithms 1 and 2), for Hopper.
 //
-// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh). Its
-// warpgroups have roles:
+// One CTA per SM takes one Q tile after another, whichever is next
+// (dynamic_persistent_scheduler.cuh). Its warpgroups have roles:
 //
-//   producer    three threads, one for each of K, Q and V: K's draws the Q tiles, all load by TMA
+//   producer    three threads, one for each of K, Q and V: K's fetches the Q tiles, all load by TMA
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
 // A consumer's step, in the order in which it starts things:
@@ -15,7 +15,7 @@
 //
 // The steps of all the CTA's Q tiles form one sequence: after a tile's last K_j comes the first of
 // the next tile, so that tensor cores have work while a result is written. A result O / l leaves
-// where O would be rescaled. Most steps are steady: within a tile, without a mask; these are
+// where O would be rescaled. Most steps are unmasked: within a tile, without a mask; these are
 // compiled apart, without branches.
 //
 // Four consumers have no registers for a second P: they wait for P V before the softmax, and the
@@ -24,7 +24,7 @@
 // Consumers may start their matmuls by turns (ping-pong), so that one's softmax runs beside the
 // other's matmuls; otherwise they drift apart by themselves.
 //
-// Where tiles are few, a tile is a Q tile and a part of its keys, with a result in float32 of its
+// Where tiles are few, a tile is a Q tile and a split of its keys, with a result in float32 of its
 // own; combine.cuh makes one of them. Where queries are few and heads share keys, the rows of a Q
 // tile are the heads of a group (QueryTiles); kernels for that load Q by eights, of heads or of
 // queries, since no more need lie side by side in memory.
@@ -51,9 +51,9 @@
 #include "plan/tuning.h"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
+#include "schedule/dynamic_persistent_scheduler.cuh"
 #include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
-#include "schedule/tile_counter.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/tma_load.cuh"
 #include "tile/wgmma.cuh"
@@ -61,18 +61,18 @@
 namespace flash_ext {
 
 struct Fa3ForwardParams : ForwardParams {
-    TileCounter counter;
+    DynamicPersistentScheduler scheduler;
     CUtensorMap q_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kMayHaveParts_>
+          tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
 struct Fa3ForwardConfig {
     using Element = Element_;
     using Params = Fa3ForwardParams;
-    static constexpr bool kMayHaveParts = kMayHaveParts_;  // of the keys; and tiles may be folded
+    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // of the keys; and GQA may be packed
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -80,7 +80,7 @@ struct Fa3ForwardConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
-    static_assert(!kMayHaveParts || kBlockQ == tuning::kForwardBlockQ);
+    static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kPingPong = kTuning.ping_pong;
     // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
@@ -94,10 +94,10 @@ struct Fa3ForwardConfig {
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    // Rows that a load takes. Of K and V the panels' parts of a row should come close together, or
+    // Rows that a load takes. Of K and V the atoms' parts of a row should come close together, or
     // a decoding step, which waits for memory alone, is slower (docs/notes/009-fa3-forward.md).
-    static constexpr int kQBoxRows = kMayHaveParts ? 8 : kBlockQ;  // what lies side by side
-    static constexpr int kKVBoxRows = KTile::kPanels == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
+    static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // what lies side by side
+    static constexpr int kKVBoxRows = KTile::kAtoms == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
     using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
     using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
     using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
@@ -134,9 +134,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
     using Turns = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
-    using typename Cta::WorkTileState;
     using Cta::group, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
         Cta::work_tiles;
+    using typename Cta::WorkTileState;
 
     int consumer;  // number of this thread's warpgroup
     QPipeline q_pipeline;
@@ -163,25 +163,29 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
 
-    __device__ __forceinline__ int fold() const { return Config::kMayHaveParts ? params.fold : 0; }
+    __device__ __forceinline__ int pack_gqa_log2() const {
+        return Config::kMayHaveSplits ? params.pack_gqa_log2 : 0;
+    }
     __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
-        return tile.first_query + (row >> fold());
+        return tile.first_query + (row >> pack_gqa_log2());
     }
     // Among the group's.
-    __device__ __forceinline__ int head_of(int row) const { return row & ((1 << fold()) - 1); }
+    __device__ __forceinline__ int head_of(int row) const {
+        return row & ((1 << pack_gqa_log2()) - 1);
+    }
 
     // --- Producer ---
 
     __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const {
         WorkTile work = work_tile(linear, params.schedule);
-        if constexpr (Config::kMayHaveParts) {
-            tile.part = work.rank % params.key_parts;
-            work.rank /= params.key_parts;
-            if (fold() > 0) work.head *= group();  // the first of them
+        if constexpr (Config::kMayHaveSplits) {
+            tile.split = work.tile_index % params.num_splits;
+            work.tile_index /= params.num_splits;
+            if (pack_gqa_log2() > 0) work.head *= group();  // the first of them
         }
-        describe<Config>(tile, params, work, Config::kBlockQ >> fold());
-        if constexpr (Config::kMayHaveParts)
-            tile.kv_tiles = part_of(tile.kv_tiles, tile.part, params.key_parts);
+        describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
+        if constexpr (Config::kMayHaveSplits)
+            tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
         // A tile without keys takes one step all the same: all its scores are hidden, and K and V
         // of no rows are zeros.
         if (tile.kv_tiles.empty()) {
@@ -197,9 +201,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
         const int total = cta_count(params.schedule);
         bool started = false;
         const auto fetch = [&] {
-            if (!started) params.counter.start();
+            if (!started) params.scheduler.start();
             started = true;
-            return params.counter.draw(total);
+            return params.scheduler.fetch(total);
         };
         work_tiles.produce(
             blockIdx.x, total, fetch,
@@ -240,7 +244,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     template <class Visit>
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
-        if (fold() == 0) {
+        if (pack_gqa_log2() == 0) {
             const TensorRows queries(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
 #pragma unroll 1
             for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows)
@@ -301,8 +305,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     }
 
     // S = Q K^T, started.
-    __device__ __forceinline__ void issue_scores(Scores& rS,
-                                                 const typename QPipeline::State& q,
+    __device__ __forceinline__ void issue_scores(Scores& rS, const typename QPipeline::State& q,
                                                  const typename KPipeline::State& k) const {
         // Q stays in place for many steps.
         constexpr bool kPinned = Config::kHeadDim > 128;
@@ -335,14 +338,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
-        const bool first_part = !Config::kMayHaveParts || tile.part == 0;
-        if (params.sink == nullptr || !first_part || !tile.sequence.is_owned(params))
+        const bool first_split = !Config::kMayHaveSplits || tile.split == 0;
+        if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
             return softmax;
         const float factor = kLog2e * ptx::rcp(exponent_scale());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int head = tile.head;
-            if constexpr (Config::kMayHaveParts)
+            if constexpr (Config::kMayHaveSplits)
                 head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
             softmax.begin_with(params.sink[head] * factor, 0, i);
         }
@@ -371,7 +374,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
                                                   const Interval& full) const {
         const int first_row = warp_row();
         const int first_key = kv_tile * Config::kBlockKV;
-        if constexpr (Config::kGeneral)  // ALiBi, which wants the first query, is never folded
+        if constexpr (Config::kGeneral)  // ALiBi, which wants the first query, is never packed
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, tile.first_query + first_row, first_key);
         if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
@@ -381,16 +384,17 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // Are results those of a part of the keys, or of folded tiles? The general form has both.
-    __device__ __forceinline__ bool has_parts() const {
-        return Config::kMayHaveParts && (!Config::kGeneral || params.part_out != nullptr);
+    // Are results those of a split of the keys, or of tiles with packed GQA? The general form has
+    // both.
+    __device__ __forceinline__ bool has_splits() const {
+        return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
     }
 
     static __device__ __forceinline__ bool is_to_be_marked(float max, float lse) {
         return !Config::kGeneral && needs_recomputing(max, lse);
     }
 
-    // O / l and the logsumexp to HBM, as results or as a part's.
+    // O / l and the logsumexp to HBM, as results or as a split's.
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         softmax.finish();
@@ -409,20 +413,20 @@ struct Fa3Forward : Fa3Cta<Config_> {
         const int row = lane_row() + 8 * i;
         const bool has_row = lane_id() % 4 < 2;
         const int64_t statistics = statistics_offset(params, s, tile.head);
-        if (has_parts()) {
-            const int64_t part = tile.part * statistics_rows(params) + statistics;
+        if (has_splits()) {
+            const int64_t split = tile.split * statistics_rows(params) + statistics;
             const int first_row = warp_row();
             const auto index_of = [&](int row) -> int64_t {
                 const int query = query_of(tile, first_row + row);
                 const int head = head_of(first_row + row);
                 if (query >= s.seqlen_q || head >= group()) return -1;
-                return part + int64_t{head} * params.seqlen_q + query;
+                return split + int64_t{head} * params.seqlen_q + query;
             };
             const int64_t index = index_of(row);
             float max = softmax.max(0, i);
             if (is_to_be_marked(max, softmax.lse(0, i, exponent_scale()))) max = mark_of(0);
-            if (has_row && index >= 0) params.part_statistics[index] = {max, softmax.sum(0, i)};
-            store_rows(params.part_out, rO, index_of);
+            if (has_row && index >= 0) params.statistics_partial[index] = {max, softmax.sum(0, i)};
+            store_rows(params.o_partial, rO, index_of);
         } else {
             const int first_row = tile.first_query + warp_row();
             const auto gO =
@@ -494,8 +498,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             release_and_advance(q_pipeline, state.q);
         finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
         if (!kUnmasked && first) state.softmax = begin_softmax(work_tiles[state.tile]);
-        state.rescaling =
-            state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
+        state.rescaling = state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
     }
 
     // Before P V: O is rescaled, or leaves as the result of the tile before.
@@ -579,7 +582,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 odd = true;
                 break;
             }
-            const int unmasked_until = max_of(state.first_kv_tile + kReleaseEarly, state.full.begin);
+            const int unmasked_until =
+                max_of(state.first_kv_tile + kReleaseEarly, state.full.begin);
             while (!state.begun && state.kv_tile - 2 >= unmasked_until &&
                    state.kv_tile - 1 < state.full.end) {
                 step<true>(state, rP[0], rP[kNext]);
@@ -598,7 +602,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         ptx::wgmma_wait<0>();
         warpgroup_fence(state.rO);
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
-        if constexpr (!Config::kGeneral && !Config::kMayHaveParts) {
+        if constexpr (!Config::kGeneral && !Config::kMayHaveSplits) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
                 recompute_all_marked<Element>(params, warp_number());
@@ -613,12 +617,12 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.counter = new_count(call.tile_counter);
-    const QueryTiles tiles{params.fold > 0 ? params.heads_k : params.heads_q,
-                           Config::kBlockQ >> params.fold};
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
+    const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
+                           Config::kBlockQ >> params.pack_gqa_log2};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
-    params.schedule.tiles *= params.key_parts;
-    if (params.fold > 0) std::swap(params.q.row_stride, params.q.head_stride);
+    params.schedule.tiles *= params.num_splits;
+    if (params.pack_gqa_log2 > 0) std::swap(params.q.row_stride, params.q.head_stride);
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
                                    params.q_map, params.q, params.element_type, params.head_dim),
                                encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
@@ -627,7 +631,8 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                                    params.v_map, params.v, params.element_type, params.head_dim_v)})
         if (status != cudaSuccess) return status;
     const int total = cta_count(params.schedule);
-    if (total > multiprocessors() && call.tile_counter == nullptr) return cudaErrorInvalidValue;
+    if (total > multiprocessors() && call.tile_count_semaphore == nullptr)
+        return cudaErrorInvalidValue;
     return launch_fa3<Fa3Forward<Config>>(params, total, stream, /*pdl=*/false);
 }
 
@@ -636,18 +641,19 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const tuning::Fa3Lengths lengths =
-        params.part_out != nullptr
-            ? tuning::Fa3Lengths::kParts
+        params.o_partial != nullptr
+            ? tuning::Fa3Lengths::kSplits
             : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
                                   params.few_tiles);
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
-        dispatch<kParts, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
-            constexpr bool kMayHaveParts = lengths == kParts || features == Features::kGeneral;
-            using Config = Fa3ForwardConfig<
-                decltype(element), kHeadDim, kHeadDimV, features.value,
-                tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value, lengths), kMayHaveParts>;
+        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
+            constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
+            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
+                                                                features.value, lengths),
+                                            kMayHaveSplits>;
             status = launch_fa3_forward<Config>(params, stream);
         });
     });

@@ -18,7 +18,7 @@ struct QueryTile {
     int head;
     int first_query;  // below 0: there is no more work
     Interval kv_tiles;
-    int part;        // of the keys, where they are cut into parts
+    int split;       // of the keys, where they are split
     bool large_lse;  // in the backward: have any rows of the call a reference?
 
     __device__ __forceinline__ int& first_row() { return first_query; }
@@ -41,13 +41,14 @@ __device__ __forceinline__ BandMask mask_of(const AttentionParams& params,
 }
 
 // A tile, the last of a sequence first: it is the longest under a causal mask. first_query comes
-// out below 0 for a spare number; `queries` is how many a tile has. Written piece by piece:
+// out below 0 for a padding tile; `queries` is how many a tile has. Written piece by piece:
 // producers have few registers.
 template <class Config>
 __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionParams& params,
                                          const WorkTile& work, int queries = Config::kBlockQ) {
     query_tile.head = work.head;
-    const SequenceTile tile = tile_of<true, Rows::kQueries>(params, work.batch, work.rank, queries);
+    const SequenceTile tile =
+        tile_of<true, Rows::kQueries>(params, work.batch, work.tile_index, queries);
     const Sequence& s = tile.sequence;
     query_tile.sequence = s;
     const int first_query = (ceil_div(s.seqlen_q, queries) - 1 - tile.tile) * queries;
@@ -56,13 +57,13 @@ __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionP
                                    Config::kBlockKV);
 }
 
-// The same for keys; first_key stays as it is for a spare number.
+// The same for keys; first_key stays as it is for a padding tile.
 template <class Config>
 __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParams& params,
                                          const WorkTile& work) {
     key_tile.head = work.head;
     const SequenceTile tile =
-        tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
+        tile_of<true, Rows::kKeys>(params, work.batch, work.tile_index, Config::kBlockKV);
     const Sequence& s = tile.sequence;
     key_tile.sequence = s;
     const int first_key = tile.tile * Config::kBlockKV;
@@ -112,7 +113,7 @@ struct WorkTilePipeline {
     static __device__ __forceinline__ uint32_t phase(const State& t) { return t.stage % 2; }
 
     // The producer. Describes tile `linear` first, then what fetch() gives, until that is `total`.
-    // describe(tile, linear) leaves first_row() below 0 for a spare number; committed(tile, t) may
+    // describe(tile, linear) leaves first_row() below 0 for a padding tile; committed(tile, t) may
     // begin to load, and says what was fetched next.
     template <class Fetch, class Describe, class Committed>
     __device__ __forceinline__ void produce(int linear, int total, Fetch fetch, Describe describe,

@@ -7,7 +7,7 @@
 namespace flash_ext {
 
 // The upper 40 bits; the lower 24 are 0. A CUDA graph's replays have the same name.
-inline uint64_t launch_name() {
+inline uint64_t launch_epoch() {
     static uint64_t launches = 0;
     const uint64_t number = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
     // The factor is odd: different launches have different names.
