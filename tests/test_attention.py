@@ -197,12 +197,12 @@ def few_queries(device: str) -> Iterator[Problem]:
         problem = Problem(3, queries, 700, group * heads_k, heads_k, d, head_dim_v=dv)
         yield dataclasses.replace(problem, dtype=HALF_TYPES[queries % 2], **option)
     if device == "cuda":
-        for (d, dv), option in itertools.product(dims, options[:7]):  # and the keys in parts
+        for (d, dv), option in itertools.product(dims, options[:7]):  # and split keys
             yield Problem(1, 4, 5000, 16, 2, d, head_dim_v=dv, **option)
 
 
 def few_tiles(device: str) -> Iterator[Problem]:
-    """So few tiles of queries before so many keys that fa2 and fa3 cut the keys into parts: of
+    """So few tiles of queries before so many keys that fa2 and fa3 split the keys: of
     unlike lengths, some without a key that a row sees."""
     dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72), (59, 37))
     options = (

@@ -26,7 +26,7 @@ from compiled import NATIVE, python_module
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
-from test_dropout import IN_PARTS
+from test_dropout import SPLIT_KEYS
 
 
 @pytest.fixture(scope="session")
@@ -357,13 +357,13 @@ def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
     return native.head_dims[native.padded_head_dims(p.head_dim, p.head_dim_v or p.head_dim)]
 
 
-def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
-    """The parts that a dense problem's keys are cut into, as csrc/plan/variants.cpp has it."""
+def splits_of(native: ModuleType, variant: str, p: Problem) -> int:
+    """How many splits the keys of a dense problem have, as csrc/plan/variants.cpp has it."""
     at_once = SMS
     if variant == "fa2":
         at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))
     window = (-1, 0) if p.causal else p.window
-    return native.key_parts(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
+    return native.num_splits(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
 
 
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
@@ -379,7 +379,7 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
 
 
 @pytest.mark.parametrize(
-    "tiles, queries, keys, window, parts",
+    "tiles, queries, keys, window, splits",
     [
         (8, 4, 131072, (-1, -1), 16),  # one wave of 132
         (8, 4, 8192, (-1, -1), 16),
@@ -390,10 +390,10 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
         (64, 128, 2047, (-1, -1), 1),
         (128, 1, 131072, (-1, -1), 1),  # the tiles fill the GPU
         (132, 1, 131072, (-1, -1), 1),
-        (100, 1, 131072, (-1, -1), 1),  # no number of parts within two waves fills it better
+        (100, 1, 131072, (-1, -1), 1),  # no number of splits within two waves fills it better
         (100, 1, 131072, (-1, 0), 1),
         (128, 8192, 8192, (-1, 0), 2),  # a causal head's last tile takes twice the mean
-        (128, 2048, 2048, (-1, 0), 1),  # two parts an SM: of no fewer than 2,048
+        (128, 2048, 2048, (-1, 0), 1),  # two splits an SM: of no fewer than 2,048
         (64, 2048, 2048, (-1, 0), 2),
         (160, 8192, 8192, (-1, 0), 2),
         (200, 8192, 8192, (-1, 0), 1),
@@ -403,14 +403,14 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
         (8, 4, 0, (-1, 0), 1),
     ],
 )
-def test_keys_are_cut_into_parts_that_fill_the_gpu(
-    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
+def test_keys_are_split_to_fill_the_gpu(
+    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], splits: int
 ) -> None:
-    assert native.key_parts(tiles, queries, keys, *window, SMS) == parts
+    assert native.num_splits(tiles, queries, keys, *window, SMS) == splits
 
 
 @pytest.mark.parametrize(
-    "tiles, queries, keys, window, parts",
+    "tiles, queries, keys, window, splits",
     [
         (8, 4, 131072, (-1, -1), 32),  # one wave of 264
         (8, 4, 8192, (-1, -1), 16),  # of no fewer than 512 keys
@@ -422,31 +422,31 @@ def test_keys_are_cut_into_parts_that_fill_the_gpu(
         (400, 8192, 8192, (-1, 0), 1),
     ],
 )
-def test_parts_where_an_sm_has_two_ctas(
-    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
+def test_splits_where_an_sm_has_two_ctas(
+    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], splits: int
 ) -> None:
     """fa2's case up to head dim 128."""
     assert native.fa2_ctas_per_sm(128, 128, False) == native.fa2_ctas_per_sm(64, 64, True) == 2
-    assert native.key_parts(tiles, queries, keys, *window, 2 * SMS) == parts
+    assert native.num_splits(tiles, queries, keys, *window, 2 * SMS) == splits
 
 
-def test_parts_make_up_the_whole(native: ModuleType) -> None:
+def test_splits_make_up_the_whole(native: ModuleType) -> None:
     """Side by side, of lengths that differ by one at most; some are empty where keys are few."""
-    for begin, length, parts in itertools.product((0, 3), range(12), range(1, 8)):
-        found = [native.part_of((begin, begin + length), part, parts) for part in range(parts)]
+    for begin, length, splits in itertools.product((0, 3), range(12), range(1, 8)):
+        found = [native.split_of((begin, begin + length), split, splits) for split in range(splits)]
         assert [a for a, _ in found] + [begin + length] == [begin] + [b for _, b in found]
         lengths = [b - a for a, b in found]
         assert max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa3"])
-def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
-    """With every option that the variant's kernels for parts take."""
+def test_gpu_problems_are_split(native: ModuleType, variant: str) -> None:
+    """With every option that the variant's kernels for splits take."""
     reached = set()
     for p in few_tiles("cuda"):
         if p.lengths_q is not None or unsupported_reason(variant, p, "cuda"):
             continue
-        assert parts_of(native, variant, p) > 1, p
+        assert splits_of(native, variant, p) > 1, p
         default = Problem()
         reached |= {
             (name, padded_dims(native, p))
@@ -525,18 +525,18 @@ def test_gpu_problems_are_folded(native: ModuleType) -> None:
     assert reached >= {"causal", "window", "sink", "softcap", "seqused_k", "layout", *KERNEL_DIMS}
 
 
-def test_extraction_of_dropouts_mask_reaches_the_parts(native: ModuleType) -> None:
+def test_extraction_of_dropouts_mask_splits_the_keys(native: ModuleType) -> None:
     """The problem that shows each element's bit, of tests/test_dropout.py."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_k = IN_PARTS
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = SPLIT_KEYS
     p = Problem(batch, seqlen_q, seqlen_k, heads_q, heads_k, dropout_p=0.4)
-    assert parts_of(native, "fa2", p) > 1
+    assert splits_of(native, "fa2", p) > 1
 
 
 def test_gpu_problems_reach_the_large_tiles(native: ModuleType) -> None:
     for p in many_tiles("cuda"):
         assert query_tiles(p) > SMS
         assert native.tiles(64, p.seqlen_q, p.seqlen_k)["fa3", "forward"] == 256
-        assert parts_of(native, "fa3", p) == 1
+        assert splits_of(native, "fa3", p) == 1
 
 
 @pytest.mark.parametrize(

@@ -469,7 +469,7 @@ def test_memory_grows_with_the_sequence_not_its_square(
 @pytest.mark.parametrize("options", ({}, {"softcap": 1.5}), ids=("", "softcap"))
 @pytest.mark.parametrize("variant", ("fa2", "fa3"))
 def test_few_tiles_take_their_keys_in_parts(variant: str, options: dict) -> None:
-    """Seen by the memory that the parts' results take in float32."""
+    """Seen by the memory that the results of splits take in float32."""
     problem = Problem(1, 16, 4096, 4, 4, 64, **options)
     inputs = make_inputs(problem, "cuda")
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]

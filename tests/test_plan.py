@@ -82,10 +82,10 @@ def test_what_splits_keep(native: ModuleType) -> None:
     p = problem(native, seqlen_q=4, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
     for variant, splits in (("fa2", 32), ("fa3", 16)):
         plan = p.forward(variant)
-        assert plan.key_parts == splits
+        assert plan.num_splits == splits
         rows = splits * 8 * 4
-        assert sizes(plan) == {"part_out": rows * 128 * 4, "part_statistics": rows * 8}
-        assert "combine_parts" in plan.launches[1]
+        assert sizes(plan) == {"o_partial": rows * 128 * 4, "statistics_partial": rows * 8}
+        assert "combine_splits" in plan.launches[1]
 
 
 def test_what_a_backward_keeps(native: ModuleType) -> None:
@@ -98,7 +98,7 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
         "dq_accum": rows * 64 * 4,
         "turn": (1 + rows // 32) * 4,
     }
-    of_sinks = {"relative_lse": 2 * 4 * 300 * 8, "dsink_parts": 4 * 32 * 4}
+    of_sinks = {"relative_lse": 2 * 4 * 300 * 8, "dsink_partial": 4 * 32 * 4}
     for variant in VARIANTS:
         p.sink = False
         assert sizes(p.backward(variant)) == statistics
@@ -161,7 +161,7 @@ def test_splits_of_a_decoding_step(
     fields: dict[str, int], splits: int, fold: int, native: ModuleType
 ) -> None:
     plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
-    assert (plan.key_parts, plan.fold) == (splits, fold)
+    assert (plan.num_splits, plan.fold) == (splits, fold)
     assert len(plan.launches) == (2 if splits > 1 or fold > 0 else 1)
 
 
@@ -249,8 +249,8 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
 
 def test_only_fa3_lets_the_combination_begin_early(native: ModuleType) -> None:
     p = problem(native, seqlen_q=4, seqlen_k=131072)
-    assert p.forward("fa2").launches[1] == "combine_parts"
-    assert p.forward("fa3").launches[1] == "combine_parts, early"
+    assert p.forward("fa2").launches[1] == "combine_splits"
+    assert p.forward("fa3").launches[1] == "combine_splits, early"
 
 
 # --- Devices ---

@@ -124,8 +124,8 @@ struct Fa3Forward {
     bool take_turns = false;
 };
 
-// What tiles are chosen by, beside head dims. kParts: the keys are cut into parts.
-enum class Fa3Lengths { kParts, kFewQueries, kUsual, kLongKeys };
+// What tiles are chosen by, beside head dims. kSplits: the keys are split.
+enum class Fa3Lengths { kSplits, kFewQueries, kUsual, kLongKeys };
 
 inline constexpr int kLongKeys = 8192;  // so many keys or more are many
 
@@ -139,7 +139,7 @@ constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
-    Fa3Forward few_queries;  // or keys in parts, or the general form
+    Fa3Forward few_queries;  // or split keys, or the general form
     Fa3Forward long_keys = few_queries;
     Fa3Forward usual = few_queries;
 };

@@ -30,7 +30,7 @@ HeadDims head_dims(const AttentionParams& params) {
 // --- Workspaces ---
 
 // Where the keys of a Q tile are split, or heads are folded, each split leaves results of its own.
-bool has_splits(const ForwardParams& params) { return params.key_parts > 1 || params.fold > 0; }
+bool has_splits(const ForwardParams& params) { return params.num_splits > 1 || params.fold > 0; }
 
 // Folds and splits for a GPU that works on `at_once` Q tiles at a time. How many there are.
 int64_t plan_splits(ForwardPlan& plan, bool may_fold, int at_once) {
@@ -39,14 +39,14 @@ int64_t plan_splits(ForwardPlan& plan, bool may_fold, int at_once) {
     const int64_t tiles = tile_count(params, q_tiles);
     params.few_tiles = tiles <= at_once;
     params.fold = q_tiles.fold;
-    params.key_parts =
-        key_parts(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
+    params.num_splits =
+        num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
     if (has_splits(params)) {
-        const int64_t rows = params.key_parts * statistics_rows(params);
-        plan.workspace.reserve(params.part_out, rows * head_dims(params).v);
-        plan.workspace.reserve(params.part_statistics, rows);
+        const int64_t rows = params.num_splits * statistics_rows(params);
+        plan.workspace.reserve(params.o_partial, rows * head_dims(params).v);
+        plan.workspace.reserve(params.statistics_partial, rows);
     }
-    return tiles * params.key_parts;
+    return tiles * params.num_splits;
 }
 
 // Statistics of the rows, in blocks of `block`; dQ's sum, of `sum_columns`; and who adds to it.
@@ -139,7 +139,7 @@ cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
         return fa2_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
-    return combine_parts(params, stream, /*early=*/false);
+    return combine_splits(params, stream, /*early=*/false);
 }
 
 cudaError_t run_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
@@ -200,7 +200,7 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
         return fa3_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
-    return combine_parts(params, stream, /*early=*/true);
+    return combine_splits(params, stream, /*early=*/true);
 }
 
 void plan_fa3_backward(BackwardPlan& plan) {

@@ -72,7 +72,7 @@ struct AttentionParams {
 
 // A kernel exists in up to three forms, so that the common case pays for no option: kPlain has
 // masks (full, causal, window) and sinks; kPacked also finds its sequences on the device, and in
-// fa2 may take a part of the keys; kGeneral has all options, as branches that are uniform over the
+// fa2 may take a split of the keys; kGeneral has all options, as branches that are uniform over the
 // grid.
 enum class Features { kPlain, kPacked, kGeneral };
 
@@ -97,8 +97,8 @@ inline int mean_queries(const AttentionParams& params) {
                                                                : params.seqlen_q / params.batch;
 }
 
-// Of a row's softmax over a part of the keys.
-struct alignas(8) PartStatistics {
+// Of a row's softmax over a split of the keys.
+struct alignas(8) PartialStatistics {
     float max;
     float sum;
 };
@@ -116,11 +116,11 @@ struct ForwardParams : AttentionParams {
 
     int fold = 0;  // a query has 2^fold rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: where the keys of a Q tile are cut into parts, or heads are folded, each part's
+    // FA2 and FA3: where the keys of a Q tile are split, or heads are folded, each split's
     // result; see combine.cuh.
-    int key_parts = 1;
-    float* part_out = nullptr;                  // (parts, B, Hq, Sq, padded Dv)
-    PartStatistics* part_statistics = nullptr;  // (parts, B, Hq, Sq)
+    int num_splits = 1;
+    float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
+    PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)
 
     // FA1 only: its running output and statistics live in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
@@ -180,7 +180,7 @@ struct BackwardParams : AttentionParams {
                           // the number of KV tiles that have added their dQ. FA3: always, it
                           // makes the zeros, and behind them come those of tiles_done()
     bool dq_zeros;        // FA3: does dq_accum begin with zeros?
-    float* dsink_parts = nullptr;                // (Hq, kSinkParts)
+    float* dsink_partial = nullptr;              // (Hq, kSinkParts)
     unsigned long long* tile_counter = nullptr;  // (2), FA3 for wide heads; see tile_counter.cuh
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh

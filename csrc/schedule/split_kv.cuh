@@ -12,19 +12,19 @@
 namespace flash_ext {
 
 // Of `parts` about equal parts of an interval, the one of that number; it may be empty.
-FLASH_HOST_DEVICE constexpr Interval part_of(Interval all, int part, int parts) {
-    const int least = (all.end - all.begin) / parts;
-    const int longer = (all.end - all.begin) % parts;  // the first ones, by one
-    const int begin = all.begin + part * least + min_of(part, longer);
-    return {begin, begin + least + (part < longer)};
+FLASH_HOST_DEVICE constexpr Interval split_of(Interval all, int split, int splits) {
+    const int least = (all.end - all.begin) / splits;
+    const int longer = (all.end - all.begin) % splits;  // the first ones, by one
+    const int begin = all.begin + split * least + min_of(split, longer);
+    return {begin, begin + least + (split < longer)};
 }
 
 // Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
 // Flash-Decoding), which works on `at_once` of them at a time: the fewest that come near the least
 // time. Parts of few keys do not pay, the less so the more queries have partial results and the
 // more parts are worked on one after another.
-inline int key_parts(const AttentionParams& params, int64_t tiles, int heads_per_tile,
-                     int at_once) {
+inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_per_tile,
+                      int at_once) {
     const int queries = mean_queries(params);
     const int keys = keys_seen(params);
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
@@ -37,17 +37,17 @@ inline int key_parts(const AttentionParams& params, int64_t tiles, int heads_per
     const auto most =
         static_cast<int>(min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * at_once, tiles)));
     // In units of the longest tile's.
-    const auto time = [&](int parts) {
-        const double rounds = share * tiles * parts / at_once;
-        const double price = whole_tiles && parts > 1 ? 1.3 : 1.;
-        return price * (share < 1. ? max_of(rounds, 1.) : std::ceil(rounds)) / parts;
+    const auto time = [&](int splits) {
+        const double rounds = share * tiles * splits / at_once;
+        const double price = whole_tiles && splits > 1 ? 1.3 : 1.;
+        return price * (share < 1. ? max_of(rounds, 1.) : std::ceil(rounds)) / splits;
     };
     if (share * tiles >= at_once) return 1;
     double least = time(1);
-    for (int parts = 2; parts <= most; ++parts) least = min_of(least, time(parts));
-    int parts = 1;
-    while (0.95 * time(parts) > least) ++parts;
-    return parts;
+    for (int splits = 2; splits <= most; ++splits) least = min_of(least, time(splits));
+    int splits = 1;
+    while (0.95 * time(splits) > least) ++splits;
+    return splits;
 }
 
 }  // namespace flash_ext

@@ -258,14 +258,14 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.attr("many_queries") = tuning::kManyQueries;
 
     // Of one dense sequence.
-    m.def("key_parts", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {
+    m.def("num_splits", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {
         AttentionParams params{};
         params.batch = 1;
         params.seqlen_q = queries;
         params.seqlen_k = keys;
         params.window_left = left < 0 ? BandMask::kUnlimited : left;
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
-        return key_parts(params, tiles, 1, at_once);
+        return num_splits(params, tiles, 1, at_once);
     });
     // (fold, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of `queries`
     // and `keys` in all.
@@ -286,8 +286,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
               const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
               return std::make_pair(tiles.fold, tile_count(params, tiles));
           });
-    m.def("part_of", [](Pair all, int part, int parts) {
-        return pair_of(part_of(interval_of(all), part, parts));
+    m.def("split_of", [](Pair all, int split, int splits) {
+        return pair_of(split_of(interval_of(all), split, splits));
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {

@@ -89,8 +89,8 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) {
     return note("bias_gradient", kHeadDim, kHeadDimV);
 }
-cudaError_t combine_parts(ForwardParams, cudaStream_t, bool early) {
-    return note(early ? "combine_parts, early" : "combine_parts");
+cudaError_t combine_splits(ForwardParams, cudaStream_t, bool early) {
+    return note(early ? "combine_splits, early" : "combine_splits");
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
 unsigned long long* flag_word(uint64_t) { return nullptr; }
@@ -149,7 +149,7 @@ struct Planned {
     Regions regions;
     int64_t bytes;
     std::vector<std::string> launches;
-    int key_parts = 1;
+    int num_splits = 1;
     int fold = 0;
 };
 
@@ -249,10 +249,10 @@ struct Problem {
         make_plan(plan, *find_device(gpu));
         Planned found = planned(plan, {{"out_accum", &params.out_accum},
                                        {"row_statistics", &params.row_statistics},
-                                       {"part_out", &params.part_out},
-                                       {"part_statistics", &params.part_statistics},
+                                       {"o_partial", &params.o_partial},
+                                       {"statistics_partial", &params.statistics_partial},
                                        {"tile_counter", &params.tile_counter}});
-        found.key_parts = params.key_parts;
+        found.num_splits = params.num_splits;
         found.fold = params.fold;
         return found;
     }
@@ -275,7 +275,7 @@ struct Problem {
                               {"relative_lse", &params.relative_lse},
                               {"tile_counter", &params.tile_counter},
                               {"ds", &params.ds},
-                              {"dsink_parts", &params.dsink_parts}});
+                              {"dsink_partial", &params.dsink_partial}});
     }
 };
 
@@ -289,7 +289,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readonly("regions", &Planned::regions)
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
-        .def_readonly("key_parts", &Planned::key_parts)
+        .def_readonly("num_splits", &Planned::num_splits)
         .def_readonly("fold", &Planned::fold);
     py::class_<Problem>(m, "Problem")
         .def(py::init<>())

@@ -1,4 +1,4 @@
-// One result from those of parts of the keys, as in Flash-Decoding (Dao et al. 2023):
+// One result from those of splits of the keys, as in Flash-Decoding (Dao et al. 2023):
 //
 //     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    lse = m scale + log(l)
 //     O = sum_p 2^((m_p - m) scale) l_p / l O_p
@@ -32,10 +32,10 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 7)
     const float scale = exponent_scale(params);
     float max = -INFINITY;
     bool marked = false;
-    for (int part = lane; part < params.key_parts; part += 32) {
-        const float part_max = params.part_statistics[part * rows + row].max;
-        max = fmaxf(max, part_max);
-        marked |= is_marked(part_max);
+    for (int split = lane; split < params.num_splits; split += 32) {
+        const float split_max = params.statistics_partial[split * rows + row].max;
+        max = fmaxf(max, split_max);
+        marked |= is_marked(split_max);
     }
     if (__any_sync(0xffffffff, marked)) [[unlikely]] {
         const int flat_head = static_cast<int>(row / params.seqlen_q);
@@ -48,11 +48,11 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 7)
     max = finite_max(warp_max(max));
     // Of a part: 2^((m_p - m) scale) l_p.
     const auto share = [&](int64_t index) {
-        const PartStatistics part = params.part_statistics[index];
-        return ptx::ex2((part.max - max) * scale) * part.sum;
+        const PartialStatistics partial = params.statistics_partial[index];
+        return ptx::ex2((partial.max - max) * scale) * partial.sum;
     };
     float sum = 0.f;
-    for (int part = lane; part < params.key_parts; part += 32) sum += share(part * rows + row);
+    for (int split = lane; split < params.num_splits; split += 32) sum += share(split * rows + row);
     sum = warp_sum(sum);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
 
@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 7)
     constexpr int kPairs = ceil_div(kHeadDimV, 64);
     float2 out[kPairs] = {};
 #pragma unroll 8
-    for (int part = 0; part < params.key_parts; ++part) {
-        const int64_t at = part * rows + row;
+    for (int split = 0; split < params.num_splits; ++split) {
+        const int64_t at = split * rows + row;
         const float weight = share(at) * inverse;
-        const float2* source = reinterpret_cast<const float2*>(params.part_out + at * kHeadDimV);
+        const float2* source = reinterpret_cast<const float2*>(params.o_partial + at * kHeadDimV);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             if (kHeadDimV % 64 != 0 && i * 32 + lane >= kHeadDimV / 2) continue;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 7)
     }
 }
 
-cudaError_t combine_parts(ForwardParams params, cudaStream_t stream, bool early) {
+cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool early) {
     cudaError_t status = cudaSuccess;
     const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
     dispatch_head_dims(padded, [&](auto, auto dim_v) {

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
     __syncthreads();  // the sums of all warps are there
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < kSinkWarps; ++warp) sum += sums[warp];
-    params.dsink_parts[blockIdx.x] = sum * params.ds_factor;
+    params.dsink_partial[blockIdx.x] = sum * params.ds_factor;
 }
 
 __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams params) {
@@ -56,7 +56,7 @@ __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams 
     if (head >= params.heads_q) return;
     float sum = 0.f;
     for (int part = 0; part < tuning::kSinkParts; ++part)
-        sum += params.dsink_parts[head * tuning::kSinkParts + part];
+        sum += params.dsink_partial[head * tuning::kSinkParts + part];
     params.dsink[head] = sum;
 }
 

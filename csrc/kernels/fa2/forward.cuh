@@ -54,7 +54,7 @@ struct ForwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
-    static constexpr bool kMayHaveParts = kFeatures != Features::kPlain;
+    static constexpr bool kMayHaveSplits = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRowsPerWarp = kTuning.rows_per_warp;
@@ -119,7 +119,7 @@ struct Fa2Forward {
     // the longest.
     static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
         WorkTile work = work_tile(linear, params.schedule);
-        if (has_parts(params)) work.rank /= params.key_parts;
+        if (has_splits(params)) work.rank /= params.num_splits;
         const auto [sequence, tile] =
             warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
                 params, work.batch, work.rank, Config::kBlockQ));
@@ -132,16 +132,16 @@ struct Fa2Forward {
         return Fa2Forward(params, kept_place(Config::kPlace));
     }
 
-    static __device__ __forceinline__ bool has_parts(const ForwardParams& params) {
-        return Config::kMayHaveParts && params.key_parts > 1;
+    static __device__ __forceinline__ bool has_splits(const ForwardParams& params) {
+        return Config::kMayHaveSplits && params.num_splits > 1;
     }
 
-    // The part of the keys that this CTA takes. Computed where it is needed: kept, it would take a
+    // The split of the keys that this CTA takes. Computed where it is needed: kept, it would take a
     // register over the loop.
-    __device__ __forceinline__ int part() const {
-        if (!has_parts(params)) return 0;
+    __device__ __forceinline__ int split() const {
+        if (!has_splits(params)) return 0;
         const int linear = ptx::not_hoisted(blockIdx.x);
-        return work_tile(linear, params.schedule).rank % params.key_parts;
+        return work_tile(linear, params.schedule).rank % params.num_splits;
     }
 
     __device__ __forceinline__ int head_k() const {
@@ -152,7 +152,7 @@ struct Fa2Forward {
     __device__ __forceinline__ Interval kv_tiles() const {
         const Interval seen =
             tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
-        return has_parts(params) ? part_of(seen, part(), params.key_parts) : seen;
+        return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
 
     __device__ __forceinline__ void load_q() const {
@@ -235,10 +235,10 @@ struct Fa2Forward {
                                           float exponent_scale) const {
         const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
-        const bool parts = has_parts(params);
-        const int64_t first = statistics + (parts ? part() * statistics_rows(params) : 0);
+        const bool is_split = has_splits(params);
+        const int64_t first = statistics + (is_split ? split() * statistics_rows(params) : 0);
         // One pointer for both, which saves registers.
-        float* target = parts ? &params.part_statistics[first].max : params.lse + first;
+        float* target = is_split ? &params.statistics_partial[first].max : params.lse + first;
         bool marked = false;
 #pragma unroll
         for (int m = 0; m < Output::kM; ++m)
@@ -252,22 +252,22 @@ struct Fa2Forward {
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
                 const float lse = softmax.lse(m, i, exponent_scale);
-                float statistic = parts ? softmax.row_max[m][i] : lse;
+                float statistic = is_split ? softmax.row_max[m][i] : lse;
                 if (!kGeneral && needs_recomputing(softmax.row_max[m][i], lse)) [[unlikely]] {
                     statistic = mark_of(0);
                     marked = true;
                 }
                 const int row = first_row + 16 * m + lane_row() + 8 * i;
                 if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
-                if (parts) {
+                if (is_split) {
                     target[2 * row] = statistic;
                     target[2 * row + 1] = softmax.row_sum[m][i];
                 } else {
                     target[row] = statistic;
                 }
             }
-        if (parts) {
-            store_rows(params.part_out, rO, [&](int row) {
+        if (is_split) {
+            store_rows(params.o_partial, rO, [&](int row) {
                 const int query = first_row + row;
                 return query < sequence.seqlen_q ? first + query : -1;
             });
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Softmax softmax;
     // The general kernel scales the scores before it masks them; the others inside the exponent.
     const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
-    if (params.sink != nullptr && cta.part() == 0 && cta.sequence.is_owned(params))
+    if (params.sink != nullptr && cta.split() == 0 && cta.sequence.is_owned(params))
         softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
@@ -388,7 +388,7 @@ template <class Config>
 cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
     params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
                                        Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
-    params.schedule.tiles *= params.key_parts;
+    params.schedule.tiles *= params.num_splits;
     return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
                                                      Config::kSharedBytes, params, stream);
 }
@@ -396,7 +396,7 @@ cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const Features least = params.key_parts > 1 ? Features::kPacked : Features::kPlain;
+    const Features least = params.num_splits > 1 ? Features::kPacked : Features::kPlain;
     dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
         params,
         [&](auto element, auto features) {

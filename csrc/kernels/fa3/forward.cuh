@@ -24,7 +24,7 @@
 // Consumers may take turns at starting their matmuls (ping-pong), so that one's softmax runs beside
 // the other's matmuls; else they drift apart by themselves.
 //
-// Where tiles are few, a tile is a Q tile and a part of its keys, with a result in float32 of its
+// Where tiles are few, a tile is a Q tile and a split of its keys, with a result in float32 of its
 // own; combine.cuh makes one of them. Where queries are few and heads share keys, the rows of a Q
 // tile are the heads of a group (QueryTiles); kernels for that load Q by eights, of heads or of
 // queries, since no more need lie side by side in memory.
@@ -62,10 +62,10 @@
 namespace flash_ext {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kMayHaveParts_>
+          tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
 struct Fa3ForwardConfig {
     using Element = Element_;
-    static constexpr bool kMayHaveParts = kMayHaveParts_;  // of the keys; and tiles may be folded
+    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // of the keys; and tiles may be folded
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -73,7 +73,7 @@ struct Fa3ForwardConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static_assert(kBlockQ >= tuning::kForwardBlockQ);
-    static_assert(!kMayHaveParts || kBlockQ == tuning::kForwardBlockQ);
+    static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kTakeTurns = kTuning.take_turns;
     // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
@@ -89,7 +89,7 @@ struct Fa3ForwardConfig {
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
     // Rows that a load takes. Of K and V the panels' parts of a row should come close together, or
     // a decoding step, which waits for memory alone, is slower (docs/notes/009-fa3-forward.md).
-    static constexpr int kQBoxRows = kMayHaveParts ? 8 : kBlockQ;  // what lies side by side
+    static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // what lies side by side
     static constexpr int kKVBoxRows = KTile::kPanels == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
     using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
     using KRing = TmaRing<kTuning.k_stages, KTile::kBytes>;
@@ -159,7 +159,7 @@ struct Fa3Forward {
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
 
-    __device__ __forceinline__ int fold() const { return Config::kMayHaveParts ? params.fold : 0; }
+    __device__ __forceinline__ int fold() const { return Config::kMayHaveSplits ? params.fold : 0; }
     __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
         return tile.first_query + (row >> fold());
     }
@@ -172,14 +172,14 @@ struct Fa3Forward {
     __device__ __forceinline__ QueryTile query_tile(int linear) const {
         QueryTile tile;
         WorkTile work = work_tile(linear, params.schedule);
-        if constexpr (Config::kMayHaveParts) {
-            tile.part = work.rank % params.key_parts;
-            work.rank /= params.key_parts;
+        if constexpr (Config::kMayHaveSplits) {
+            tile.split = work.rank % params.num_splits;
+            work.rank /= params.num_splits;
             if (fold() > 0) work.head *= group();  // the first of them
         }
         describe<Config>(tile, params, work, Config::kBlockQ >> fold());
-        if constexpr (Config::kMayHaveParts)
-            tile.kv_tiles = part_of(tile.kv_tiles, tile.part, params.key_parts);
+        if constexpr (Config::kMayHaveSplits)
+            tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
         // A tile without keys takes one step all the same: all its scores are hidden, and K and V
         // of no rows are zeros.
         if (tile.kv_tiles.empty()) {
@@ -378,14 +378,14 @@ struct Fa3Forward {
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
         Softmax softmax;
-        const bool first_part = !Config::kMayHaveParts || tile.part == 0;
-        if (params.sink == nullptr || !first_part || !tile.sequence.is_owned(params))
+        const bool first_split = !Config::kMayHaveSplits || tile.split == 0;
+        if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
             return softmax;
         const float factor = kLog2e * ptx::rcp(exponent_scale());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int head = tile.head;
-            if constexpr (Config::kMayHaveParts)
+            if constexpr (Config::kMayHaveSplits)
                 head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
             softmax.begin_with(params.sink[head] * factor, 0, i);
         }
@@ -424,16 +424,16 @@ struct Fa3Forward {
         }
     }
 
-    // Are results those of a part of the keys, or of folded tiles? The general form has both.
-    __device__ __forceinline__ bool has_parts() const {
-        return Config::kMayHaveParts && (!Config::kGeneral || params.part_out != nullptr);
+    // Are results those of a split of the keys, or of folded tiles? The general form has both.
+    __device__ __forceinline__ bool has_splits() const {
+        return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
     }
 
     static __device__ __forceinline__ bool is_to_be_marked(float max, float lse) {
         return !Config::kGeneral && needs_recomputing(max, lse);
     }
 
-    // O / l and the logsumexp to HBM, as results or as a part's.
+    // O / l and the logsumexp to HBM, as results or as a split's.
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         softmax.finish();
@@ -452,20 +452,20 @@ struct Fa3Forward {
         const int row = lane_row() + 8 * i;
         const bool has_row = lane_id() % 4 < 2;
         const int64_t statistics = statistics_offset(params, s, tile.head);
-        if (has_parts()) {
-            const int64_t part = tile.part * statistics_rows(params) + statistics;
+        if (has_splits()) {
+            const int64_t split = tile.split * statistics_rows(params) + statistics;
             const int first_row = warp_row();
             const auto index_of = [&](int row) -> int64_t {
                 const int query = query_of(tile, first_row + row);
                 const int head = head_of(first_row + row);
                 if (query >= s.seqlen_q || head >= group()) return -1;
-                return part + int64_t{head} * params.seqlen_q + query;
+                return split + int64_t{head} * params.seqlen_q + query;
             };
             const int64_t index = index_of(row);
             float max = softmax.max(0, i);
             if (is_to_be_marked(max, softmax.lse(0, i, exponent_scale()))) max = mark_of(0);
-            if (has_row && index >= 0) params.part_statistics[index] = {max, softmax.sum(0, i)};
-            store_rows(params.part_out, rO, index_of);
+            if (has_row && index >= 0) params.statistics_partial[index] = {max, softmax.sum(0, i)};
+            store_rows(params.o_partial, rO, index_of);
         } else {
             const int first_row = tile.first_query + warp_row();
             const auto gO =
@@ -618,7 +618,7 @@ struct Fa3Forward {
         ptx::wgmma_wait<0>();
         finished(rO);
         store(rO, softmax, tiles[tile_done]);
-        if constexpr (!Config::kGeneral && !Config::kMayHaveParts) {
+        if constexpr (!Config::kGeneral && !Config::kMayHaveSplits) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
                 recompute_all_marked<Element>(params, warp_number());
@@ -655,7 +655,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     const QueryTiles tiles{params.fold > 0 ? params.heads_k : params.heads_q,
                            Config::kBlockQ >> params.fold};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
-    params.schedule.tiles *= params.key_parts;
+    params.schedule.tiles *= params.num_splits;
     if (params.fold > 0) std::swap(params.q.row_stride, params.q.head_stride);
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
                                    params.q_map, params.q, params.element_type, params.head_dim),
@@ -676,18 +676,19 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     const tuning::Fa3Lengths lengths =
-        params.part_out != nullptr
-            ? tuning::Fa3Lengths::kParts
+        params.o_partial != nullptr
+            ? tuning::Fa3Lengths::kSplits
             : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
                                   params.few_tiles);
     dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
-        dispatch<kParts, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
-            constexpr bool kMayHaveParts = lengths == kParts || features == Features::kGeneral;
-            using Config = Fa3ForwardConfig<
-                decltype(element), kHeadDim, kHeadDimV, features.value,
-                tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value, lengths), kMayHaveParts>;
+        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
+            constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
+            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
+                                                                features.value, lengths),
+                                            kMayHaveSplits>;
             status = launch_fa3_forward<Config>(params, stream);
         });
     });

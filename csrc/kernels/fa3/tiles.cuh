@@ -20,7 +20,7 @@ struct QueryTile {
     int head;
     int first_query;  // below 0: there is no more work
     Interval kv_tiles;
-    int part;        // of the keys, where they are cut into parts
+    int split;       // of the keys, where they are split
     bool large_lse;  // in the backward: have any rows of the call a reference?
 
     __device__ __forceinline__ int& first_row() { return first_query; }
