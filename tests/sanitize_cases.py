@@ -74,7 +74,7 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
             yield dataclasses.replace(parts, softcap=2.0), variant, True
             yield base, variant, False
             yield dataclasses.replace(base, lengths_q=(40, 30), lengths_k=(65, 9)), variant, False
-            if variant == "fa3":  # more forms of its kernels: its group was folded above
+            if variant == "fa3":  # more forms of its kernels: its group was packed above
                 yield dataclasses.replace(base, softcap=2.0, seqused_k=(40,)), variant, False
                 yield dataclasses.replace(parts, heads_k=2), variant, True
                 yield dataclasses.replace(parts, seqlen_q=20, sink=True, causal=True), variant, True

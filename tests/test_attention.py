@@ -170,7 +170,7 @@ def one_query(device: str) -> Iterator[Problem]:
 
 
 def few_queries(device: str) -> Iterator[Problem]:
-    """So few queries of grouped heads that fa3 folds them: the rows of a tile are the heads of a
+    """So few queries of grouped heads that fa3 packs them: the rows of a tile are the heads of a
     group. Groups that fill eight rows and that do not, queries that fill tiles and that do not."""
     dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72))
     options = (

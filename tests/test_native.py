@@ -460,7 +460,7 @@ def test_gpu_problems_are_split(native: ModuleType, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "heads_q, heads_k, queries, fold, tiles",
+    "heads_q, heads_k, queries, pack_gqa_log2, tiles",
     [
         (8, 1, 1, 3, 1),
         (8, 1, 16, 3, 1),  # a tile's 128 rows
@@ -478,16 +478,16 @@ def test_gpu_problems_are_split(native: ModuleType, variant: str) -> None:
         (4, 4, 1, 0, 4),
     ],
 )
-def test_groups_are_folded_where_that_halves_the_tiles(
-    native: ModuleType, heads_q: int, heads_k: int, queries: int, fold: int, tiles: int
+def test_gqa_is_packed_where_that_halves_the_tiles(
+    native: ModuleType, heads_q: int, heads_k: int, queries: int, pack_gqa_log2: int, tiles: int
 ) -> None:
     for batch in (1, 3):
         found = native.query_tiles(batch, heads_q, heads_k, queries, 4096, False, -1)
-        assert found == (fold, batch * tiles)
+        assert found == (pack_gqa_log2, batch * tiles)
 
 
 @pytest.mark.parametrize(
-    "batch, heads_k, queries, keys, packed, window, fold",
+    "batch, heads_k, queries, keys, packed, window, pack_gqa_log2",
     [
         (1, 8, 32, 128, False, -1, 3),  # two tiles of four less: 128 KB of K and V a key head
         (1, 8, 32, 127, False, -1, 0),  # less than 128 rows of results, written and read
@@ -499,7 +499,7 @@ def test_groups_are_folded_where_that_halves_the_tiles(
         (1, 8, 4096, 4096, True, -1, 0),
     ],
 )
-def test_folding_saves_more_than_it_costs(
+def test_packed_gqa_saves_more_than_it_costs(
     native: ModuleType,
     batch: int,
     heads_k: int,
@@ -507,12 +507,12 @@ def test_folding_saves_more_than_it_costs(
     keys: int,
     packed: bool,
     window: int,
-    fold: int,
+    pack_gqa_log2: int,
 ) -> None:
-    assert native.query_tiles(batch, 32, heads_k, queries, keys, packed, window)[0] == fold
+    assert native.query_tiles(batch, 32, heads_k, queries, keys, packed, window)[0] == pack_gqa_log2
 
 
-def test_gpu_problems_are_folded(native: ModuleType) -> None:
+def test_gpu_problems_have_packed_gqa(native: ModuleType) -> None:
     """In every head dim, and with every option that leaves heads alike."""
     reached = set()
     for p in few_queries("cuda"):

@@ -142,7 +142,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "splits", "fold"),
+    ("fields", "splits", "pack_gqa_log2"),
     [
         (dict(seqlen_q=4, seqlen_k=131072, heads_q=32, heads_k=8), 16, 3),
         (dict(seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1), 126, 0),  # one tile, by a view
@@ -158,11 +158,11 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
     ],
 )
 def test_splits_of_a_decoding_step(
-    fields: dict[str, int], splits: int, fold: int, native: ModuleType
+    fields: dict[str, int], splits: int, pack_gqa_log2: int, native: ModuleType
 ) -> None:
     plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
-    assert (plan.num_splits, plan.fold) == (splits, fold)
-    assert len(plan.launches) == (2 if splits > 1 or fold > 0 else 1)
+    assert (plan.num_splits, plan.pack_gqa_log2) == (splits, pack_gqa_log2)
+    assert len(plan.launches) == (2 if splits > 1 or pack_gqa_log2 > 0 else 1)
 
 
 # --- Variants ---

@@ -33,7 +33,7 @@ Choice choose_backward(const Call& call, Variant forward) {
 }
 
 void make_plan(ForwardPlan& plan, const Device& device) {
-    fold_group(plan.params);
+    pack_gqa_view(plan.params);
     row_of(plan.variant).plan_forward(plan, device);
 }
 

@@ -29,16 +29,18 @@ HeadDims head_dims(const AttentionParams& params) {
 
 // --- Workspaces ---
 
-// Where the keys of a Q tile are split, or heads are folded, each split leaves results of its own.
-bool has_splits(const ForwardParams& params) { return params.num_splits > 1 || params.fold > 0; }
+// Where the keys of a Q tile are split, or GQA is packed, each split leaves results of its own.
+bool has_splits(const ForwardParams& params) {
+    return params.num_splits > 1 || params.pack_gqa_log2 > 0;
+}
 
-// Folds and splits for a GPU that works on `at_once` Q tiles at a time. How many there are.
-int64_t plan_splits(ForwardPlan& plan, bool may_fold, int at_once) {
+// Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. How many there are.
+int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once) {
     ForwardParams& params = plan.params;
-    const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_fold);
+    const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_pack_gqa);
     const int64_t tiles = tile_count(params, q_tiles);
     params.few_tiles = tiles <= at_once;
-    params.fold = q_tiles.fold;
+    params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits =
         num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
     if (has_splits(params)) {
@@ -131,7 +133,7 @@ void plan_fa2_forward(ForwardPlan& plan, const Device& device) {
         dims, [](auto dim, auto dim_v) { return fa2_forward_shared_bytes<dim, dim_v>(); });
     const int fitting = (device.shared_bytes + kReserved) / (needed + kReserved);
     const int tuned = tuning::fa2_forward(dims, features_of(plan.params)).ctas_per_sm;
-    plan_splits(plan, /*may_fold=*/false, device.multiprocessors * std::min(tuned, fitting));
+    plan_splits(plan, /*may_pack_gqa=*/false, device.multiprocessors * std::min(tuned, fitting));
 }
 
 cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -190,8 +192,8 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     ForwardParams& params = plan.params;
     // ALiBi tells heads apart, and TMA wants them apart in memory.
-    const bool may_fold = params.alibi_slopes == nullptr && params.q.head_stride > 0;
-    const int64_t tiles = plan_splits(plan, may_fold, device.multiprocessors);
+    const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
+    const int64_t tiles = plan_splits(plan, may_pack_gqa, device.multiprocessors);
     if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_counter, 1);
 }
 

@@ -114,9 +114,9 @@ struct ForwardParams : AttentionParams {
     unsigned long long* tile_counter = nullptr;  // (1), see tile_counter.cuh
     bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
 
-    int fold = 0;  // a query has 2^fold rows in a Q tile, see QueryTiles
+    int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: where the keys of a Q tile are split, or heads are folded, each split's
+    // FA2 and FA3: where the keys of a Q tile are split, or GQA is packed, each split's
     // result; see combine.cuh.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)

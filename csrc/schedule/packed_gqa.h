@@ -14,7 +14,7 @@ namespace flash_ext {
 
 // A single query, as in decoding: the heads that share a key head become the rows of one tile,
 // which loads K and V once for all of them. Only where nothing tells these heads or rows apart.
-inline void fold_group(ForwardParams& params) {
+inline void pack_gqa_view(ForwardParams& params) {
     const int group = params.heads_q / max_of(params.heads_k, 1);
     const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
                        params.sink == nullptr && params.rng_state == nullptr;
@@ -31,14 +31,14 @@ inline void fold_group(ForwardParams& params) {
     params.window_right = BandMask::kUnlimited;
 }
 
-// The Q tiles of a forward pass: `queries` of one of `heads` heads each. The rows of a tile are
-// queries of a query head; or, where heads share keys and queries are few, tiles are folded: a
-// query has 2^fold rows, the first of which are the heads of a group, and K and V are loaded once
-// for all of them.
+// The Q tiles of a forward pass: each has `queries` queries of one of `heads` heads. The rows of a
+// tile are queries of one query head. With packed GQA, for few queries whose heads share keys, a
+// query has 2^pack_gqa_log2 rows instead: the first ones are the heads of its group, and K and V
+// are loaded once for all of them.
 struct QueryTiles {
     int heads;
     int queries;
-    int fold = 0;
+    int pack_gqa_log2 = 0;
 };
 
 // How many there are, of all heads and batches.
@@ -47,21 +47,21 @@ inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles
            tile_numbers(params, params.seqlen_q, tiles.queries);
 }
 
-// Tiles of block_q rows, folded if that makes half of them or fewer, and saves more bytes of K and
-// V than results cost, which leave folded tiles in float32 and are read again (combine.cuh).
-inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_fold) {
-    const QueryTiles unfolded{params.heads_q, block_q};
+// Tiles of block_q rows. GQA is packed if that halves their number at least and saves more bytes of
+// K and V than its results cost, which are written in float32 and read again (combine.cuh).
+inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
+    const QueryTiles one_head{params.heads_q, block_q};
     const int group = params.heads_q / max_of(params.heads_k, 1);
-    if (!may_fold || group < 2 || group > block_q) return unfolded;
-    int fold = 3;  // a load takes eight rows
-    while (1 << fold < group) ++fold;
-    const QueryTiles folded{params.heads_k, block_q >> fold, fold};
-    const int64_t many = tile_count(params, unfolded);
-    const int64_t few = tile_count(params, folded);
+    if (!may_pack_gqa || group < 2 || group > block_q) return one_head;
+    int pack_gqa_log2 = 3;  // a load takes eight rows
+    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    const QueryTiles packed{params.heads_k, block_q >> pack_gqa_log2, pack_gqa_log2};
+    const int64_t many = tile_count(params, one_head);
+    const int64_t few = tile_count(params, packed);
     const int64_t results = int64_t{params.heads_q} * tensor_batches(params) * params.seqlen_q;
     const int64_t saved_bytes =
         (many - few) * keys_seen(params) * (params.head_dim + params.head_dim_v) * 2;
-    return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? folded : unfolded;
+    return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? packed : one_head;
 }
 
 // Their order. Heads share K and V, `head_dims` numbers a key.

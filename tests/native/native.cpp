@@ -267,8 +267,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
         return num_splits(params, tiles, 1, at_once);
     });
-    // (fold, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of `queries`
-    // and `keys` in all.
+    // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of
+    // `queries` and `keys` in all.
     m.def("query_tiles",
           [](int batch, int heads_q, int heads_k, int queries, int keys, bool packed, int window) {
               static const int somewhere = 0;
@@ -284,7 +284,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
               if (window >= 0) params.window_right = 0;
               if (packed) params.cu_seqlens_q = params.cu_seqlens_k = &somewhere;
               const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
-              return std::make_pair(tiles.fold, tile_count(params, tiles));
+              return std::make_pair(tiles.pack_gqa_log2, tile_count(params, tiles));
           });
     m.def("split_of", [](Pair all, int split, int splits) {
         return pair_of(split_of(interval_of(all), split, splits));

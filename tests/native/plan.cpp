@@ -150,7 +150,7 @@ struct Planned {
     int64_t bytes;
     std::vector<std::string> launches;
     int num_splits = 1;
-    int fold = 0;
+    int pack_gqa_log2 = 0;
 };
 
 // A problem, with contiguous tensors.
@@ -253,7 +253,7 @@ struct Problem {
                                        {"statistics_partial", &params.statistics_partial},
                                        {"tile_counter", &params.tile_counter}});
         found.num_splits = params.num_splits;
-        found.fold = params.fold;
+        found.pack_gqa_log2 = params.pack_gqa_log2;
         return found;
     }
 
@@ -290,7 +290,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
         .def_readonly("num_splits", &Planned::num_splits)
-        .def_readonly("fold", &Planned::fold);
+        .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2);
     py::class_<Problem>(m, "Problem")
         .def(py::init<>())
         .def_readwrite("gpu", &Problem::gpu)

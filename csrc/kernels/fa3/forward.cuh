@@ -65,7 +65,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
           tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
 struct Fa3ForwardConfig {
     using Element = Element_;
-    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // of the keys; and tiles may be folded
+    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // of the keys; and GQA may be packed
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -159,12 +159,16 @@ struct Fa3Forward {
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
 
-    __device__ __forceinline__ int fold() const { return Config::kMayHaveSplits ? params.fold : 0; }
+    __device__ __forceinline__ int pack_gqa_log2() const {
+        return Config::kMayHaveSplits ? params.pack_gqa_log2 : 0;
+    }
     __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
-        return tile.first_query + (row >> fold());
+        return tile.first_query + (row >> pack_gqa_log2());
     }
     // Among the group's.
-    __device__ __forceinline__ int head_of(int row) const { return row & ((1 << fold()) - 1); }
+    __device__ __forceinline__ int head_of(int row) const {
+        return row & ((1 << pack_gqa_log2()) - 1);
+    }
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
     // --- Producer ---
@@ -175,9 +179,9 @@ struct Fa3Forward {
         if constexpr (Config::kMayHaveSplits) {
             tile.split = work.rank % params.num_splits;
             work.rank /= params.num_splits;
-            if (fold() > 0) work.head *= group();  // the first of them
+            if (pack_gqa_log2() > 0) work.head *= group();  // the first of them
         }
-        describe<Config>(tile, params, work, Config::kBlockQ >> fold());
+        describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
         if constexpr (Config::kMayHaveSplits)
             tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
         // A tile without keys takes one step all the same: all its scores are hidden, and K and V
@@ -260,7 +264,7 @@ struct Fa3Forward {
     template <class Visit>
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
-        if (fold() == 0) {
+        if (pack_gqa_log2() == 0) {
             const TensorRows queries(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
 #pragma unroll 1
             for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows)
@@ -414,7 +418,7 @@ struct Fa3Forward {
                                                   const Interval& full) const {
         const int first_row = warp_row();
         const int first_key = kv_tile * Config::kBlockKV;
-        if constexpr (Config::kGeneral)  // ALiBi, which wants the first query, is never folded
+        if constexpr (Config::kGeneral)  // ALiBi, which wants the first query, is never packed
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, tile.first_query + first_row, first_key);
         if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
@@ -424,7 +428,8 @@ struct Fa3Forward {
         }
     }
 
-    // Are results those of a split of the keys, or of folded tiles? The general form has both.
+    // Are results those of a split of the keys, or of tiles with packed GQA? The general form has
+    // both.
     __device__ __forceinline__ bool has_splits() const {
         return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
     }
@@ -652,11 +657,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.v.data = params.q.data;
     }
     params.counter = new_count(call.tile_counter);
-    const QueryTiles tiles{params.fold > 0 ? params.heads_k : params.heads_q,
-                           Config::kBlockQ >> params.fold};
+    const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
+                           Config::kBlockQ >> params.pack_gqa_log2};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
     params.schedule.tiles *= params.num_splits;
-    if (params.fold > 0) std::swap(params.q.row_stride, params.q.head_stride);
+    if (params.pack_gqa_log2 > 0) std::swap(params.q.row_stride, params.q.head_stride);
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
                                    params.q_map, params.q, params.element_type, params.head_dim),
                                encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
