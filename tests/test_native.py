@@ -487,7 +487,7 @@ def test_gqa_is_packed_where_that_halves_the_tiles(
 
 
 @pytest.mark.parametrize(
-    "batch, heads_k, queries, keys, packed, window, pack_gqa_log2",
+    "batch, heads_k, queries, keys, varlen, window, pack_gqa_log2",
     [
         (1, 8, 32, 128, False, -1, 3),  # two tiles of four less: 128 KB of K and V a key head
         (1, 8, 32, 127, False, -1, 0),  # less than 128 rows of results, written and read
@@ -505,11 +505,11 @@ def test_packed_gqa_saves_more_than_it_costs(
     heads_k: int,
     queries: int,
     keys: int,
-    packed: bool,
+    varlen: bool,
     window: int,
     pack_gqa_log2: int,
 ) -> None:
-    assert native.query_tiles(batch, 32, heads_k, queries, keys, packed, window)[0] == pack_gqa_log2
+    assert native.query_tiles(batch, 32, heads_k, queries, keys, varlen, window)[0] == pack_gqa_log2
 
 
 def test_gpu_problems_have_packed_gqa(native: ModuleType) -> None:

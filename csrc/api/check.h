@@ -127,7 +127,7 @@ inline void require_option(const char* argument, const Tensor& tensor, ScalarTyp
 inline void require_statistics(const char* argument, const Tensor& tensor, const Sizes& sizes,
                                const Tensor& q) {
     require_option(argument, tensor, ScalarType::Float, sizes.statistics(),
-                   sizes.packed ? "(heads_q, total_q)" : "(batch, heads_q, seqlen_q)", q);
+                   sizes.varlen ? "(heads_q, total_q)" : "(batch, heads_q, seqlen_q)", q);
 }
 
 inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) {
@@ -145,7 +145,7 @@ inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) 
                                                       {"seqlen_k", sizes.seqlen_k}};
     for (int dim = 0; dim < 4; ++dim) {
         const auto& [name, size] = wanted[dim];
-        const bool by_position = sizes.packed && dim >= 2;  // as long as the longest sequence
+        const bool by_position = sizes.varlen && dim >= 2;  // as long as the longest sequence
         if (bias.size(dim) != 1 && !by_position && bias.size(dim) != size)
             refuse("bias",
                    std::string("1 or ") + name + " = " + std::to_string(size) + " in dimension " +
@@ -230,7 +230,7 @@ inline void check_sizes(const Sizes& sizes) {
                                               std::tuple{"k", sizes.seqlen_k, sizes.heads_k}}) {
         if (length >= kMaxLength)
             refuse(std::string(name) + "'s sequence length", "below 2^29", length);
-        const int64_t blocks = length / kSmallestTile + 1 + (sizes.packed ? sizes.batch : 0);
+        const int64_t blocks = length / kSmallestTile + 1 + (sizes.varlen ? sizes.batch : 0);
         const int64_t matrices = heads * sizes.tensor_batches();
         if (matrices >= kMaxTiles || matrices * blocks >= kMaxTiles)
             refuse(name, "of fewer than 2^31 tiles of 16 rows",
@@ -247,21 +247,21 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
         refuse("cu_seqlens_q and cu_seqlens_k", "given together",
                options.cu_seqlens_q ? "cu_seqlens_q alone" : "cu_seqlens_k alone");
     Sizes sizes{};
-    sizes.packed = options.cu_seqlens_q.has_value();
+    sizes.varlen = options.cu_seqlens_q.has_value();
     const char* layouts[2][3] = {
         {"(batch, seqlen_q, heads_q, head_dim)", "(batch, seqlen_k, heads_k, head_dim)",
          "(batch, seqlen_k, heads_k, head_dim_v)"},
         {"(total_q, heads_q, head_dim)", "(total_k, heads_k, head_dim)",
          "(total_k, heads_k, head_dim_v)"}};
-    const auto& layout = layouts[sizes.packed];
-    const int64_t dims = sizes.packed ? 3 : 4;
+    const auto& layout = layouts[sizes.varlen];
+    const int64_t dims = sizes.varlen ? 3 : 4;
     const std::pair<const char*, const Tensor&> inputs[] = {{"q", q}, {"k", k}, {"v", v}};
     for (int i = 0; i < 3; ++i) {
         const auto& [name, tensor] = inputs[i];
         if (tensor.dim() != dims)
             refuse(name,
                    std::string("of shape ") + layout[i] +
-                       (sizes.packed ? " with cu_seqlens_q and cu_seqlens_k"
+                       (sizes.varlen ? " with cu_seqlens_q and cu_seqlens_k"
                                      : " (packed sequences come with cu_seqlens_q)"),
                    shape_text(tensor.sizes()));
         if (!tensor.is_cuda())
@@ -272,7 +272,7 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
     for (const auto& [name, tensor] : inputs) require_like(name, tensor, q);
 
     sizes.batch =
-        sizes.packed ? std::max<int64_t>(options.cu_seqlens_q->numel() - 1, 0) : q.size(0);
+        sizes.varlen ? std::max<int64_t>(options.cu_seqlens_q->numel() - 1, 0) : q.size(0);
     sizes.seqlen_q = q.size(dims - 3);
     sizes.seqlen_k = k.size(dims - 3);
     sizes.heads_q = q.size(dims - 2);
@@ -288,7 +288,7 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
         refuse("q's number of heads", "a multiple of k's, " + std::to_string(sizes.heads_k),
                sizes.heads_q);
     require_shape("v", v, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim_v), layout[2]);
-    if (sizes.packed) {
+    if (sizes.varlen) {
         for (const auto& [name, offsets] : {std::pair{"cu_seqlens_q", &*options.cu_seqlens_q},
                                             std::pair{"cu_seqlens_k", &*options.cu_seqlens_k}})
             require_option(name, *offsets, ScalarType::Int, {sizes.batch + 1}, "(batch + 1)", q);
@@ -305,7 +305,7 @@ inline Sizes check_backward(const Tensor& dout, const std::optional<Tensor>& dls
     const Sizes sizes = check_forward(q, k, v, options);
     const std::vector<int64_t> shape = sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v);
     const char* layout =
-        sizes.packed ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)";
+        sizes.varlen ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)";
     for (const auto& [name, tensor] : {std::pair{"dout", &dout}, std::pair{"out", &out}}) {
         require_shape(name, *tensor, shape, layout);
         require_like(name, *tensor, q);

@@ -9,7 +9,7 @@
 namespace flash_ext {
 
 void debug_seqlens(const Sizes& sizes, const Options& options, cudaStream_t stream) {
-    if (!sizes.packed && !options.seqused_k) return;
+    if (!sizes.varlen && !options.seqused_k) return;
     const char* debug = std::getenv("FLASH_EXT_DEBUG");
     if (debug == nullptr || std::string(debug) == "0" || std::string(debug).empty()) return;
     const auto fetch = [&](const std::optional<Tensor>& tensor) {
@@ -26,7 +26,7 @@ void debug_seqlens(const Sizes& sizes, const Options& options, cudaStream_t stre
         return values;
     };
     const std::vector<int> offsets[2] = {fetch(options.cu_seqlens_q), fetch(options.cu_seqlens_k)};
-    for (int i = 0; i < 2 && sizes.packed; ++i) {
+    for (int i = 0; i < 2 && sizes.varlen; ++i) {
         const std::string name = i == 0 ? "cu_seqlens_q" : "cu_seqlens_k";
         const int64_t total = i == 0 ? sizes.seqlen_q : sizes.seqlen_k;
         for (size_t b = 0; b < offsets[i].size(); ++b) {
@@ -42,12 +42,12 @@ void debug_seqlens(const Sizes& sizes, const Options& options, cudaStream_t stre
     }
     const std::vector<int> used = fetch(options.seqused_k);
     for (size_t b = 0; b < used.size(); ++b) {
-        const int64_t length = sizes.packed ? offsets[1][b + 1] - offsets[1][b] : sizes.seqlen_k;
+        const int64_t length = sizes.varlen ? offsets[1][b + 1] - offsets[1][b] : sizes.seqlen_k;
         if (used[b] < 0 || used[b] > length)
             refuse("seqused_k[" + std::to_string(b) + "]",
                    "from 0 to the sequence's " + std::to_string(length) + " keys", used[b]);
     }
-    for (int i = 0; i < 2 && sizes.packed && options.bias; ++i) {
+    for (int i = 0; i < 2 && sizes.varlen && options.bias; ++i) {
         const int64_t reach = options.bias->size(2 + i);
         for (size_t b = 0; reach != 1 && b + 1 < offsets[i].size(); ++b)
             if (offsets[i][b + 1] - offsets[i][b] > reach)

@@ -133,8 +133,8 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 // For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or packed, (total, H, D). Torch says what is wrong
 // with what it does not run either.
-bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool packed) {
-    const int64_t dims = packed ? 3 : 4;
+bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool varlen) {
+    const int64_t dims = varlen ? 3 : 4;
     for (const Tensor* x : {&q, &k, &v})
         if (x->dim() != dims || x->numel() == 0 || x->stride(dims - 1) != 1 ||
             x->scalar_type() != q.scalar_type() || dense_strides(*x).back() != 1)
@@ -143,7 +143,7 @@ bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool packed) {
         if (k.size(dim) != v.size(dim)) return false;
     if (q.size(dims - 1) != k.size(dims - 1) || q.size(dims - 2) % k.size(dims - 2) != 0)
         return false;
-    if (!packed) return q.size(0) == k.size(0) && has_kernel(q, k, v);
+    if (!varlen) return q.size(0) == k.size(0) && has_kernel(q, k, v);
     const auto batched = [](const Tensor& x) {
         return view(x, {1, x.size(0), x.size(1), x.size(2)},
                     {0, x.stride(0), x.stride(1), x.stride(2)});
@@ -189,7 +189,7 @@ std::optional<std::array<Tensor, 3>> sdpa_inputs(const Tensor& query, const Tens
     for (const Tensor* x : {&query, &key, &value})
         if (x->dim() != 4) return std::nullopt;
     std::array<Tensor, 3> inputs = {transposed(query), transposed(key), transposed(value)};
-    if (!runs(inputs[0], inputs[1], inputs[2], /*packed=*/false)) return std::nullopt;
+    if (!runs(inputs[0], inputs[1], inputs[2], /*varlen=*/false)) return std::nullopt;
     return inputs;
 }
 

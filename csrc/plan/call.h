@@ -12,7 +12,7 @@ namespace flash_ext {
 
 // Dense (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
 struct Sizes {
-    bool packed;
+    bool varlen;
     int64_t batch;
     int64_t seqlen_q;  // all rows when packed
     int64_t seqlen_k;
@@ -23,14 +23,14 @@ struct Sizes {
 
     // The shape of q, k, v or out.
     std::vector<int64_t> rows(int64_t seqlen, int64_t heads, int64_t dim) const {
-        if (packed) return {seqlen, heads, dim};
+        if (varlen) return {seqlen, heads, dim};
         return {batch, seqlen, heads, dim};
     }
     std::vector<int64_t> statistics() const {
-        if (packed) return {heads_q, seqlen_q};
+        if (varlen) return {heads_q, seqlen_q};
         return {batch, heads_q, seqlen_q};
     }
-    int64_t tensor_batches() const { return packed ? 1 : batch; }
+    int64_t tensor_batches() const { return varlen ? 1 : batch; }
 };
 
 // A tensor whose rows kernels read or write, of two bytes an element: (B, S, H, D), and

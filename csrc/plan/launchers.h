@@ -34,8 +34,8 @@ cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
 
 // Before a deterministic backward of packed sequences: offsets (B + 1) that nobody can wait on
 // forever.
-cudaError_t monotone_offsets(const BackwardParams& params, int* offsets_q, int* offsets_k,
-                             cudaStream_t stream);
+cudaError_t sanitize_cu_seqlens(const BackwardParams& params, int* offsets_q, int* offsets_k,
+                                cudaStream_t stream);
 
 // Shared memory that a CTA of the kernel needs.
 template <int kHeadDim, int kHeadDimV>

@@ -56,7 +56,7 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     BackwardParams params = plan.params;
     cudaError_t status = cudaSuccess;
     if (plan.offsets_q != nullptr) {
-        status = monotone_offsets(params, plan.offsets_q, plan.offsets_k, stream);
+        status = sanitize_cu_seqlens(params, plan.offsets_q, plan.offsets_k, stream);
         params.cu_seqlens_q = plan.offsets_q;
         params.cu_seqlens_k = plan.offsets_k;
     }

@@ -41,7 +41,7 @@ struct BackwardPlan {
     Variant variant;
     BackwardParams params;
     Workspace workspace;
-    // Where packed sequences are computed deterministically; see monotone_offsets.cuh.
+    // Where packed sequences are computed deterministically; see sanitize_cu_seqlens.cuh.
     int* offsets_q = nullptr;  // (B + 1)
     int* offsets_k = nullptr;  // (B + 1)
 };

@@ -72,7 +72,7 @@ struct Forward {
 // 16-row warps leave shared memory too little time.
 struct Fa2Forward {
     HeadDims head_dims;
-    Forward plain;  // and packed
+    Forward plain;  // and varlen
     Forward general;
     // Where shared memory does not suffice for those (163 KB, A100).
     Forward small_plain = plain;
@@ -210,7 +210,7 @@ struct Fa2Backward {
     HeadDims head_dims;
     Backward general;  // options take registers
     Backward plain;
-    Backward packed = plain;
+    Backward varlen = plain;
     Backward small_plain = plain;  // where shared memory does not suffice (163 KB, A100)
 };
 
@@ -233,7 +233,7 @@ inline constexpr Fa2Backward kFa2Backward[] = {
     {.head_dims = {256, 256},
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2},
      .plain = {.block_q = 128, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1},
-     .packed = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2},
+     .varlen = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2},
      .small_plain =
          {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2}},
 };
@@ -242,7 +242,7 @@ static_assert(has_all_rows(kFa2Backward));
 constexpr Backward fa2_backward(HeadDims dims, Features features) {
     const Fa2Backward row = row_of(kFa2Backward, dims);
     if (features == Features::kGeneral) return row.general;
-    return features == Features::kPacked ? row.packed : row.plain;
+    return features == Features::kVarlen ? row.varlen : row.plain;
 }
 
 constexpr Backward small_fa2_backward(HeadDims dims, Features features) {

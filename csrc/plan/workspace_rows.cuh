@@ -16,7 +16,7 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
                                                    const Sequence& sequence, int head, int tile,
                                                    int tiles_per_head, int block) {
     return (static_cast<int64_t>(sequence.batch) * params.heads_q + head) * tiles_per_head +
-           first_tile(sequence.q_begin, sequence.order, block) + tile;
+           first_tile(sequence.q_begin, sequence.seq_idx, block) + tile;
 }
 
 // The backward's workspaces have rows for queries, in blocks of which a Q tile is a part, so that
@@ -32,7 +32,7 @@ template <int kBlock = kWorkspaceRows>
 FLASH_HOST_DEVICE constexpr int64_t workspace_row(const BackwardParams& params,
                                                   const Sequence& sequence, int head, int query) {
     const int block = (sequence.batch * params.heads_q + head) * params.q_blocks +
-                      first_tile(sequence.q_begin, sequence.order, kBlock);
+                      first_tile(sequence.q_begin, sequence.seq_idx, kBlock);
     return static_cast<int64_t>(block) * kBlock + query;
 }
 
@@ -43,13 +43,13 @@ struct QTileIndex {
     int head;
 };
 
-template <bool kMayBePacked, int kBlockQ>
+template <bool kMayBeVarlen, int kBlockQ>
 FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int linear) {
     constexpr int kBlock = workspace_block(kBlockQ);
     constexpr int kTiles = kBlock / kBlockQ;
     const int block = linear / kTiles;
     const int flat_head = block / params.q_blocks;
-    SequenceTile tile = tile_of<kMayBePacked, Rows::kQueries>(params, flat_head / params.heads_q,
+    SequenceTile tile = tile_of<kMayBeVarlen, Rows::kQueries>(params, flat_head / params.heads_q,
                                                               block % params.q_blocks, kBlock);
     tile.tile = tile.tile * kTiles + linear % kTiles;
     return {tile, flat_head % params.heads_q};

@@ -71,17 +71,17 @@ struct AttentionParams {
 };
 
 // A kernel exists in up to three forms, so that the common case pays for no option: kPlain has
-// masks (full, causal, window) and sinks; kPacked also finds its sequences on the device, and in
+// masks (full, causal, window) and sinks; kVarlen also finds its sequences on the device, and in
 // fa2 may take a split of the keys; kGeneral has all options, as branches that are uniform over the
 // grid.
-enum class Features { kPlain, kPacked, kGeneral };
+enum class Features { kPlain, kVarlen, kGeneral };
 
 // The form of the kernel that this call needs.
 FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale <= 0.f ||
         params.softcap != 0.f || params.alibi_slopes != nullptr || params.bias.data != nullptr)
         return Features::kGeneral;
-    if (params.cu_seqlens_q != nullptr || params.seqused_k != nullptr) return Features::kPacked;
+    if (params.cu_seqlens_q != nullptr || params.seqused_k != nullptr) return Features::kVarlen;
     return Features::kPlain;
 }
 

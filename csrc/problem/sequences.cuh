@@ -17,7 +17,7 @@ enum class Rows { kQueries, kKeys };
 // and B + 1, which own no key: so their results come out as zeros.
 struct Sequence {
     int batch;
-    int order;  // 0 in a dense batch; sequence b of packed ones is number b + 1
+    int seq_idx;  // 0 in a dense batch; sequence b of packed ones is number b + 1
     int q_begin;
     int k_begin;
     int seqlen_q;
@@ -25,10 +25,10 @@ struct Sequence {
     int rows_k;    // rows of K and V, in use or not
 
     // Its number in the batch, by which options such as dropout know it.
-    FLASH_HOST_DEVICE constexpr int index() const { return order > 0 ? order - 1 : batch; }
+    FLASH_HOST_DEVICE constexpr int index() const { return seq_idx > 0 ? seq_idx - 1 : batch; }
     // Is it one of the batch? Otherwise it stands for rows that belong to none.
     FLASH_HOST_DEVICE constexpr bool is_owned(const AttentionParams& params) const {
-        return params.cu_seqlens_q == nullptr || (order > 0 && order <= params.batch);
+        return params.cu_seqlens_q == nullptr || (seq_idx > 0 && seq_idx <= params.batch);
     }
 };
 
@@ -36,28 +36,28 @@ FLASH_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
     return min_of(max_of(x, low), high);
 }
 
-// Row offset of packed sequence number `order`. Nothing outside the tensors is touched, whatever
+// Row offset of packed sequence number `seq_idx`. Nothing outside the tensors is touched, whatever
 // cu_seqlens holds.
-FLASH_HOST_DEVICE int packed_begin(const int* cu_seqlens, int order, int total) {
-    return order == 0 ? 0 : clamp(cu_seqlens[order - 1], 0, total);
+FLASH_HOST_DEVICE int varlen_begin(const int* cu_seqlens, int seq_idx, int total) {
+    return seq_idx == 0 ? 0 : clamp(cu_seqlens[seq_idx - 1], 0, total);
 }
 
-// kMayBePacked = false is for kernels that never see packed sequences: there the lengths stay in
+// kMayBeVarlen = false is for kernels that never see packed sequences: there the lengths stay in
 // the constant bank and take no registers.
 //
 // `number` is from 0 to sequence_count() - 1: the batch, or the order of packed sequences.
-template <bool kMayBePacked>
+template <bool kMayBeVarlen>
 FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number) {
     Sequence sequence{number, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
-    if constexpr (!kMayBePacked) return sequence;
+    if constexpr (!kMayBeVarlen) return sequence;
     if (params.cu_seqlens_q != nullptr) {
         const auto place = [&](const int* cu_seqlens, int total, int& begin, int& rows) {
-            begin = packed_begin(cu_seqlens, number, total);
+            begin = varlen_begin(cu_seqlens, number, total);
             rows =
                 (number <= params.batch ? clamp(cu_seqlens[number], begin, total) : total) - begin;
         };
         sequence.batch = 0;
-        sequence.order = number;
+        sequence.seq_idx = number;
         place(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
         place(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
         sequence.seqlen_k = sequence.is_owned(params) ? sequence.rows_k : 0;

@@ -1,7 +1,7 @@
 // Tiles of `block` rows are numbered per head: in a dense batch separately for each batch, in
-// packed tensors through all sequences, so that the host needs no lengths: sequence `order`, whose
-// rows begin at `begin`, has the numbers from begin / block + order on, which is at least as many
-// as it has tiles. Grids and workspaces go by these numbers.
+// packed tensors through all sequences, so that the host needs no lengths: sequence `seq_idx`,
+// whose rows begin at `begin`, has the numbers from begin / block + seq_idx on, which is at least
+// as many as it has tiles. Grids and workspaces go by these numbers.
 #pragma once
 
 #include "problem/params.h"
@@ -10,8 +10,8 @@
 
 namespace flash_ext {
 
-FLASH_HOST_DEVICE constexpr int first_tile(int begin, int order, int block) {
-    return begin / block + order;
+FLASH_HOST_DEVICE constexpr int first_tile(int begin, int seq_idx, int block) {
+    return begin / block + seq_idx;
 }
 
 // Numbers per head (and, in a dense batch, per batch).
@@ -27,7 +27,7 @@ FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total,
     int high = batch + 2;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (first_tile(packed_begin(cu_seqlens, middle, total), middle, block) <= number) {
+        if (first_tile(varlen_begin(cu_seqlens, middle, total), middle, block) <= number) {
             low = middle;
         } else {
             high = middle;
@@ -42,18 +42,18 @@ struct SequenceTile {
     int tile;
 };
 
-template <bool kMayBePacked, Rows kRows>
+template <bool kMayBeVarlen, Rows kRows>
 FLASH_HOST_DEVICE SequenceTile tile_of(const AttentionParams& params, int batch, int number,
                                        int block) {
     constexpr bool kQueries = kRows == Rows::kQueries;
     const int* cu_seqlens = kQueries ? params.cu_seqlens_q : params.cu_seqlens_k;
-    if (!kMayBePacked || cu_seqlens == nullptr)
-        return {sequence_of<kMayBePacked>(params, batch), number};
+    if (!kMayBeVarlen || cu_seqlens == nullptr)
+        return {sequence_of<kMayBeVarlen>(params, batch), number};
     const int total = kQueries ? params.seqlen_q : params.seqlen_k;
-    const Sequence sequence = sequence_of<kMayBePacked>(
+    const Sequence sequence = sequence_of<kMayBeVarlen>(
         params, find_sequence(cu_seqlens, params.batch, total, block, number));
     const int begin = kQueries ? sequence.q_begin : sequence.k_begin;
-    return {sequence, number - first_tile(begin, sequence.order, block)};
+    return {sequence, number - first_tile(begin, sequence.seq_idx, block)};
 }
 
 }  // namespace flash_ext

@@ -99,7 +99,7 @@ struct Batch {
     Batch(const Batch&) = delete;
 
     // Of a sequence as sequence_of() takes it.
-    static int number(const Sequence& s) { return s.batch + s.order; }
+    static int number(const Sequence& s) { return s.batch + s.seq_idx; }
 
     // (number, batch, q_begin, k_begin, seqlen_q, seqlen_k, rows_k)
     using Facts = std::tuple<int, int, int, int, int, int, int>;
@@ -107,10 +107,10 @@ struct Batch {
         return {number(s), s.batch, s.q_begin, s.k_begin, s.seqlen_q, s.seqlen_k, s.rows_k};
     }
 
-    std::vector<Facts> sequences(bool may_be_packed) const {
+    std::vector<Facts> sequences(bool may_be_varlen) const {
         std::vector<Facts> all;
         for (int i = 0; i < sequence_count(params); ++i)
-            all.push_back(facts(may_be_packed ? sequence_of<true>(params, i)
+            all.push_back(facts(may_be_varlen ? sequence_of<true>(params, i)
                                               : sequence_of<false>(params, i)));
         return all;
     }
@@ -270,7 +270,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
     // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of
     // `queries` and `keys` in all.
     m.def("query_tiles",
-          [](int batch, int heads_q, int heads_k, int queries, int keys, bool packed, int window) {
+          [](int batch, int heads_q, int heads_k, int queries, int keys, bool varlen, int window) {
               static const int somewhere = 0;
               AttentionParams params{};
               params.batch = batch;
@@ -282,7 +282,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
               params.window_left = window < 0 ? BandMask::kUnlimited : window;
               params.window_right = BandMask::kUnlimited;
               if (window >= 0) params.window_right = 0;
-              if (packed) params.cu_seqlens_q = params.cu_seqlens_k = &somewhere;
+              if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = &somewhere;
               const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
               return std::make_pair(tiles.pack_gqa_log2, tile_count(params, tiles));
           });
@@ -292,7 +292,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
         const HeadDims dims = pad_head_dims({head_dim, head_dim_v});
-        return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kPacked)
+        return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kVarlen)
             .ctas_per_sm;
     });
 }

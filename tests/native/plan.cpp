@@ -94,8 +94,8 @@ cudaError_t combine_splits(ForwardParams, cudaStream_t, bool early) {
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
 unsigned long long* flag_word(uint64_t) { return nullptr; }
-cudaError_t monotone_offsets(const BackwardParams&, int*, int*, cudaStream_t) {
-    return note("monotone_offsets");
+cudaError_t sanitize_cu_seqlens(const BackwardParams&, int*, int*, cudaStream_t) {
+    return note("sanitize_cu_seqlens");
 }
 
 // About as much as the kernels take.
@@ -159,16 +159,16 @@ struct Problem {
     int batch = 1, seqlen_q = 1, seqlen_k = 1, heads_q = 1, heads_k = 1;
     int head_dim = 64, head_dim_v = 64;
     int window_left = -1, window_right = -1;
-    bool packed = false, bias = false, dropout = false, sink = false, deterministic = false;
+    bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
     bool repeated_rows = false;  // of k
     double softcap = 0;
 
     Sizes sizes() const {
-        return {packed, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v};
+        return {varlen, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v};
     }
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
-        Operand x{name, kMemory, {packed ? 1 : batch, rows, heads, dim}, {}};
+        Operand x{name, kMemory, {varlen ? 1 : batch, rows, heads, dim}, {}};
         int64_t stride = 1;
         for (int i = 3; i >= 0; --i) {
             x.strides[i] = stride;
@@ -211,7 +211,7 @@ struct Problem {
         params.heads_k = heads_k;
         params.head_dim = head_dim;
         params.head_dim_v = head_dim_v;
-        if (packed) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
+        if (varlen) params.cu_seqlens_q = params.cu_seqlens_k = kOffsets;
         params.window_left = window_left < 0 ? BandMask::kUnlimited : window_left;
         params.window_right = window_right < 0 ? BandMask::kUnlimited : window_right;
         params.scale = params.scale_log2 = 1.f;
@@ -303,7 +303,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readwrite("head_dim_v", &Problem::head_dim_v)
         .def_readwrite("window_left", &Problem::window_left)
         .def_readwrite("window_right", &Problem::window_right)
-        .def_readwrite("packed", &Problem::packed)
+        .def_readwrite("varlen", &Problem::varlen)
         .def_readwrite("bias", &Problem::bias)
         .def_readwrite("dropout", &Problem::dropout)
         .def_readwrite("sink", &Problem::sink)

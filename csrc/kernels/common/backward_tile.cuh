@@ -21,9 +21,9 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/packed.cuh"
 #include "kernels/common/place.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
@@ -40,7 +40,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
 struct BackwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -167,7 +167,7 @@ struct BackwardTile {
     // The Q tiles that see the KV tile.
     __device__ __forceinline__ Interval q_tiles_seeing(int first_key) const {
         Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
-        if (Config::kMayBePacked && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
+        if (Config::kMayBeVarlen && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
         return tiles_of(queries, Config::kBlockQ);
     }
 
@@ -421,7 +421,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     const auto [tile, head] =
-        q_tile_index<Config::kMayBePacked, Config::kBlockQ>(params, blockIdx.x);
+        q_tile_index<Config::kMayBeVarlen, Config::kBlockQ>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
 
     using DQ = typename Config::DQ;

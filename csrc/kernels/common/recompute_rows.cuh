@@ -5,8 +5,8 @@
 // recompute it after their last tile; the rows of splits are left to the combine kernel.
 #pragma once
 
-#include "kernels/common/packed.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/varlen.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -123,7 +123,7 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& params, i
         int end = sequence_count(params);
         for (number = 0; end - number > 1;) {
             const int middle = (number + end) / 2;
-            const int begin = packed_begin(params.cu_seqlens_q, middle, params.seqlen_q);
+            const int begin = varlen_begin(params.cu_seqlens_q, middle, params.seqlen_q);
             (begin <= row ? number : end) = middle;
         }
     }

@@ -83,15 +83,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa1_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
     const int rows_k =
-        sequence_of<Config::kMayBePacked>(params, blockIdx.x / params.heads_k).rows_k;
+        sequence_of<Config::kMayBeVarlen>(params, blockIdx.x / params.heads_k).rows_k;
 
     for (int first_key = 0; first_key < rows_k; first_key += Config::kBlockKV) {
         // Made anew for each KV tile: what the inner loop does not need is not carried through it.
         const int flat_head = ptx::not_hoisted(blockIdx.x);
         const int head_k = flat_head % params.heads_k;
         const Tile cta(params,
-                       warp_uniform<Config::kMayBePacked>(
-                           sequence_of<Config::kMayBePacked>(params, flat_head / params.heads_k)),
+                       warp_uniform<Config::kMayBeVarlen>(
+                           sequence_of<Config::kMayBeVarlen>(params, flat_head / params.heads_k)),
                        head_k);
         const int group = params.heads_q / params.heads_k;
         const Interval q_tiles = cta.q_tiles_seeing(first_key);

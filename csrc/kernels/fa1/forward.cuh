@@ -40,8 +40,8 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/packed.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
@@ -59,7 +59,7 @@ struct Fa1ForwardConfig {
     using Element = Element_;
     static constexpr auto kTuning = tuning::fa1_forward({kHeadDim_, kHeadDimV_});
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kTeams = 2;
@@ -130,8 +130,8 @@ struct Fa1Forward {
     __device__ __forceinline__ Fa1Forward(const ForwardParams& p, int flat_head)
         : params(p),
           head(flat_head % p.heads_q),
-          sequence(warp_uniform<Config::kMayBePacked>(
-              sequence_of<Config::kMayBePacked>(p, flat_head / p.heads_q))),
+          sequence(warp_uniform<Config::kMayBeVarlen>(
+              sequence_of<Config::kMayBeVarlen>(p, flat_head / p.heads_q))),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
           first_max(params.sink != nullptr && sequence.is_owned(params)
                         ? params.sink[head] * kLog2e / score_scale()

@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         linear = ptx::warp_uniform(*ticket);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
-    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBePacked, Rows::kKeys>(
+    const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBeVarlen, Rows::kKeys>(
         params, work.batch, work.rank, Config::kBlockKV));
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Config::kBlockKV;
-    if (Config::kMayBePacked && first_key >= sequence.rows_k) return;  // a spare number
+    if (Config::kMayBeVarlen && first_key >= sequence.rows_k) return;  // a padding tile
     const Interval q_tiles = cta.q_tiles_seeing(first_key);
     const int group = params.heads_q / params.heads_k;
 
@@ -183,7 +183,7 @@ int fa2_backward_shared_bytes() {
     const auto bytes = [](auto features) {
         return SmallFa2BackwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
     };
-    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+    return largest_of_forms<Features::kPlain, Features::kVarlen, Features::kGeneral>(bytes);
 }
 
 template <class Config>
@@ -215,7 +215,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+    dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params, [&](auto element, auto features) {
             using Element = decltype(element);
             using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features.value>;

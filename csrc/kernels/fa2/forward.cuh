@@ -19,7 +19,7 @@
 //
 // Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
 // Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
-// result. The plain form has no parts: the packed one stands in for it.
+// result. The plain form has no splits: the varlen form stands in for it.
 //
 // Shared memory: Q [kBlockQ][D], then a ring of stages, each a V tile and a K tile [kBlockKV][D],
 // swizzled, the ring's mbarriers, and the CTA's place.
@@ -30,10 +30,10 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/packed.cuh"
 #include "kernels/common/place.cuh"
 #include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -53,7 +53,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
 struct ForwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBePacked = kFeatures != Features::kPlain;
+    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
     static constexpr bool kMayHaveSplits = kFeatures != Features::kPlain;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -72,7 +72,7 @@ struct ForwardConfig {
     static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
     // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
     // where an SM has one CTA; but registers that hold the place would spill here.
-    static constexpr bool kPlaceInLoop = kFeatures == Features::kPacked && kHeadDim == 128;
+    static constexpr bool kPlaceInLoop = kFeatures == Features::kVarlen && kHeadDim == 128;
     static constexpr int kPlace = kQBytes + StageRing::kBytes;
     static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
@@ -121,7 +121,7 @@ struct Fa2Forward {
         WorkTile work = work_tile(linear, params.schedule);
         if (has_splits(params)) work.rank /= params.num_splits;
         const auto [sequence, tile] =
-            warp_uniform<Config::kMayBePacked>(tile_of<Config::kMayBePacked, Rows::kQueries>(
+            warp_uniform<Config::kMayBeVarlen>(tile_of<Config::kMayBeVarlen, Rows::kQueries>(
                 params, work.batch, work.rank, Config::kBlockQ));
         const int last = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1;
         return {sequence, work.head, (last - tile) * Config::kBlockQ};
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     using Kernel = Fa2Forward<Config>;
     const Place place = Kernel::place_of(params, blockIdx.x);
     Kernel cta(params, place);
-    if (Config::kMayBePacked && cta.first_query < 0) return;  // a spare number
+    if (Config::kMayBeVarlen && cta.first_query < 0) return;  // a padding tile
 
     const Interval kv_tiles = cta.kv_tiles();
     const int last = kv_tiles.end - 1;
@@ -381,7 +381,7 @@ int fa2_forward_shared_bytes() {
     const auto bytes = [](auto features) {
         return SmallFa2ForwardConfig<__half, kHeadDim, kHeadDimV, features.value>::kSharedBytes;
     };
-    return largest_of_forms<Features::kPlain, Features::kPacked, Features::kGeneral>(bytes);
+    return largest_of_forms<Features::kPlain, Features::kVarlen, Features::kGeneral>(bytes);
 }
 
 template <class Config>
@@ -396,8 +396,8 @@ cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const Features least = params.num_splits > 1 ? Features::kPacked : Features::kPlain;
-    dispatch_kernel<Features::kPlain, Features::kPacked, Features::kGeneral>(
+    const Features least = params.num_splits > 1 ? Features::kVarlen : Features::kPlain;
+    dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params,
         [&](auto element, auto features) {
             using Element = decltype(element);

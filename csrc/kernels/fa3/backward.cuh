@@ -773,7 +773,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         const bool many_queries = tuning::many_queries(features_of(params), mean_queries(params));
         dispatch<false, true>(many_queries, [&](auto many) {

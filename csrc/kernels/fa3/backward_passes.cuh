@@ -42,9 +42,9 @@ __global__ void __launch_bounds__(kFa3PassThreads)
                                     sequence.seqlen_q - first_query, params.head_dim);
     // What follows in the stream waits for this pass alone, so one CTA waits for the kernel's end.
     // Where sequences are packed all do: with wrong offsets a count might never be reached.
-    const bool packed = params.cu_seqlens_q != nullptr;
-    if (packed || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
-    if (!packed && threadIdx.x == 0) {
+    const bool varlen = params.cu_seqlens_q != nullptr;
+    if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+    if (!varlen && threadIdx.x == 0) {
         const int* done =
             tiles_done<Config::kBlockQ>(params, sequence, head / (params.heads_q / params.heads_k));
         ptx::wait_for_count(done, ceil_div(sequence.rows_k, Config::kBlockKV), 256);

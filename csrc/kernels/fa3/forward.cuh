@@ -209,7 +209,7 @@ struct Fa3Forward {
             QueryTile tile{{}, 0, -1, {}};
             for (; linear < total && tile.first_query < 0; linear = draw()) {
                 tile = query_tile(linear);
-                if (tile.first_query >= 0) break;  // not a spare number
+                if (tile.first_query >= 0) break;  // not a padding tile
             }
             tiles.ring.acquire(t);
             tiles[t] = tile;
@@ -685,7 +685,7 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
             ? tuning::Fa3Lengths::kSplits
             : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
                                   params.few_tiles);
-    dispatch_kernel<Features::kPacked, Features::kGeneral>(params, [&](auto element,
+    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
         dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {

@@ -43,7 +43,7 @@ __device__ __forceinline__ BandMask mask_of(const AttentionParams& params,
 }
 
 // A tile, the last of a sequence first: it is the longest under a causal mask. first_query comes
-// out below 0 for a spare number; `queries` is how many a tile has. Written piece by piece:
+// out below 0 for a padding tile; `queries` is how many a tile has. Written piece by piece:
 // producers have few registers.
 template <class Config>
 __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionParams& params,
@@ -58,7 +58,7 @@ __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionP
                                    Config::kBlockKV);
 }
 
-// The same for keys; first_key stays as it is for a spare number.
+// The same for keys; first_key stays as it is for a padding tile.
 template <class Config>
 __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParams& params,
                                          const WorkTile& work) {
@@ -105,7 +105,7 @@ struct TileQueue {
     static __device__ __forceinline__ uint32_t parity(const Cursor& t) { return t.slot % 2; }
 
     // The producer: tile `linear` first, then what draw() gives, until that is `total`.
-    // describe(tile, linear) leaves first_row() below 0 for a spare number, published(tile, t) may
+    // describe(tile, linear) leaves first_row() below 0 for a padding tile, published(tile, t) may
     // begin to load.
     template <class Draw, class Describe, class Published>
     __device__ __forceinline__ void produce(int linear, int total, Draw draw, Describe describe,

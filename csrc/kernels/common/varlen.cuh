@@ -8,18 +8,18 @@
 
 namespace flash_ext {
 
-template <bool kMayBePacked>
+template <bool kMayBeVarlen>
 __device__ __forceinline__ Sequence warp_uniform(const Sequence& s) {
-    if constexpr (!kMayBePacked) return s;
+    if constexpr (!kMayBeVarlen) return s;
     using ptx::warp_uniform;
-    return {warp_uniform(s.batch),   warp_uniform(s.order),    warp_uniform(s.q_begin),
+    return {warp_uniform(s.batch),   warp_uniform(s.seq_idx),  warp_uniform(s.q_begin),
             warp_uniform(s.k_begin), warp_uniform(s.seqlen_q), warp_uniform(s.seqlen_k),
             warp_uniform(s.rows_k)};
 }
 
-template <bool kMayBePacked>
+template <bool kMayBeVarlen>
 __device__ __forceinline__ SequenceTile warp_uniform(const SequenceTile& tile) {
-    if constexpr (!kMayBePacked) return tile;
+    if constexpr (!kMayBeVarlen) return tile;
     return {warp_uniform<true>(tile.sequence), ptx::warp_uniform(tile.tile)};
 }
 

@@ -12,8 +12,8 @@
 namespace flash_ext {
 
 // One warp each for q and k: a running maximum, 32 offsets at a time.
-__global__ void monotone_offsets_kernel(const __grid_constant__ BackwardParams params,
-                                        int* offsets_q, int* offsets_k) {
+__global__ void sanitize_cu_seqlens_kernel(const __grid_constant__ BackwardParams params,
+                                           int* offsets_q, int* offsets_k) {
     const bool is_q = blockIdx.x == 0;
     const int* cu_seqlens = is_q ? params.cu_seqlens_q : params.cu_seqlens_k;
     const int total = is_q ? params.seqlen_q : params.seqlen_k;
@@ -21,22 +21,22 @@ __global__ void monotone_offsets_kernel(const __grid_constant__ BackwardParams p
     const int lane = threadIdx.x;
     int largest = 0;
     for (int first = 0; first <= params.batch; first += 32) {
-        const int order = first + lane;  // of an offset
-        int x = order <= params.batch ? packed_begin(cu_seqlens, order + 1, total) : 0;
+        const int i = first + lane;  // of an offset
+        int x = i <= params.batch ? varlen_begin(cu_seqlens, i + 1, total) : 0;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int before = __shfl_up_sync(0xffffffff, x, distance);
             if (lane >= distance) x = max_of(x, before);
         }
         x = max_of(x, largest);
-        if (order <= params.batch) offsets[order] = x;
+        if (i <= params.batch) offsets[i] = x;
         largest = __shfl_sync(0xffffffff, x, 31);
     }
 }
 
-cudaError_t monotone_offsets(const BackwardParams& params, int* offsets_q, int* offsets_k,
-                             cudaStream_t stream) {
-    monotone_offsets_kernel<<<2, 32, 0, stream>>>(params, offsets_q, offsets_k);
+cudaError_t sanitize_cu_seqlens(const BackwardParams& params, int* offsets_q, int* offsets_k,
+                                cudaStream_t stream) {
+    sanitize_cu_seqlens_kernel<<<2, 32, 0, stream>>>(params, offsets_q, offsets_k);
     return cudaGetLastError();
 }
 

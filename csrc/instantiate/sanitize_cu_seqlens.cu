@@ -1,0 +1,1 @@
+#include "kernels/common/sanitize_cu_seqlens.cuh"
