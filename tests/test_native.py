@@ -118,29 +118,29 @@ def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:
 def test_every_tile_is_scheduled_once(
     tiles: int, heads: int, batch: int, native: ModuleType
 ) -> None:
-    for section_heads in range(1, heads * batch + 1):
-        schedule = native.Schedule(tiles, heads, batch, section_heads)
+    for l2_group_heads in range(1, heads * batch + 1):
+        schedule = native.Schedule(tiles, heads, batch, l2_group_heads)
         order = [native.work_tile(linear, schedule) for linear in range(tiles * heads * batch)]
         assert sorted(order) == sorted(
             itertools.product(range(tiles), range(heads), range(batch))
-        ), section_heads
+        ), l2_group_heads
         flat_heads = [b * heads + h for _, h, b in order]
-        sections = [head // section_heads for head in flat_heads]
-        assert sections == sorted(sections), "one section after the other"
-        for section in set(sections):
-            ranks = [t[0] for t, s in zip(order, sections, strict=True) if s == section]
-            assert ranks == sorted(ranks), "longest first within a section"
+        groups = [head // l2_group_heads for head in flat_heads]
+        assert groups == sorted(groups), "one group after the other"
+        for group in set(groups):
+            found = [t[0] for t, g in zip(order, groups, strict=True) if g == group]
+            assert found == sorted(found), "longest first within a group"
 
 
 def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
     sizes = (0, 1 << 10, 1 << 22, 1 << 40)
     for heads, batch, size, ctas in itertools.product((1, 16), (1, 40), sizes, (1, 2)):
-        longest_first = native.make_schedule(8, heads, batch, True, size, ctas).section_heads
+        longest_first = native.make_schedule(8, heads, batch, True, size, ctas).l2_group_heads
         assert 1 <= longest_first <= heads * batch
         fills_the_gpu = (longest_first - 1) * 8 < 256 * ctas
         assert longest_first * size <= 32 << 20 or fills_the_gpu
         assert longest_first * 8 >= 256 * ctas or longest_first == heads * batch
-        assert native.make_schedule(8, heads, batch, False, size, ctas).section_heads == 1
+        assert native.make_schedule(8, heads, batch, False, size, ctas).l2_group_heads == 1
 
 
 PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows after the last
@@ -201,7 +201,7 @@ def test_offsets_without_meaning_stay_inside(native: ModuleType) -> None:
 def test_every_tile_has_one_number(
     packing: tuple, first: int, block: int, native: ModuleType
 ) -> None:
-    """Each tile of each sequence once; the spare numbers lie past their sequence's end."""
+    """Each tile of each sequence once; the padding tiles lie past their sequence's end."""
     batch = packed_batch(native, packing, first=first)
     for keys in (False, True):
         rows = [facts[6 if keys else 4] for facts in batch.sequences(True)]

@@ -74,7 +74,7 @@ def test_what_a_forward_keeps(native: ModuleType) -> None:
     assert p.forward("fa2").bytes == p.forward("fa3").bytes == 0
     p.batch = 200  # 600 tiles, more than an H200 works on at a time
     assert p.forward("fa2").bytes == 0
-    assert sizes(p.forward("fa3")) == {"tile_counter": 8}
+    assert sizes(p.forward("fa3")) == {"tile_count_semaphore": 8}
 
 
 def test_what_splits_keep(native: ModuleType) -> None:
@@ -126,7 +126,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
     """Of one head or more, within 576 MB and what the call's own tensors take; else none."""
     p = problem(native, **shape, head_dim=256, head_dim_v=256)
     found = sizes(p.backward("fa3"))
-    assert found["tile_counter"] == 16 and found["dq_accum"] == 0
+    assert found["tile_count_semaphore"] == 16 and found["dq_accum"] == 0
     tiles_q, tiles_k = -(-p.seqlen_q // 64), -(-p.seqlen_k // 64)
     tiles = tiles_q * (tiles_q + 1) // 2 if p.window_right == 0 else tiles_q * tiles_k
     head = tiles * 64 * 64 * 2 * (p.heads_q // p.heads_k)

@@ -12,7 +12,7 @@
 #include "plan/variant_table.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
-#include "schedule/launch_name.h"
+#include "schedule/launch_epoch.h"
 #include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
 
@@ -61,8 +61,8 @@ void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     plan.workspace.reserve(params.reference, rows);
     plan.workspace.reserve(params.dq_accum, rows * sum_columns);
     plan.workspace.reserve(params.turn, 1 + rows / tuning::kMinBackwardBlockQ);
-    const uint64_t name = launch_name();
-    params.large_lse = {flag_word(name), name};
+    const uint64_t epoch = launch_epoch();
+    params.large_lse = {flag_word(epoch), epoch};
     if (params.dsink != nullptr && params.may_have_large_lse)
         plan.workspace.reserve(params.relative_lse, statistics_rows(params));
 }
@@ -177,7 +177,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
             return std::string("needs rows of ") + x.name +
                    " that are not one row repeated, within 32 GiB of memory";
     }
-    // What tile_counter.cuh can count, of the smallest tiles.
+    // What dynamic_persistent_scheduler.cuh can count, of the smallest tiles.
     const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
     const auto tiles = [&](int64_t heads, int64_t length) {
         return heads * sizes.tensor_batches() *
@@ -194,7 +194,7 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     // ALiBi tells heads apart, and TMA wants them apart in memory.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
     const int64_t tiles = plan_splits(plan, may_pack_gqa, device.multiprocessors);
-    if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_counter, 1);
+    if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_count_semaphore, 1);
 }
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -215,7 +215,7 @@ void plan_fa3_backward(BackwardPlan& plan) {
         reserve_rows(plan, workspace_block(block_q), dims.qk);
     } else {
         reserve_rows(plan, kWorkspaceRows, /*sum_columns=*/0);
-        plan.workspace.reserve(params.tile_counter, 2);
+        plan.workspace.reserve(params.tile_count_semaphore, 2);
         params.ds_bytes = ds_workspace_bytes(params);
         if (params.ds_bytes > 0) plan.workspace.reserve(params.ds, params.ds_bytes);
     }

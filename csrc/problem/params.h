@@ -26,7 +26,7 @@ struct Schedule {
     int tiles = 0;  // per head
     int heads = 0;
     int batch = 0;
-    int section_heads = 1;  // heads (of all batches) whose tiles are interleaved
+    int l2_group_heads = 1;  // heads (of all batches) whose tiles are interleaved
 };
 
 // The problem and its options, the same for every kernel of every variant.
@@ -111,7 +111,7 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
     // FA3 only.
-    unsigned long long* tile_counter = nullptr;  // (1), see tile_counter.cuh
+    unsigned long long* tile_count_semaphore = nullptr;  // (1), the dynamic scheduler's
     bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
@@ -133,13 +133,13 @@ struct alignas(8) RelativeLse {
     float lse_log2;
 };
 
-// Raised where *word is `name`, see launch_name.h. A word that still holds it from a graph's replay
-// before costs time alone.
+// Raised where *word is `epoch`, see launch_epoch.h. A word that still holds it from the replay
+// before of a graph costs only time.
 struct Flag {
     unsigned long long* word = nullptr;  // (1)
-    unsigned long long name = 0;
+    unsigned long long epoch = 0;
 
-    FLASH_HOST_DEVICE bool is_raised() const { return *word == name; }
+    FLASH_HOST_DEVICE bool is_raised() const { return *word == epoch; }
 };
 
 struct BackwardParams : AttentionParams {
@@ -176,12 +176,12 @@ struct BackwardParams : AttentionParams {
     float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
     float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;     // (R), 0 for most; see large_lse.cuh
-    int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a ticket, then per Q tile
-                          // the number of KV tiles that have added their dQ. FA3: always, it
+    int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
+                          // tile the number of KV tiles that have added their dQ. FA3: always, it
                           // makes the zeros, and behind them come those of tiles_done()
     bool dq_zeros;        // FA3: does dq_accum begin with zeros?
-    float* dsink_partial = nullptr;              // (Hq, kSinkParts)
-    unsigned long long* tile_counter = nullptr;  // (2), FA3 for wide heads; see tile_counter.cuh
+    float* dsink_partial = nullptr;                      // (Hq, kSinkParts)
+    unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
 };

@@ -72,7 +72,7 @@ inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles
         int64_t{2} * head_dims * params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
     return make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
                          tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
-                         bytes_per_head, ctas_per_sm, section_fillings(params, masked));
+                         bytes_per_head, ctas_per_sm, l2_group_waves(params, masked));
 }
 
 }  // namespace flash_ext

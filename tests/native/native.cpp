@@ -186,17 +186,17 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
     py::class_<Schedule>(m, "Schedule")
-        .def(py::init([](int tiles, int heads, int batch, int section_heads) {
-            return Schedule{tiles, heads, batch, section_heads};
+        .def(py::init([](int tiles, int heads, int batch, int l2_group_heads) {
+            return Schedule{tiles, heads, batch, l2_group_heads};
         }))
-        .def_readonly("section_heads", &Schedule::section_heads);
+        .def_readonly("l2_group_heads", &Schedule::l2_group_heads);
     m.def("make_schedule",
           [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
               return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm);
           });
     m.def("work_tile", [](int linear, const Schedule& schedule) {
         const WorkTile tile = work_tile(linear, schedule);
-        return std::tuple(tile.rank, tile.head, tile.batch);
+        return std::tuple(tile.tile_index, tile.head, tile.batch);
     });
     py::class_<Batch>(m, "Batch")
         .def(py::init<int, int, int, int, Offsets, Offsets, Offsets>())

@@ -251,7 +251,7 @@ struct Problem {
                                        {"row_statistics", &params.row_statistics},
                                        {"o_partial", &params.o_partial},
                                        {"statistics_partial", &params.statistics_partial},
-                                       {"tile_counter", &params.tile_counter}});
+                                       {"tile_count_semaphore", &params.tile_count_semaphore}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         return found;
@@ -273,7 +273,7 @@ struct Problem {
                               {"dq_accum", &params.dq_accum},
                               {"turn", &params.turn},
                               {"relative_lse", &params.relative_lse},
-                              {"tile_counter", &params.tile_counter},
+                              {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &params.ds},
                               {"dsink_partial", &params.dsink_partial}});
     }

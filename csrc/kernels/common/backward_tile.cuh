@@ -71,8 +71,8 @@ struct BackwardConfig {
     static constexpr int kDO = kQ + kStages * QTile::kBytes;
     static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, delta, reference
     static constexpr int kStatisticsBytes = 3 * kBlockQ * 4;
-    static constexpr int kTicket = kStatistics + kStages * kStatisticsBytes;
-    static constexpr int kPlace = kTicket + 16;
+    static constexpr int kWorkIndex = kStatistics + kStages * kStatisticsBytes;
+    static constexpr int kPlace = kWorkIndex + 16;
     static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
     // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and

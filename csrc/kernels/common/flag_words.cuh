@@ -1,4 +1,4 @@
-// The words are zeros when the library is loaded, and hold the names of launches afterwards. So a
+// The words are zeros when the library is loaded, and hold epochs of launches afterwards. So a
 // launch needs neither memory of its own for its flag nor a pass that clears it.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace {
 __device__ unsigned long long flag_words[kFlagWords];
 }
 
-unsigned long long* flag_word(uint64_t name) {
+unsigned long long* flag_word(uint64_t epoch) {
     constexpr int kDevices = 64;
     static unsigned long long* known[kDevices];  // where they are on each device
     int device = 0;
@@ -27,7 +27,7 @@ unsigned long long* flag_word(uint64_t name) {
         words = static_cast<unsigned long long*>(address);
         if (device < kDevices) __atomic_store_n(&known[device], words, __ATOMIC_RELEASE);
     }
-    return words + (name >> 24) % kFlagWords;
+    return words + (epoch >> 24) % kFlagWords;
 }
 
 }  // namespace flash_ext

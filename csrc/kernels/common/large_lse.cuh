@@ -53,7 +53,7 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
 // would lower the occupancy of the whole pass.
 template <class Element, bool kGeneral, int kBlockQ>
 __device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
-    if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.name;
+    if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.epoch;
 #pragma unroll 1
     for (int row = 16 * warp_id(); row < kBlockQ; row += blockDim.x / 2) {
         const int linear = ptx::not_hoisted(blockIdx.x);

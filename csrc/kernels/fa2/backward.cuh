@@ -12,8 +12,8 @@
 // its tile: dO of this step behind S^T = K Q^T, Q of the next behind dQ = dS K.
 //
 // Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that
-// have; a CTA waits for its turn. CTAs take their work by ticket, so all that a CTA waits for are
-// already running and none waits forever.
+// have; a CTA waits for its turn. CTAs take their work by work index, so all that a CTA waits for
+// are already running and none waits forever.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
@@ -84,14 +84,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     constexpr bool kKeepsPlace = Config::kHeadDim > 64 || kCudaArch >= 900;
     int linear = blockIdx.x;
     if (params.deterministic) {
-        int* ticket = reinterpret_cast<int*>(dynamic_shared() + Config::kTicket);
-        if (threadIdx.x == 0) *ticket = atomicAdd(params.turn, 1);
-        __syncthreads();  // the ticket is drawn
-        linear = ptx::warp_uniform(*ticket);
+        int* work_index = reinterpret_cast<int*>(dynamic_shared() + Config::kWorkIndex);
+        if (threadIdx.x == 0) *work_index = atomicAdd(params.turn, 1);
+        __syncthreads();  // the work index is fetched
+        linear = ptx::warp_uniform(*work_index);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
     const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBeVarlen, Rows::kKeys>(
-        params, work.batch, work.rank, Config::kBlockKV));
+        params, work.batch, work.tile_index, Config::kBlockKV));
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Config::kBlockKV;
     if (Config::kMayBeVarlen && first_key >= sequence.rows_k) return;  // a padding tile
@@ -200,7 +200,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
         make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
                       tensor_batches(params), tiles_differ || params.deterministic,
                       params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
-                      section_fillings(params, masked));
+                      l2_group_waves(params, masked));
 
     cudaError_t status = launch_prepare<Config>(params, stream);
     if (status == cudaSuccess && params.deterministic)

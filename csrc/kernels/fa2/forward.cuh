@@ -119,10 +119,10 @@ struct Fa2Forward {
     // the longest.
     static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
         WorkTile work = work_tile(linear, params.schedule);
-        if (has_splits(params)) work.rank /= params.num_splits;
+        if (has_splits(params)) work.tile_index /= params.num_splits;
         const auto [sequence, tile] =
             warp_uniform<Config::kMayBeVarlen>(tile_of<Config::kMayBeVarlen, Rows::kQueries>(
-                params, work.batch, work.rank, Config::kBlockQ));
+                params, work.batch, work.tile_index, Config::kBlockQ));
         const int last = ceil_div(sequence.seqlen_q, Config::kBlockQ) - 1;
         return {sequence, work.head, (last - tile) * Config::kBlockQ};
     }
@@ -141,7 +141,7 @@ struct Fa2Forward {
     __device__ __forceinline__ int split() const {
         if (!has_splits(params)) return 0;
         const int linear = ptx::not_hoisted(blockIdx.x);
-        return work_tile(linear, params.schedule).rank % params.num_splits;
+        return work_tile(linear, params.schedule).tile_index % params.num_splits;
     }
 
     __device__ __forceinline__ int head_k() const {

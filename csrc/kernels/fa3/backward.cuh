@@ -35,7 +35,7 @@
 //   empty(Q, dO, K, V)    each consumer thread, when   producer, before it loads the next
 //                         the matmul is done
 //   full, empty(tiles)    producer; all readers        all readers; producer
-//   draw                  producer of Q, before the    producer of tiles
+//   fetch                 producer of Q, before the    producer of tiles
 //                         last load of a tile
 //   dS (of each slot)     each consumer warp, when     consumers, before dQ
 //                         its rows are written and
@@ -281,10 +281,10 @@ struct Fa3Backward {
         if (params.lead == 0) {
             work = work_tile(linear, params.schedule);
         } else {
-            const int rank = linear % params.schedule.tiles;
-            const int head = linear / params.schedule.tiles - (rank == 0 ? 0 : params.lead);
+            const int tile_index = linear % params.schedule.tiles;
+            const int head = linear / params.schedule.tiles - (tile_index == 0 ? 0 : params.lead);
             if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
-            work = {rank, head % params.schedule.heads, head / params.schedule.heads};
+            work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
         }
         describe<Config>(tile, params, work);
         tile.large_lse = params.large_lse.is_raised();
@@ -309,14 +309,14 @@ struct Fa3Backward {
         }
     }
 
-    // Chooses the KV tiles, by ticket: so all that a CTA waits for in add_dq() are running. And
+    // Chooses the KV tiles, by work index: so all that a CTA waits for in add_dq() are running. And
     // loads K and V.
     __device__ __forceinline__ void produce_tiles() const {
         ptx::launch_dependents();  // for which an SM has room when this CTA has left
-        const auto draw = [&] { return atomicAdd(params.turn, 1); };
+        const auto fetch = [&] { return atomicAdd(params.turn, 1); };
         const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
         tiles.produce(
-            draw(), total, draw, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
+            fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
             [&](const KeyTile& tile, const TileCursor_& t) {
                 load_keys<VTile>(v_ring, t, params.v_map, params.v, tile);
                 load_keys<KTile>(k_ring, t, params.k_map, params.k, tile);
@@ -336,9 +336,9 @@ struct Fa3Backward {
     __device__ __forceinline__ void produce_q() const {
         QCursor q;
         tiles.for_each([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) tiles.let_draw();
+            if (tile.q_tiles.empty()) tiles.let_fetch();
             for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool last) {
-                if (last) tiles.let_draw();
+                if (last) tiles.let_fetch();
                 load_queries<QTile>(q_ring, q, params.q_map, params.q, tile, head, first_row,
                                     Config::kLse, params.lse_log2 + workspace);
             });
@@ -370,8 +370,8 @@ struct Fa3Backward {
 
     // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
     // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
-    // where others wait for them: they were all drawn before. And tiles_done() counts KV tiles for
-    // the pass behind.
+    // where others wait for them: they were all fetched before. And tiles_done() counts KV tiles
+    // for the pass behind.
     __device__ __forceinline__ void add_dq() const {
         typename Config::DQRing::Cursor c;
         tiles.for_each([&](const KeyTile& tile) {
@@ -755,7 +755,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
         tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,
         // Deterministic mode interleaves all heads, as in fa2/backward.cuh.
-        params.deterministic ? 0 : bytes_per_head, 1, section_fillings(params, masked));
+        params.deterministic ? 0 : bytes_per_head, 1, l2_group_waves(params, masked));
     params.lead = lead_of(params, masked, bytes_per_head);
     params.dq_zeros = params.lead == 0 && !params.deterministic;
     cudaError_t status = params.encode<Config>();

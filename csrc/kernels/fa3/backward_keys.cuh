@@ -37,7 +37,7 @@
 //   empty(K), empty(V)   each warp of "values", of  producer
 //                        "keys"
 //   full, empty(tiles)   producer; all readers      all readers; producer
-//   draw                 producer of Q, before the  producer of tiles
+//   fetch                producer of Q, before the  producer of tiles
 //                        last load of a tile
 //   full(P)              each thread of "values"    "keys", before dS
 //   empty(P)             each thread of "keys"      "values", before it writes the next
@@ -50,7 +50,7 @@
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "schedule/tile_counter.cuh"
+#include "schedule/dynamic_persistent_scheduler.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 
@@ -96,7 +96,7 @@ struct KeptDS {
 static_assert(DSTile::kBytes == KeptTiles::kBytes);
 
 struct Fa3BackwardWideParams : Fa3BackwardMaps {
-    TileCounter counter;
+    DynamicPersistentScheduler scheduler;
 };
 
 struct Fa3BackwardKeepingParams : Fa3BackwardWideParams {
@@ -198,10 +198,10 @@ struct Fa3BackwardKeys {
 
     // Chooses the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        params.counter.start();
+        params.scheduler.start();
         const int total = cta_count(params.schedule);
         tiles.produce(
-            blockIdx.x, total, [&] { return params.counter.draw(total); },
+            blockIdx.x, total, [&] { return params.scheduler.fetch(total); },
             [&](KeyTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
                 if constexpr (Config::kKeepsDS) {
@@ -219,7 +219,7 @@ struct Fa3BackwardKeys {
         Place at;
         tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
-                tiles.let_draw();
+                tiles.let_fetch();
                 return;
             }
             const Sequence& s = tile.sequence;
@@ -229,7 +229,7 @@ struct Fa3BackwardKeys {
                 const TensorRows do_rows(params.dout, s.batch, head, s.q_begin, s.seqlen_q);
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
-                    if (left == 0 && i == tile.q_tiles.end - 1) tiles.let_draw();
+                    if (left == 0 && i == tile.q_tiles.end - 1) tiles.let_fetch();
                     const int row = i * Config::kBlockQ;
                     load<QTile>(at.q(), at.round, params.q_map, q_rows, row,
                                 params.lse_log2 + statistics);
@@ -591,7 +591,7 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& k
                                      cudaStream_t stream) {
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
-    params.counter = new_count(call.tile_counter);
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
     const bool masked = is_masked(params);
     const int group = params.heads_q / params.heads_k;
     params.schedule = make_schedule(
@@ -599,7 +599,7 @@ cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& k
         Config::kKeepsDS ? kept.heads : params.heads_k,
         Config::kKeepsDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
         int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
-        1, section_fillings(params, masked));
+        1, l2_group_waves(params, masked));
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;

@@ -14,7 +14,7 @@
 //   empty(stages)        each consumer warp, when      producer, before it loads the next
 //                        the matmul is done
 //   full, empty(tiles)   producer; all readers         all readers; producer
-//   draw                 producer of stages, before a  producer of tiles
+//   fetch                producer of stages, before a  producer of tiles
 //                        tile's last loads
 #pragma once
 
@@ -32,7 +32,7 @@ struct Fa3BackwardProductConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
-    static constexpr int kDrawAhead = 3;
+    static constexpr int kFetchAhead = 3;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
@@ -82,10 +82,10 @@ struct Fa3BackwardProduct {
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
     __device__ __forceinline__ void produce_tiles() const {
-        params.counter.start();
+        params.scheduler.start();
         const int total = cta_count(params.schedule);
         tiles.produce(
-            blockIdx.x, total, [&] { return params.counter.draw(total); },
+            blockIdx.x, total, [&] { return params.scheduler.fetch(total); },
             [&](QueryTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
                 const int flat_head = kept.first_head * group() + work.head;
@@ -106,9 +106,9 @@ struct Fa3BackwardProduct {
                 return kept.tile(params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
             };
             const Interval kv = tile.kv_tiles;
-            if (kv.empty()) tiles.let_draw();
+            if (kv.empty()) tiles.let_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
-                if (i == max_of(kv.begin, kv.end - Config::kDrawAhead)) tiles.let_draw();
+                if (i == max_of(kv.begin, kv.end - Config::kFetchAhead)) tiles.let_fetch();
                 ring.acquire(c);
                 int bytes = KTile::kBytes;
 #pragma unroll
@@ -225,7 +225,7 @@ cudaError_t launch_fa3_backward_product(const BackwardParams& call, const KeptDS
                                         cudaStream_t stream) {
     Fa3BackwardKeepingParams params{call};
     params.kept = kept;
-    params.counter = new_count(call.tile_counter + 1);
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
     const int group = params.heads_q / params.heads_k;
     params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group,
                                     1, is_masked(params),

@@ -1,8 +1,9 @@
 // FlashAttention-3 backward for wide heads, part two: dQ. For Hopper. Part one, and why there are
 // two, is fa3/backward_keys.cuh.
 //
-// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh), and goes
-// over the KV tiles that it sees. Its warpgroups have roles:
+// One CTA per SM takes one Q tile after another, whichever is next
+// (dynamic_persistent_scheduler.cuh), and goes over the KV tiles that it sees. Its warpgroups have
+// roles:
 //
 //   producer       four threads: K; V; Q and dO; the choice of Q tiles
 //   two consumers  each owns 64 queries, with dQ in registers
@@ -30,7 +31,7 @@
 //   turn (named)         the other consumer, when      consumers, before they start theirs
 //                        its matmuls are started
 //   full, empty(tiles)   producer; all readers         all readers; producer
-//   draw                 producer of K, before a       producer of tiles
+//   fetch                producer of K, before a       producer of tiles
 //                        tile's last loads
 #pragma once
 
@@ -53,7 +54,7 @@ struct Fa3BackwardQueriesConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
-    static constexpr int kDrawAhead = 2;
+    static constexpr int kFetchAhead = 2;
     // As many for the consumers as they need.
     static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
     static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
@@ -142,10 +143,10 @@ struct Fa3BackwardQueries {
 
     // Chooses the Q tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        params.counter.start();
+        params.scheduler.start();
         const int total = cta_count(params.schedule);
         tiles.produce(
-            blockIdx.x, total, [&] { return params.counter.draw(total); },
+            blockIdx.x, total, [&] { return params.scheduler.fetch(total); },
             [&](QueryTile& tile, int linear) {
                 describe<Config>(tile, params, work_tile(linear, params.schedule));
                 tile.large_lse = params.large_lse.is_raised();
@@ -160,10 +161,10 @@ struct Fa3BackwardQueries {
             const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             int first_key = tile.kv_tiles.begin * Config::kBlockKV;
             int left = tile.kv_tiles.end - tile.kv_tiles.begin;
-            int until_draw = max_of(left - 1 - Config::kDrawAhead, 0);
-            if (left == 0) tiles.let_draw();
-            for (; left > 0; --left, --until_draw, first_key += Config::kBlockKV) {
-                if (until_draw == 0) tiles.let_draw();
+            int until_fetch = max_of(left - 1 - Config::kFetchAhead, 0);
+            if (left == 0) tiles.let_fetch();
+            for (; left > 0; --left, --until_fetch, first_key += Config::kBlockKV) {
+                if (until_fetch == 0) tiles.let_fetch();
                 load_tile<KTile>(k_ring, k, params.k_map, rows, first_key);
                 k.advance();
             }
@@ -502,7 +503,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 cudaError_t launch_fa3_backward_queries(const BackwardParams& call, cudaStream_t stream) {
     Fa3BackwardWideParams params{call};
-    params.counter = new_count(call.tile_counter + 1);
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
     params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
                                        Config::kHeadDim + Config::kHeadDimV, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;

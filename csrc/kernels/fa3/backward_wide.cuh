@@ -4,8 +4,8 @@
 //
 // Where there is memory for the dS of one head or more, the kernel for dK and dV leaves it there,
 // and dQ = dS K takes one matmul; for as many heads at a time as fit. Else dQ's kernel computes dS
-// again, and begins while the other ends. So each draws tiles from a counter of its own, of the two
-// that tile_counter points to here.
+// again, and begins while the other ends. So each fetches tiles from a counter of its own, of the
+// two that tile_count_semaphore points to here.
 #pragma once
 
 #include "kernels/fa3/backward_keys.cuh"

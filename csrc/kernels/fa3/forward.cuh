@@ -1,9 +1,9 @@
 // FlashAttention-3 forward (Shah et al. 2024, algorithms 1 and 2), for Hopper.
 //
-// One CTA per SM takes one Q tile after another, whichever is next (tile_counter.cuh). Its
-// warpgroups have roles:
+// One CTA per SM takes one Q tile after another, whichever is next
+// (dynamic_persistent_scheduler.cuh). Its warpgroups have roles:
 //
-//   producer    three threads, one for each of K, Q and V: K's draws the Q tiles, all load by TMA
+//   producer    three threads, one for each of K, Q and V: K's fetches the Q tiles, all load by TMA
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
 // A consumer's step, in the order in which it starts things:
@@ -53,9 +53,9 @@
 #include "problem/sequences.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/uniform.cuh"
+#include "schedule/dynamic_persistent_scheduler.cuh"
 #include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
-#include "schedule/tile_counter.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/wgmma.cuh"
 
@@ -79,7 +79,7 @@ struct Fa3ForwardConfig {
     // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
     // registers for that, and one's softmax runs beside the others' matmuls.
     static constexpr bool kOverlap = kConsumers < 4;
-    static constexpr int kDrawAhead = 2;
+    static constexpr int kFetchAhead = 2;
     // All that a CTA of this size can have, less a little for the producer.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
@@ -114,7 +114,7 @@ struct Fa3ForwardConfig {
 };
 
 struct Fa3ForwardParams : ForwardParams {
-    TileCounter counter;
+    DynamicPersistentScheduler scheduler;
     CUtensorMap q_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
@@ -177,8 +177,8 @@ struct Fa3Forward {
         QueryTile tile;
         WorkTile work = work_tile(linear, params.schedule);
         if constexpr (Config::kMayHaveSplits) {
-            tile.split = work.rank % params.num_splits;
-            work.rank /= params.num_splits;
+            tile.split = work.tile_index % params.num_splits;
+            work.tile_index /= params.num_splits;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first of them
         }
         describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
@@ -193,21 +193,22 @@ struct Fa3Forward {
         return tile;
     }
 
-    // Chooses the Q tiles and loads their K tiles, last to first. A tile is drawn a few steps
-    // before it is needed: a CTA that draws early takes work from others that will be free sooner.
+    // Chooses the Q tiles and loads their K tiles, last to first. A tile is fetched a few steps
+    // before it is needed: a CTA that fetches early takes work from others that will be free
+    // sooner.
     __device__ __forceinline__ void produce_k() const {
         typename Config::Tiles::Cursor t;
         typename Config::KRing::Cursor k;
         const int total = cta_count(params.schedule);
         bool started = false;
-        const auto draw = [&] {
-            if (!started) params.counter.start();
+        const auto fetch = [&] {
+            if (!started) params.scheduler.start();
             started = true;
-            return params.counter.draw(total);
+            return params.scheduler.fetch(total);
         };
         const auto publish = [&](int linear) {
             QueryTile tile{{}, 0, -1, {}};
-            for (; linear < total && tile.first_query < 0; linear = draw()) {
+            for (; linear < total && tile.first_query < 0; linear = fetch()) {
                 tile = query_tile(linear);
                 if (tile.first_query >= 0) break;  // not a padding tile
             }
@@ -224,7 +225,7 @@ struct Fa3Forward {
             const Interval kv = tile.kv_tiles;
             int next = 0;
             for (int i = kv.end - 1; i >= kv.begin; --i) {
-                if (i == min_of(kv.end - 1, kv.begin + Config::kDrawAhead)) next = draw();
+                if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
                 load_tile<KTile, Config::kKVBoxRows>(k_ring, k, params.k_map, rows,
                                                      i * Config::kBlockKV);
                 k.advance();
@@ -656,7 +657,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.counter = new_count(call.tile_counter);
+    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
     const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
                            Config::kBlockQ >> params.pack_gqa_log2};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
@@ -671,7 +672,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         if (status != cudaSuccess) return status;
     const int total = cta_count(params.schedule);
     const int ctas = min_of(total, multiprocessors());
-    if (total > ctas && call.tile_counter == nullptr) return cudaErrorInvalidValue;
+    if (total > ctas && call.tile_count_semaphore == nullptr) return cudaErrorInvalidValue;
     return launch_kernel<fa3_forward_kernel<Config>>(ctas, Config::kThreads, Config::kSharedBytes,
                                                      params, stream);
 }

@@ -49,7 +49,8 @@ template <class Config>
 __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionParams& params,
                                          const WorkTile& work, int queries = Config::kBlockQ) {
     query_tile.head = work.head;
-    const SequenceTile tile = tile_of<true, Rows::kQueries>(params, work.batch, work.rank, queries);
+    const SequenceTile tile =
+        tile_of<true, Rows::kQueries>(params, work.batch, work.tile_index, queries);
     const Sequence& s = tile.sequence;
     query_tile.sequence = s;
     const int first_query = (ceil_div(s.seqlen_q, queries) - 1 - tile.tile) * queries;
@@ -64,7 +65,7 @@ __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParam
                                          const WorkTile& work) {
     key_tile.head = work.head;
     const SequenceTile tile =
-        tile_of<true, Rows::kKeys>(params, work.batch, work.rank, Config::kBlockKV);
+        tile_of<true, Rows::kKeys>(params, work.batch, work.tile_index, Config::kBlockKV);
     const Sequence& s = tile.sequence;
     key_tile.sequence = s;
     const int first_key = tile.tile * Config::kBlockKV;
@@ -76,8 +77,8 @@ __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParam
 }
 
 // The ring in which one producer describes tiles to all others of its CTA, at byte kOffset of
-// shared memory. Of its barriers the last says that the next tile may be drawn: a CTA that draws
-// early takes work from others that will be free sooner.
+// shared memory. Of its barriers the last says that the next tile may be fetched: a CTA that
+// fetches early takes work from others that will be free sooner.
 template <class Tile, int kOffset>
 struct TileQueue {
     using Ring = TmaRing<4, 64>;
@@ -93,7 +94,7 @@ struct TileQueue {
 
     __device__ __forceinline__ void init(int readers) const {
         ring.init(readers);
-        ptx::mbarrier_init(draw_barrier(), 1);
+        ptx::mbarrier_init(fetch_barrier(), 1);
     }
 
     __device__ __forceinline__ Tile& operator[](const Cursor& t) const {
@@ -104,11 +105,11 @@ struct TileQueue {
     // both alternate.
     static __device__ __forceinline__ uint32_t parity(const Cursor& t) { return t.slot % 2; }
 
-    // The producer: tile `linear` first, then what draw() gives, until that is `total`.
+    // The producer: tile `linear` first, then what fetch() gives, until that is `total`.
     // describe(tile, linear) leaves first_row() below 0 for a padding tile, published(tile, t) may
     // begin to load.
-    template <class Draw, class Describe, class Published>
-    __device__ __forceinline__ void produce(int linear, int total, Draw draw, Describe describe,
+    template <class Fetch, class Describe, class Published>
+    __device__ __forceinline__ void produce(int linear, int total, Fetch fetch, Describe describe,
                                             Published published) const {
         for (Cursor t;; t.advance()) {
             ring.acquire(t);
@@ -118,17 +119,17 @@ struct TileQueue {
                 if (linear >= total) return ring.publish(t);
                 describe(tile, linear);
                 if (tile.first_row() >= 0) break;
-                linear = draw();
+                linear = fetch();
             }
             ring.publish(t);
             published(tile, t);
-            ptx::mbarrier_wait(draw_barrier(), parity(t));
-            linear = draw();
+            ptx::mbarrier_wait(fetch_barrier(), parity(t));
+            linear = fetch();
         }
     }
 
     // By one of the other producers, when the tile that it works on is nearly done.
-    __device__ __forceinline__ void let_draw() const { ptx::mbarrier_arrive(draw_barrier()); }
+    __device__ __forceinline__ void let_fetch() const { ptx::mbarrier_arrive(fetch_barrier()); }
 
     // The tiles in their order, for a producer that loads.
     template <class Visit>
@@ -143,7 +144,7 @@ struct TileQueue {
     }
 
  private:
-    __device__ __forceinline__ uint32_t draw_barrier() const {
+    __device__ __forceinline__ uint32_t fetch_barrier() const {
         return ring.barriers + Ring::kBarrierBytes;
     }
 };
