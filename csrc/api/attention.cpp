@@ -50,7 +50,7 @@ Tensor empty(const Tensor& q, const std::vector<int64_t>& shape, ScalarType dtyp
 Tensor allocate(const Workspace& workspace, const Tensor& q) {
     if (workspace.bytes() == 0) return Tensor();
     Tensor memory = empty(q, {workspace.bytes() / 4}, ScalarType::Float);
-    workspace.place(memory.data_ptr());
+    workspace.assign(memory.data_ptr());
     return memory;
 }
 

@@ -10,7 +10,7 @@
 namespace flash_ext {
 
 // First the plan reserves regions, by the pointers that will point to them; when the memory is
-// there, place() sets these. They stay where they are in between.
+// there, assign() sets these. They stay where they are in between.
 class Workspace {
  public:
     // A region begins as a tensor of its own would in torch's allocator.
@@ -36,7 +36,7 @@ class Workspace {
     std::span<const Region> regions() const { return {regions_, static_cast<size_t>(count_)}; }
 
     // `memory`: of bytes(), aligned to kAlignment.
-    void place(void* memory) const {
+    void assign(void* memory) const {
         for (const Region& region : regions()) {
             void* address = static_cast<char*>(memory) + region.offset;
             std::memcpy(region.pointer, &address, sizeof address);

@@ -51,15 +51,15 @@ FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number
     Sequence sequence{number, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
     if constexpr (!kMayBeVarlen) return sequence;
     if (params.cu_seqlens_q != nullptr) {
-        const auto place = [&](const int* cu_seqlens, int total, int& begin, int& rows) {
+        const auto locate = [&](const int* cu_seqlens, int total, int& begin, int& rows) {
             begin = varlen_begin(cu_seqlens, number, total);
             rows =
                 (number <= params.batch ? clamp(cu_seqlens[number], begin, total) : total) - begin;
         };
         sequence.batch = 0;
         sequence.seq_idx = number;
-        place(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
-        place(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
+        locate(params.cu_seqlens_q, params.seqlen_q, sequence.q_begin, sequence.seqlen_q);
+        locate(params.cu_seqlens_k, params.seqlen_k, sequence.k_begin, sequence.rows_k);
         sequence.seqlen_k = sequence.is_owned(params) ? sequence.rows_k : 0;
     }
     if (params.seqused_k != nullptr && sequence.is_owned(params))

@@ -9,7 +9,7 @@
 //     dimension   stride in bytes    coordinate
 //     column      2                  first column
 //     row         r, the row stride  kRowBound - n + i
-//     place       16                 (address of the row past the sequence's last) / 16
+//     offset      16                 (address of the row past the sequence's last) / 16
 //     shift       2^34 - r           2^30 = kRowBound: adds 2^64 - kRowBound r
 //
 // The same map thus serves dense and packed batches, of any strides that are multiples of 16 bytes.
@@ -79,14 +79,14 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
 
 // The rows of one head of one sequence: a place from which tiles are loaded.
 struct TensorRows {
-    int place;
+    int offset;
     int first;  // the coordinate of row 0
 
     __device__ __forceinline__ TensorRows(const TensorView& view, int batch, int head, int begin,
                                           int rows)
-        : place(static_cast<int>((2 * (batch * view.batch_stride + head * view.head_stride) +
-                                  (int64_t{begin} + rows) * row_bytes(view)) /
-                                 16)),
+        : offset(static_cast<int>((2 * (batch * view.batch_stride + head * view.head_stride) +
+                                   (int64_t{begin} + rows) * row_bytes(view)) /
+                                  16)),
           first(kRowBound - rows) {}
 
     // A box of each panel, to L2, ahead of a load.
@@ -94,7 +94,7 @@ struct TensorRows {
     __device__ __forceinline__ void prefetch(const CUtensorMap& map, int row) const {
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; ++panel)
-            ptx::tma_prefetch_4d(map, panel * Tile::kPanelCols, first + row, place, kRowBound);
+            ptx::tma_prefetch_4d(map, panel * Tile::kPanelCols, first + row, offset, kRowBound);
     }
 
     // A box of each panel; `barrier` counts their bytes.
@@ -104,7 +104,7 @@ struct TensorRows {
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; ++panel)
             ptx::tma_load_4d(shared + panel * Tile::kPanelBytes, map, barrier,
-                             panel * Tile::kPanelCols, first + row, place, kRowBound);
+                             panel * Tile::kPanelCols, first + row, offset, kRowBound);
     }
 
     // A whole tile; `barrier` counts Tile::kBytes.

@@ -27,8 +27,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : Tile::kPitch == 64 ? 2 : 3;
     constexpr uint64_t kConstant = kSwizzle << 62 | uint64_t{8 * Tile::kPitch / 16} << 32 |
                                    uint64_t{Tile::kPanelBytes / 16} << 16;
-    const uint32_t place = (address & 0x3ffff) >> 4;
-    return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(place)) : place);
+    const uint32_t encoded = (address & 0x3ffff) >> 4;
+    return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(encoded)) : encoded);
 }
 
 // An operand stored [m or n][k]: 16 columns of k are two of a row's chunks.

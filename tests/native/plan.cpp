@@ -225,7 +225,7 @@ struct Problem {
     template <class Plan>
     static Planned planned(Plan& plan, const std::map<std::string, void*>& names) {
         Planned found{{}, plan.workspace.bytes(), {}};
-        plan.workspace.place(kMemory);
+        plan.workspace.assign(kMemory);
         for (const Workspace::Region& region : plan.workspace.regions())
             for (const auto& [name, pointer] : names)
                 if (region.pointer == pointer) {

@@ -21,8 +21,8 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/place.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
@@ -72,8 +72,8 @@ struct BackwardConfig {
     static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, delta, reference
     static constexpr int kStatisticsBytes = 3 * kBlockQ * 4;
     static constexpr int kWorkIndex = kStatistics + kStages * kStatisticsBytes;
-    static constexpr int kPlace = kWorkIndex + 16;
-    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
+    static constexpr int kTileCoord = kWorkIndex + 16;
+    static constexpr int kSharedBytes = kTileCoord + static_cast<int>(sizeof(TileCoord));
 
     // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
     // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].

@@ -26,7 +26,7 @@ struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeature
     // The old dQ_i is fetched into shared memory. Where it is computed in parts (d 256) there is no
     // room for it, nor is it faster.
     static constexpr bool kFetchesDQ = Base::kDQParts == 1;
-    static constexpr int kOldDQ = Base::kPlace;  // which this kernel does not keep
+    static constexpr int kOldDQ = Base::kTileCoord;  // which this kernel does not keep
     static_assert(kOldDQ % 16 == 0);
     static constexpr int kSharedBytes = kOldDQ + (kFetchesDQ ? Base::kBlockQ * kHeadDim * 4 : 0);
 };

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
     // What the stores at the end need of the place lies in shared memory, where registers are
     // short. ptxas decides: with 64 columns sm_90 spills without it, sm_80 with it.
-    constexpr bool kKeepsPlace = Config::kHeadDim > 64 || kCudaArch >= 900;
+    constexpr bool kTileCoordInShared = Config::kHeadDim > 64 || kCudaArch >= 900;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* work_index = reinterpret_cast<int*>(dynamic_shared() + Config::kWorkIndex);
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Tile::GradientV rdV;
     rdK.clear();
     rdV.clear();
-    Place& kept = kept_place(Config::kPlace);
-    if (kKeepsPlace && threadIdx.x == 0) kept = {sequence, work.head, first_key};
+    TileCoord& stored = shared_tile_coord(Config::kTileCoord);
+    if (kTileCoordInShared && threadIdx.x == 0) stored = {sequence, work.head, first_key};
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the place is there
-    if constexpr (kKeepsPlace) {
-        Tile(params, kept.sequence, kept.head).store_dk_dv(rdK, rdV, kept.first_row);
+    if constexpr (kTileCoordInShared) {
+        Tile(params, kept.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
     } else {
         cta.store_dk_dv(rdK, rdV, first_key);
     }

@@ -30,9 +30,9 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/place.cuh"
 #include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
+#include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "problem/mask.cuh"
@@ -72,9 +72,9 @@ struct ForwardConfig {
     static constexpr int kQBytes = max_of(QTile::kBytes, OTile::kBytes);
     // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
     // where an SM has one CTA; but registers that hold the place would spill here.
-    static constexpr bool kPlaceInLoop = kFeatures == Features::kVarlen && kHeadDim == 128;
-    static constexpr int kPlace = kQBytes + StageRing::kBytes;
-    static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
+    static constexpr bool kTileCoordInLoop = kFeatures == Features::kVarlen && kHeadDim == 128;
+    static constexpr int kTileCoord = kQBytes + StageRing::kBytes;
+    static constexpr int kSharedBytes = kTileCoord + static_cast<int>(sizeof(TileCoord));
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
@@ -105,19 +105,20 @@ struct Fa2Forward {
     TileCursor<KTile, Config::kThreads, kGeneral, Element> k_cursor;
     TileCursor<VTile, Config::kThreads, kGeneral, Element> v_cursor;
 
-    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const Place& place)
+    __device__ __forceinline__ Fa2Forward(const ForwardParams& p, const TileCoord& tile_coord)
         : params(p),
-          head(place.head),
-          sequence(place.sequence),
+          head(tile_coord.head),
+          sequence(tile_coord.sequence),
           mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
-          first_query(place.first_row),
+          first_query(tile_coord.first_row),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),
           ring{sQ + Config::kQBytes} {}
 
     // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
     // the longest.
-    static __device__ __forceinline__ Place place_of(const ForwardParams& params, int linear) {
+    static __device__ __forceinline__ TileCoord tile_coord_of(const ForwardParams& params,
+                                                              int linear) {
         WorkTile work = work_tile(linear, params.schedule);
         if (has_splits(params)) work.tile_index /= params.num_splits;
         const auto [sequence, tile] =
@@ -128,8 +129,8 @@ struct Fa2Forward {
     }
 
     // The same CTA, from the place that it has kept.
-    static __device__ __forceinline__ Fa2Forward kept(const ForwardParams& params) {
-        return Fa2Forward(params, kept_place(Config::kPlace));
+    static __device__ __forceinline__ Fa2Forward from_shared(const ForwardParams& params) {
+        return Fa2Forward(params, shared_tile_coord(Config::kTileCoord));
     }
 
     static __device__ __forceinline__ bool has_splits(const ForwardParams& params) {
@@ -286,7 +287,7 @@ struct Fa2Forward {
  private:
     // Of this CTA, what follows from its place would otherwise stay in registers over the loop.
     __device__ __forceinline__ Fa2Forward in_loop() const {
-        if constexpr (Config::kPlaceInLoop) return kept(params);
+        if constexpr (Config::kTileCoordInLoop) return from_shared(params);
         Fa2Forward cta = *this;
         cta.mask.seqlen_k = ptx::not_hoisted(mask.seqlen_k);
         return cta;
@@ -302,8 +303,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
     using Kernel = Fa2Forward<Config>;
-    const Place place = Kernel::place_of(params, blockIdx.x);
-    Kernel cta(params, place);
+    const TileCoord tile_coord = Kernel::tile_coord_of(params, blockIdx.x);
+    Kernel cta(params, tile_coord);
     if (Config::kMayBeVarlen && cta.first_query < 0) return;  // a padding tile
 
     const Interval kv_tiles = cta.kv_tiles();
@@ -311,7 +312,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const auto& ring = cta.ring;
     if (threadIdx.x == 0) {
         ring.init();
-        kept_place(Config::kPlace) = place;
+        shared_tile_coord(Config::kTileCoord) = tile_coord;
     }
     __syncthreads();  // the ring's barriers and the place are there
     cta.load_q();
@@ -356,15 +357,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     softmax.finish();
-    const bool marked = Kernel::kept(params).store(rO, softmax, exponent_scale);
+    const bool marked = Kernel::from_shared(params).store(rO, softmax, exponent_scale);
     if (__any_sync(0xffffffff, marked)) [[unlikely]] {
-        const Kernel kept = Kernel::kept(params);
+        const Kernel from_shared = Kernel::from_shared(params);
 #pragma unroll 1
         for (int row = 0; row < Config::kRowsPerWarp; row += 16)
             recompute_marked<typename Config::Element>(
-                params, kept.sequence.batch * params.heads_q + kept.head,
-                kept.sequence.q_begin + kept.first_query + kept.warp_row + row,
-                min_of(kept.sequence.seqlen_q - (kept.first_query + kept.warp_row + row), 16), 0);
+                params, from_shared.sequence.batch * params.heads_q + from_shared.head,
+                from_shared.sequence.q_begin + from_shared.first_query + from_shared.warp_row + row,
+                min_of(from_shared.sequence.seqlen_q -
+                           (from_shared.first_query + from_shared.warp_row + row),
+                       16),
+                0);
     }
 }
 

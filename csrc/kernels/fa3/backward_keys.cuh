@@ -158,7 +158,7 @@ struct Fa3BackwardKeys {
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using Place = PoolCursor<Config::kPairs>;
+    using PoolPosition = PoolCursor<Config::kPairs>;
     using TileCursor_ = typename Config::Tiles::Cursor;
     using PCursor = typename Config::PRing::Cursor;
 
@@ -216,7 +216,7 @@ struct Fa3BackwardKeys {
     }
 
     __device__ __forceinline__ void produce_q_do() const {
-        Place at;
+        PoolPosition at;
         tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
                 tiles.let_fetch();
@@ -279,7 +279,7 @@ struct Fa3BackwardKeys {
 
     // --- Consumers ---
 
-    __device__ __forceinline__ void wait(uint32_t slot, const Place& at) const {
+    __device__ __forceinline__ void wait(uint32_t slot, const PoolPosition& at) const {
         pool.wait({slot, at.round});
     }
     __device__ __forceinline__ void release(uint32_t slot) const { pool.release({slot, 0}); }
@@ -305,12 +305,12 @@ struct Fa3BackwardKeys {
 
     // dP^T to dS^T, as an operand, with P^T from shared memory.
     __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PCursor& at,
-                                                     const Place& place) const {
+                                                     const PoolPosition& position) const {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             float p[4];
             ptx::ld_shared_v4(p, p_address(at, n));
-            const float2 delta = column_pair(statistics(place.dout()), n);
+            const float2 delta = column_pair(statistics(position.dout()), n);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float* x = &dp.v[0][n][2 * i];
@@ -351,15 +351,16 @@ struct Fa3BackwardKeys {
     }
 
     // Softcap's derivative goes with P: "values" has the lse that it takes.
-    __device__ __forceinline__ void pass_p(const Scores& p, PCursor& at, const Place& place,
-                                           const KeyTile& tile, const QTileStep& step) const {
+    __device__ __forceinline__ void pass_p(const Scores& p, PCursor& at,
+                                           const PoolPosition& position, const KeyTile& tile,
+                                           const QTileStep& step) const {
         Scores x = p;
         if constexpr (Config::kGeneral)
             if (params.softcap != 0.f)
                 ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, step.head}
                     .softcap_gradient(x, p, tile.first_key + warp_key,
                                       step.q_tile * Config::kBlockQ,
-                                      [&](int col) { return statistics(place.q())[col]; });
+                                      [&](int col) { return statistics(position.q())[col]; });
         p_ring.acquire(at);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(at, n), x.v[0][n]);
@@ -403,7 +404,7 @@ struct Fa3BackwardKeys {
     // S, P and dV.
     __device__ __forceinline__ void consume_values() const {
         Walk walk;
-        Place place;  // of the scores
+        PoolPosition position;  // of the scores
         PCursor p;
         typename Config::KRing::Cursor k;
         Interval full{};
@@ -415,10 +416,10 @@ struct Fa3BackwardKeys {
         // columns in registers over the loop.
         const auto start_scores = [&] {
             const AlongRows<KTile> k_rows(shared + Config::kK);
-            const AlongRows<QTile> q_rows(tile_in(place.q()));
+            const AlongRows<QTile> q_rows(tile_in(position.q()));
             start_gemm<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
-        const auto start_gradient = [&](const Place& at, bool accumulate) {
+        const auto start_gradient = [&](const PoolPosition& at, bool accumulate) {
             const AlongColumns<DOTile> do_columns(tile_in(at.dout()));
             start_gemm<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
         };
@@ -429,10 +430,11 @@ struct Fa3BackwardKeys {
             exponentiate<Element, Config::kGeneral, Config::kBlockQ>(
                 rS, params, tile, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
-                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end, statistics(place.q()));
-            pass_p(rS, p, place, tile, walk.at);
+                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end,
+                statistics(position.q()));
+            pass_p(rS, p, position, tile, walk.at);
             rP.template round<Element>(rS);
-            release(place.q());
+            release(position.q());
         };
 
         while (find_tile(walk, params.dv, params.head_dim_v)) {
@@ -441,7 +443,7 @@ struct Fa3BackwardKeys {
                 full_q_tiles(tile, mask_of(params, tile.sequence),
                              {tile.first_key, tile.first_key + Config::kBlockKV}, Config::kBlockQ);
             k_ring.wait(k);
-            wait(place.q(), place);
+            wait(position.q(), position);
             take_turn(kValues);
             start_scores();
             pass_turn(kKeys);
@@ -451,10 +453,10 @@ struct Fa3BackwardKeys {
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
                 walk.at.advance(walk.q_tiles);
-                const Place before = place;
-                place.advance();
+                const PoolPosition before = position;
+                position.advance();
                 wait(before.dout(), before);
-                wait(place.q(), place);
+                wait(position.q(), position);
                 take_turn(kValues);
                 start_gradient(before, accumulate);
                 start_scores();
@@ -465,14 +467,14 @@ struct Fa3BackwardKeys {
                 ptx::wgmma_wait<0>();
                 probabilities();
             }
-            wait(place.dout(), place);
+            wait(position.dout(), position);
             take_turn(kValues);
-            start_gradient(place, accumulate);
+            start_gradient(position, accumulate);
             pass_turn(kKeys);
             ptx::wgmma_wait<0>();
             finished(rdV);
-            release(place.dout());
-            place.advance();
+            release(position.dout());
+            position.advance();
             store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
             end_tile(walk);
         }
@@ -481,7 +483,7 @@ struct Fa3BackwardKeys {
     // dP, dS and dK.
     __device__ __forceinline__ void consume_keys() const {
         Walk walk;
-        Place place;  // of dP
+        PoolPosition position;  // of dP
         PCursor p;
         typename Config::VRing::Cursor v;
         Scores rdP;
@@ -490,10 +492,10 @@ struct Fa3BackwardKeys {
 
         const auto start_dp = [&] {
             const AlongRows<VTile> v_rows(shared + Config::kV);
-            const AlongRows<DOTile> do_rows(tile_in(place.dout()));
+            const AlongRows<DOTile> do_rows(tile_in(position.dout()));
             start_gemm<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
-        const auto start_gradient = [&](const Place& at, bool accumulate) {
+        const auto start_gradient = [&](const PoolPosition& at, bool accumulate) {
             const AlongColumns<QTile> q_columns(tile_in(at.q()));
             start_gemm<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
@@ -507,10 +509,10 @@ struct Fa3BackwardKeys {
             finished(rdP);
             if (walk.left == 0) release(v_ring, v);
             p_ring.wait(p);
-            softmax_gradient(rdP, rdS, p, place);
+            softmax_gradient(rdP, rdS, p, position);
             p_ring.release(p);
             p.advance();
-            release(place.dout());
+            release(position.dout());
             if constexpr (Config::kKeepsDS) keep(rdS, ds);
         };
 
@@ -518,7 +520,7 @@ struct Fa3BackwardKeys {
         while (find_tile(walk, params.dk, params.head_dim)) {
             if constexpr (Config::kKeepsDS) find_ds();
             v_ring.wait(v);
-            wait(place.dout(), place);
+            wait(position.dout(), position);
             take_turn(kKeys);
             start_dp();
             pass_turn(kValues);
@@ -532,10 +534,10 @@ struct Fa3BackwardKeys {
                 walk.at.advance(walk.q_tiles);
                 if constexpr (Config::kKeepsDS)
                     if (walk.at.q_tile == walk.q_tiles.begin) find_ds();  // of the next head
-                const Place before = place;
-                place.advance();
+                const PoolPosition before = position;
+                position.advance();
                 wait(before.q(), before);
-                wait(place.dout(), place);
+                wait(position.dout(), position);
                 take_turn(kKeys);
                 start_gradient(before, accumulate);
                 start_dp();
@@ -546,14 +548,14 @@ struct Fa3BackwardKeys {
                 ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
-            wait(place.q(), place);
+            wait(position.q(), position);
             take_turn(kKeys);
-            start_gradient(place, accumulate);
+            start_gradient(position, accumulate);
             pass_turn(kValues);
             ptx::wgmma_wait<0>();
             finished(rdK);
-            release(place.q());
-            place.advance();
+            release(position.q());
+            position.advance();
             rdK.scale(params.scale);
             store_rows(
                 gradient_rows<Element>(params.dk, tiles[walk.tile], warp_key, params.head_dim),

@@ -7,15 +7,15 @@
 
 namespace flash_ext {
 
-struct Place {
+struct TileCoord {
     Sequence sequence;
     int head;
     int first_row;  // of the CTA's tile within the sequence
 };
 
 // At `offset` in shared memory. One thread writes it, and a barrier follows.
-__device__ __forceinline__ Place& kept_place(int offset) {
-    return *reinterpret_cast<Place*>(dynamic_shared() + offset);
+__device__ __forceinline__ TileCoord& shared_tile_coord(int offset) {
+    return *reinterpret_cast<TileCoord*>(dynamic_shared() + offset);
 }
 
 }  // namespace flash_ext
