@@ -96,7 +96,7 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
         "delta": rows * 4,
         "reference": rows * 4,
         "dq_accum": rows * 64 * 4,
-        "turn": (1 + rows // 32) * 4,
+        "dq_semaphore": (1 + rows // 32) * 4,
     }
     of_sinks = {"relative_lse": 2 * 4 * 300 * 8, "dsink_partial": 4 * 32 * 4}
     for variant in VARIANTS:

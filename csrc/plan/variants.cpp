@@ -60,7 +60,7 @@ void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     plan.workspace.reserve(params.delta, rows);
     plan.workspace.reserve(params.reference, rows);
     plan.workspace.reserve(params.dq_accum, rows * sum_columns);
-    plan.workspace.reserve(params.turn, 1 + rows / tuning::kMinBackwardBlockQ);
+    plan.workspace.reserve(params.dq_semaphore, 1 + rows / tuning::kMinBackwardBlockQ);
     const uint64_t epoch = launch_epoch();
     params.large_lse = {flag_word(epoch), epoch};
     if (params.dsink != nullptr && params.may_have_large_lse)

@@ -171,15 +171,16 @@ struct BackwardParams : AttentionParams {
     RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; for dsink alone
 
     // Workspace; its rows R are those of plan/workspace_rows.cuh.
-    int q_blocks;         // of kWorkspaceRows, per head
-    float* dq_accum;      // (R, padded D), each Q tile in fragment order
-    float* lse_log2;      // (R), lse * log2(e); +inf where the row sees no key
-    float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
-    float* reference;     // (R), 0 for most; see large_lse.cuh
-    int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
-                          // tile the number of KV tiles that have added their dQ. FA3: always, it
-                          // makes the zeros, and behind them come those of tiles_done()
-    bool dq_zeros;        // FA3: does dq_accum begin with zeros?
+    int q_blocks;      // of kWorkspaceRows, per head
+    float* dq_accum;   // (R, padded D), each Q tile in fragment order
+    float* lse_log2;   // (R), lse * log2(e); +inf where the row sees no key
+    float* delta;      // (R), (rowsum(dO * O) - dlse) / ds_factor
+    float* reference;  // (R), 0 for most; see large_lse.cuh
+    int* dq_semaphore =
+        nullptr;    // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
+                    // tile the number of KV tiles that have added their dQ. FA3: always, it
+                    // makes the zeros, and behind them come those of tiles_done()
+    bool dq_zeros;  // FA3: does dq_accum begin with zeros?
     float* dsink_partial = nullptr;                      // (Hq, kSinkParts)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null

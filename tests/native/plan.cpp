@@ -271,7 +271,7 @@ struct Problem {
                               {"delta", &params.delta},
                               {"reference", &params.reference},
                               {"dq_accum", &params.dq_accum},
-                              {"turn", &params.turn},
+                              {"dq_semaphore", &params.dq_semaphore},
                               {"relative_lse", &params.relative_lse},
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &params.ds},

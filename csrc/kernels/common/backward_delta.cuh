@@ -96,9 +96,10 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
 
 inline constexpr int kPrepareThreads = 256;
 
-// The pass before the main kernels, a CTA per Q tile: row statistics, and zeros in params.turn and,
-// if that is wanted, in dq_accum, of kSumCols columns; none where that is 0. A row takes as many
-// lanes as it has 16-byte chunks. Where lse is large, references (large_lse.cuh).
+// The pass before the main kernels, a CTA per Q tile: row statistics, and zeros in
+// params.dq_semaphore and, if that is wanted, in dq_accum, of kSumCols columns; none where that is
+// 0. A row takes as many lanes as it has 16-byte chunks. Where lse is large, references
+// (large_lse.cuh).
 template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
 __global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
@@ -131,9 +132,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ?
     }
     if (kSumCols > 0) {
         if (threadIdx.x == 0) {
-            if (blockIdx.x == 0) params.turn[0] = 0;
-            params.turn[1 + blockIdx.x] = 0;
-            params.turn[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
+            if (blockIdx.x == 0) params.dq_semaphore[0] = 0;
+            params.dq_semaphore[1 + blockIdx.x] = 0;
+            params.dq_semaphore[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
         }
         if (params.dq_zeros) {
             auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);

@@ -11,9 +11,9 @@
 // With one, which makes room for larger tiles, each load goes behind the matmuls that do not need
 // its tile: dO of this step behind S^T = K Q^T, Q of the next behind dQ = dS K.
 //
-// Deterministic mode: KV tiles add their dQ in ascending order. turn[Q tile] counts those that
-// have; a CTA waits for its turn. CTAs take their work by work index, so all that a CTA waits for
-// are already running and none waits forever.
+// Deterministic mode: KV tiles add their dQ in ascending order. dq_semaphore[Q tile] counts those
+// that have; a CTA waits for its turn. CTAs take their work by work index, so all that a CTA waits
+// for are already running and none waits forever.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
@@ -27,7 +27,7 @@ namespace flash_ext {
 
 // The order in which KV tiles add their dQ to a Q tile, in deterministic mode.
 template <class Config>
-struct Turn {
+struct DQSemaphore {
     const BackwardParams& params;
     const BackwardTile<Config>& cta;
     int kv_tile;
@@ -36,7 +36,7 @@ struct Turn {
 
     // The Q tile's counter of KV tiles that have added their dQ.
     __device__ __forceinline__ int* counter() const {
-        return params.turn + 1 +
+        return params.dq_semaphore + 1 +
                workspace_row(params, cta.sequence, head, q_tile * Config::kBlockQ) /
                    Config::kBlockQ;
     }
@@ -78,14 +78,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     using Tile = BackwardTile<Config>;
     // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
     // from overlapping that with the matmul before; but not where it would spill there.
-    constexpr bool kTurnFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
+    constexpr bool kWaitFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
     // What the stores at the end need of the place lies in shared memory, where registers are
     // short. ptxas decides: with 64 columns sm_90 spills without it, sm_80 with it.
     constexpr bool kTileCoordInShared = Config::kHeadDim > 64 || kCudaArch >= 900;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* work_index = reinterpret_cast<int*>(dynamic_shared() + Config::kWorkIndex);
-        if (threadIdx.x == 0) *work_index = atomicAdd(params.turn, 1);
+        if (threadIdx.x == 0) *work_index = atomicAdd(params.dq_semaphore, 1);
         __syncthreads();  // the work index is fetched
         linear = ptx::warp_uniform(*work_index);
     }
@@ -148,23 +148,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             }
             ptx::cp_async_commit();
         }
-        const Turn<Config> turn{params, cta, kv_tile, walk.head, walk.q_tile};
-        if (kTurnFirst && params.deterministic) turn.wait();
+        const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile};
+        if (kWaitFirst && params.deterministic) dq_semaphore.wait();
         compile_time_for<Config::kDQParts>([&](auto part) {
             typename Config::DQ rdQ;
             cta.template compute_dq<part>(rdQ);
-            if (!kTurnFirst && params.deterministic) turn.wait();
+            if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
             add_dq<Config>(
                 rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
         });
-        if (params.deterministic) turn.end();
+        if (params.deterministic) dq_semaphore.end();
         walk = next;
     }
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the place is there
     if constexpr (kTileCoordInShared) {
-        Tile(params, kept.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
+        Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
     } else {
         cta.store_dk_dv(rdK, rdV, first_key);
     }
@@ -204,7 +204,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
 
     cudaError_t status = launch_prepare<Config>(params, stream);
     if (status == cudaSuccess && params.deterministic)
-        status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
+        status = cudaMemsetAsync(params.dq_semaphore, 0, (1 + q_tiles) * sizeof(int), stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
             cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);

@@ -359,15 +359,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     softmax.finish();
     const bool marked = Kernel::from_shared(params).store(rO, softmax, exponent_scale);
     if (__any_sync(0xffffffff, marked)) [[unlikely]] {
-        const Kernel from_shared = Kernel::from_shared(params);
+        const Kernel stored = Kernel::from_shared(params);
 #pragma unroll 1
         for (int row = 0; row < Config::kRowsPerWarp; row += 16)
             recompute_marked<typename Config::Element>(
-                params, from_shared.sequence.batch * params.heads_q + from_shared.head,
-                from_shared.sequence.q_begin + from_shared.first_query + from_shared.warp_row + row,
-                min_of(from_shared.sequence.seqlen_q -
-                           (from_shared.first_query + from_shared.warp_row + row),
-                       16),
+                params, stored.sequence.batch * params.heads_q + stored.head,
+                stored.sequence.q_begin + stored.first_query + stored.warp_row + row,
+                min_of(stored.sequence.seqlen_q - (stored.first_query + stored.warp_row + row), 16),
                 0);
     }
 }

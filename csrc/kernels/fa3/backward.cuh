@@ -313,7 +313,7 @@ struct Fa3Backward {
     // loads K and V.
     __device__ __forceinline__ void produce_tiles() const {
         ptx::launch_dependents();  // for which an SM has room when this CTA has left
-        const auto fetch = [&] { return atomicAdd(params.turn, 1); };
+        const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
         const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
         tiles.produce(
             fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
@@ -369,15 +369,16 @@ struct Fa3Backward {
     }
 
     // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
-    // nothing made zeros of dQ, its first KV tile stores. params.turn counts those that have added,
-    // where others wait for them: they were all fetched before. And tiles_done() counts KV tiles
-    // for the pass behind.
+    // nothing made zeros of dQ, its first KV tile stores. params.dq_semaphore counts those that
+    // have added, where others wait for them: they were all fetched before. And tiles_done() counts
+    // KV tiles for the pass behind.
     __device__ __forceinline__ void add_dq() const {
         typename Config::DQRing::Cursor c;
         tiles.for_each([&](const KeyTile& tile) {
             for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
-                int* turn = params.turn + 1 + (workspace + first_row) / Config::kBlockQ;
+                int* dq_semaphore =
+                    params.dq_semaphore + 1 + (workspace + first_row) / Config::kBlockQ;
                 const Interval keys = mask_of(params, tile.sequence)
                                           .keys_of({first_row, first_row + Config::kBlockQ});
                 const int before =
@@ -385,7 +386,7 @@ struct Fa3Backward {
                 const bool stores = before == 0 && !params.dq_zeros;
                 const int awaited = params.deterministic ? before : !params.dq_zeros && before > 0;
                 if (awaited > 0) {
-                    ptx::wait_for_count(turn, awaited, 32);
+                    ptx::wait_for_count(dq_semaphore, awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
 #pragma unroll 1
@@ -402,7 +403,7 @@ struct Fa3Backward {
                     ring.release(c);
                 }
                 c.advance();
-                if (stores || params.deterministic) count_added(turn);
+                if (stores || params.deterministic) count_added(dq_semaphore);
             });
             count_added(tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head));
         });

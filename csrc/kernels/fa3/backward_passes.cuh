@@ -16,13 +16,13 @@ namespace flash_ext {
 inline constexpr int kFa3PassThreads = 256;
 
 // Where the KV tiles of a head of K and V are counted that have added all of their dQ: in
-// params.turn behind the counts of Q tiles, which are at least as many.
+// params.dq_semaphore behind the counts of Q tiles, which are at least as many.
 template <int kBlockQ>
 __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
                                            int head) {
     static_assert(kBlockQ >= 2 * tuning::kMinBackwardBlockQ);  // so there is room for both
     const int64_t q_tiles = workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ;
-    return params.turn + 1 + q_tiles + sequence.index() * params.heads_k + head;
+    return params.dq_semaphore + 1 + q_tiles + sequence.index() * params.heads_k + head;
 }
 
 // Its warps are those of the kernel's consumers, with the same parts of dQ.
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     }
     __syncthreads();
     if (first_query >= sequence.seqlen_q) return;
-    const bool stored = params.dq_zeros || params.turn[1 + blockIdx.x] != 0;  // by any KV tile
+    const bool stored =
+        params.dq_zeros || params.dq_semaphore[1 + blockIdx.x] != 0;  // by any KV tile
     DQ rdQ;
 #pragma unroll
     for (int n = 0; n < DQ::kN; ++n) {
