@@ -248,7 +248,7 @@ def test_swizzle_is_a_bijection(rows: int, cols: int, native: ModuleType) -> Non
 @pytest.mark.parametrize("cols", (32, 64, 80, 96, 128, 192, 256))
 def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
     """The eight 16-byte accesses of one phase fall into different banks."""
-    panel_cols, _, offsets = native.layout(64, cols)
+    atom_cols, _, offsets = native.layout(64, cols)
     chunks = cols // 8
 
     def conflict_free(accesses: list[int]) -> bool:
@@ -257,22 +257,22 @@ def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
     for first_row in range(0, 64, 8):  # ldmatrix: eight rows at one column
         for chunk in range(chunks):
             assert conflict_free([offsets[first_row + r][chunk] for r in range(8)])
-    panel_chunks = panel_cols // 8
-    rows_per_phase = 8 // panel_chunks
-    for first_row in range(0, 64, rows_per_phase):  # copies: neighbouring chunks of a panel
-        for first in range(0, chunks, panel_chunks):
-            cells = itertools.product(range(rows_per_phase), range(panel_chunks))
+    atom_chunks = atom_cols // 8
+    rows_per_phase = 8 // atom_chunks
+    for first_row in range(0, 64, rows_per_phase):  # copies: neighbouring chunks of an atom
+        for first in range(0, chunks, atom_chunks):
+            cells = itertools.product(range(rows_per_phase), range(atom_chunks))
             assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])
 
 
-@pytest.mark.parametrize("cols, panel_cols", ((64, 64), (96, 32), (80, 16)))
-def test_swizzles_are_those_of_the_hardware(cols: int, panel_cols: int, native: ModuleType) -> None:
+@pytest.mark.parametrize("cols, atom_cols", ((64, 64), (96, 32), (80, 16)))
+def test_swizzles_are_those_of_the_hardware(cols: int, atom_cols: int, native: ModuleType) -> None:
     """Of 128, 64, 32 bytes: bits 4 to 6 (5, 4) of the address are XORed with bits 7 to 9 (8, 7)."""
-    panel, _, offsets = native.layout(64, cols)
-    assert panel == panel_cols
-    chunks = panel_cols // 8
+    atom, _, offsets = native.layout(64, cols)
+    assert atom == atom_cols
+    chunks = atom_cols // 8
     for row, chunk in itertools.product(range(64), range(chunks)):
-        linear = row * panel_cols * 2 + chunk * CHUNK
+        linear = row * atom_cols * 2 + chunk * CHUNK
         assert offsets[row][chunk] == linear ^ ((linear >> 7 & chunks - 1) << 4)
 
 

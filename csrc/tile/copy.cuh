@@ -43,7 +43,7 @@ __device__ __forceinline__ GlobalTile<Element> global_tile(const TensorView& vie
 }
 
 // How kThreads threads share a tile's 16-byte chunks: neighbours take the chunks of a row (within a
-// panel), then the next row, so that global accesses coalesce and shared ones miss no bank.
+// atom), then the next row, so that global accesses coalesce and shared ones miss no bank.
 template <class Tile, int kThreads, int kRows = Tile::kRows>
 struct ChunkWalk {
     static constexpr int kRowsPerPass = kThreads / Tile::kChunksPerRow;
@@ -63,9 +63,9 @@ struct ChunkWalk {
         for (int pass = 0; pass < kPasses; ++pass) {
             if (kRagged && pass == kPasses - 1 && row + pass * kRowsPerPass >= kRows) continue;
 #pragma unroll
-            for (int panel = 0; panel < Tile::kPanels; ++panel)
-                visit(row + pass * kRowsPerPass, panel * Tile::kPanelCols + chunk * Tile::kChunk,
-                      panel * Tile::kPanelBytes + Tile::offset(row + pass * kRowsPerPass, chunk));
+            for (int atom = 0; atom < Tile::kAtoms; ++atom)
+                visit(row + pass * kRowsPerPass, atom * Tile::kAtomCols + chunk * Tile::kChunk,
+                      atom * Tile::kAtomBytes + Tile::offset(row + pass * kRowsPerPass, chunk));
         }
     }
 };

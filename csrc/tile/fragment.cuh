@@ -52,7 +52,7 @@ struct RegisterTile {
 enum class Order { kRowsFirst, kColumnsFirst };
 
 // 16x16 blocks of a SharedTile as ldmatrix fragments. One address per lane; a block is reached by
-// an XOR within the panel (the swizzle never carries) and an immediate offset. Columns advance by
+// an XOR within the atom (the swizzle never carries) and an immediate offset. Columns advance by
 // kColStep blocks, so that several warps can take turns over the columns.
 template <class Tile, Order kOrder, bool kTranspose, int kColStep = 1>
 struct SharedBlocks {
@@ -60,7 +60,7 @@ struct SharedBlocks {
 
     __device__ __forceinline__ SharedBlocks(uint32_t tile_address, int first_row = 0,
                                             int first_col_block = 0, int chunk_xor = 0) {
-        static_assert(Tile::kBlocksPerPanel % kColStep == 0);
+        static_assert(Tile::kBlocksPerAtom % kColStep == 0);
         const int lane = lane_id();
         const bool rows_first = kOrder == Order::kRowsFirst;
         const int row = first_row + (rows_first ? lane % 16 : lane % 8 + lane / 16 * 8);
@@ -73,10 +73,10 @@ struct SharedBlocks {
     __device__ __forceinline__ void load(uint32_t (&fragment)[4], int row_block,
                                          int col_block) const {
         const int block = col_block * kColStep;
-        const int within_panel = block % Tile::kBlocksPerPanel;
-        const int panel = block / Tile::kBlocksPerPanel;
-        ptx::ldmatrix_x4<kTranspose>(fragment, (lane_address ^ (within_panel * 32)) +
-                                                   panel * Tile::kPanelBytes +
+        const int within_atom = block % Tile::kBlocksPerAtom;
+        const int atom = block / Tile::kBlocksPerAtom;
+        ptx::ldmatrix_x4<kTranspose>(fragment, (lane_address ^ (within_atom * 32)) +
+                                                   atom * Tile::kAtomBytes +
                                                    row_block * 16 * Tile::kPitch);
     }
 };

@@ -1,7 +1,7 @@
 // Where element (row, column) of a 16-bit tile lies in shared memory.
 //
-// A tile is stored as panels of 64 columns (32 or 16 where the width is no multiple of more), each
-// panel row-major with rows of 128 (64, 32) bytes. Within a panel the 16-byte chunks of a row are
+// A tile is stored as atoms of 64 columns (32 or 16 where the width is no multiple of more), each
+// atom row-major with rows of 128 (64, 32) bytes. Within an atom the 16-byte chunks of a row are
 // permuted by XOR with the row, so that the eight rows an ldmatrix reads at one column, and the
 // chunks of one row that a copy writes, all fall into different banks. TMA and wgmma call these
 // layouts the 128-byte (64-byte, 32-byte) swizzle.
@@ -18,26 +18,26 @@ struct SharedTile {
     static constexpr int kRows = kRows_;
     static constexpr int kCols = kCols_;
     static constexpr int kChunk = 8;  // elements in 16 bytes
-    static constexpr int kPanelCols = kCols % 64 == 0 ? 64 : kCols % 32 == 0 ? 32 : 16;
-    static constexpr int kPanels = kCols / kPanelCols;
-    static constexpr int kChunksPerRow = kPanelCols / kChunk;  // within a panel
-    static constexpr int kPitch = kPanelCols * 2;              // bytes
-    static constexpr int kPanelBytes = kRows * kPitch;
-    static constexpr int kBytes = kPanels * kPanelBytes;
-    static constexpr int kBlocksPerPanel = kPanelCols / 16;  // 16-column blocks
+    static constexpr int kAtomCols = kCols % 64 == 0 ? 64 : kCols % 32 == 0 ? 32 : 16;
+    static constexpr int kAtoms = kCols / kAtomCols;
+    static constexpr int kChunksPerRow = kAtomCols / kChunk;  // within an atom
+    static constexpr int kPitch = kAtomCols * 2;              // bytes
+    static constexpr int kAtomBytes = kRows * kPitch;
+    static constexpr int kBytes = kAtoms * kAtomBytes;
+    static constexpr int kBlocksPerAtom = kAtomCols / 16;  // 16-column blocks
 
-    static_assert(kCols % kPanelCols == 0 && kRows % 8 == 0);
+    static_assert(kCols % kAtomCols == 0 && kRows % 8 == 0);
 
     // The XOR that row applies to its chunk index: eight 128-byte rows, four pairs of 64-byte rows,
     // or two times four of 32 bytes, until the pattern repeats.
     static FLASH_HOST_DEVICE constexpr int swizzle(int row) {
-        return kPanelCols == 64 ? row & 7 : kPanelCols == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
+        return kAtomCols == 64 ? row & 7 : kAtomCols == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
     }
 
     // Byte offset of the 16-byte chunk that holds columns [8 chunk, 8 chunk + 8) of row.
     static FLASH_HOST_DEVICE constexpr int offset(int row, int chunk) {
-        const int panel = chunk / kChunksPerRow;
-        return panel * kPanelBytes + row * kPitch + (((chunk % kChunksPerRow) ^ swizzle(row)) << 4);
+        const int atom = chunk / kChunksPerRow;
+        return atom * kAtomBytes + row * kPitch + (((chunk % kChunksPerRow) ^ swizzle(row)) << 4);
     }
 };
 

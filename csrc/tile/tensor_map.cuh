@@ -33,7 +33,7 @@ FLASH_HOST_DEVICE int64_t row_bytes(const TensorView& view) {
     return max_of<int64_t>(view.row_stride * 2, 16);
 }
 
-// A box is what one instruction loads: so many rows of a panel.
+// A box is what one instruction loads: so many rows of an atom.
 template <class Tile, int kBoxRows = Tile::kRows>
 cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementType type,
                               int head_dim) {
@@ -52,7 +52,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
     const uint64_t row = row_bytes(view);
     const cuuint64_t sizes[4] = {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound};
     const cuuint64_t strides[3] = {row, 16, (uint64_t{1} << 34) - row};
-    const cuuint32_t box[4] = {Tile::kPanelCols, kBoxRows, 1, 1};
+    const cuuint32_t box[4] = {Tile::kAtomCols, kBoxRows, 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     const auto try_to_encode = [&] {
         return encode(
@@ -60,7 +60,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
             type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-            Tile::kPanelCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+            Tile::kAtomCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
             kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                    : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -89,22 +89,22 @@ struct TensorRows {
                                   16)),
           first(kRowBound - rows) {}
 
-    // A box of each panel, to L2, ahead of a load.
+    // A box of each atom, to L2, ahead of a load.
     template <class Tile>
     __device__ __forceinline__ void prefetch(const CUtensorMap& map, int row) const {
 #pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel)
-            ptx::tma_prefetch_4d(map, panel * Tile::kPanelCols, first + row, offset, kRowBound);
+        for (int atom = 0; atom < Tile::kAtoms; ++atom)
+            ptx::tma_prefetch_4d(map, atom * Tile::kAtomCols, first + row, offset, kRowBound);
     }
 
-    // A box of each panel; `barrier` counts their bytes.
+    // A box of each atom; `barrier` counts their bytes.
     template <class Tile>
     __device__ __forceinline__ void load_boxes(const CUtensorMap& map, uint32_t shared,
                                                uint32_t barrier, int row) const {
 #pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel)
-            ptx::tma_load_4d(shared + panel * Tile::kPanelBytes, map, barrier,
-                             panel * Tile::kPanelCols, first + row, offset, kRowBound);
+        for (int atom = 0; atom < Tile::kAtoms; ++atom)
+            ptx::tma_load_4d(shared + atom * Tile::kAtomBytes, map, barrier, atom * Tile::kAtomCols,
+                             first + row, offset, kRowBound);
     }
 
     // A whole tile; `barrier` counts Tile::kBytes.

@@ -13,7 +13,7 @@ namespace flash_ext {
 // A matrix descriptor, the 64-bit name of a swizzled SharedTile for wgmma (PTX ISA, "Matrix
 // descriptor format"), in units of 16 bytes:
 //   bits  0-13  address
-//   bits 16-29  stride from panel to panel, where the matrix runs along N (or M) across panels
+//   bits 16-29  stride from atom to atom, where the matrix runs along N (or M) across atoms
 //   bits 32-45  stride from one group of eight rows to the next
 //   bits 49-51  the tile's place within the swizzle's pattern: 0, since tiles begin at 1,024 bytes
 //   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes, 3 is 32 bytes
@@ -26,7 +26,7 @@ template <class Tile, bool kPinned>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : Tile::kPitch == 64 ? 2 : 3;
     constexpr uint64_t kConstant = kSwizzle << 62 | uint64_t{8 * Tile::kPitch / 16} << 32 |
-                                   uint64_t{Tile::kPanelBytes / 16} << 16;
+                                   uint64_t{Tile::kAtomBytes / 16} << 16;
     const uint32_t encoded = (address & 0x3ffff) >> 4;
     return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(encoded)) : encoded);
 }
@@ -41,8 +41,8 @@ struct AlongRows {
         : descriptor(matrix_descriptor<Tile, kPinned>(tile + first_row * Tile::kPitch)) {}
 
     __device__ __forceinline__ uint64_t at(int k) const {
-        const int panel = k / Tile::kBlocksPerPanel;
-        return descriptor + (panel * Tile::kPanelBytes + k % Tile::kBlocksPerPanel * 32) / 16;
+        const int atom = k / Tile::kBlocksPerAtom;
+        return descriptor + (atom * Tile::kAtomBytes + k % Tile::kBlocksPerAtom * 32) / 16;
     }
 };
 

@@ -42,7 +42,7 @@ BandMask band_mask(int seqlen_q, int seqlen_k, int left, int right) {
     return {seqlen_q, seqlen_k, side(left), side(right)};
 }
 
-// {columns of a panel, bytes of the tile, byte offset of every (row, chunk)}.
+// {columns of an atom, bytes of the tile, byte offset of every (row, chunk)}.
 using Layout = std::tuple<int, int, std::vector<std::vector<int>>>;
 
 template <int kRows, int kCols>
@@ -52,7 +52,7 @@ Layout layout() {
     for (int row = 0; row < kRows; ++row)
         for (int chunk = 0; chunk < kCols / Tile::kChunk; ++chunk)
             offsets[row].push_back(Tile::offset(row, chunk));
-    return {Tile::kPanelCols, Tile::kBytes, offsets};
+    return {Tile::kAtomCols, Tile::kBytes, offsets};
 }
 
 template <int kRows>

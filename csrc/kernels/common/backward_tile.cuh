@@ -59,7 +59,7 @@ struct BackwardConfig {
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
     using PTile = SharedTile<kBlockKV, kBlockQ>;
 
-    static constexpr int kWarpsN = KTile::kBlocksPerPanel;
+    static constexpr int kWarpsN = KTile::kBlocksPerAtom;
     static constexpr int kWarpsM = kWarps / kWarpsN;
 
     // Offsets in shared memory.

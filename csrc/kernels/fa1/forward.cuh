@@ -21,9 +21,9 @@
 // (split-K): each computes the scores of its own keys and a partial product with its own rows of V.
 // Row maxima, row sums and partial products must therefore be exchanged through shared memory,
 // which is what FlashAttention-2 does away with. Each warp sums up and owns a quarter of the
-// columns of every panel of O; O_i in HBM is laid out as its owners' fragments.
+// columns of every atom of O; O_i in HBM is laid out as its owners' fragments.
 //
-// A warp meets the columns of a panel in an order of its own: the t-th quarter belongs to warp
+// A warp meets the columns of an atom in an order of its own: the t-th quarter belongs to warp
 // (w ^ t), so its own is the first, and what it hands on and gets is the same in every warp.
 //
 // Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
@@ -74,9 +74,9 @@ struct Fa1ForwardConfig {
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
 
-    // Columns of the partial products exchanged at a time, a panel, and a warp's own among them.
-    static constexpr int kExchangeCols = VTile::kPanelCols;
-    static constexpr int kChunks = VTile::kPanels;
+    // Columns of the partial products exchanged at a time, an atom, and a warp's own among them.
+    static constexpr int kExchangeCols = VTile::kAtomCols;
+    static constexpr int kChunks = VTile::kAtoms;
     using Owned = RegisterTile<kBlockQ, kExchangeCols / kTeamWarps>;
     static constexpr int kOwnedBytes = Owned::kM * Owned::kN * 32 * 16;
 

@@ -497,8 +497,8 @@ struct Fa3Backward {
         const uint32_t address = ds_tile(slot) + DSTile::offset(warp_key + lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < Config::kBlockQ / 16; ++k)
-            ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerPanel * 32)) +
-                                 k / DSTile::kBlocksPerPanel * DSTile::kPanelBytes,
+            ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerAtom * 32)) +
+                                 k / DSTile::kBlocksPerAtom * DSTile::kAtomBytes,
                              rdS.v[k]);
         ptx::fence_proxy_async();
     }
@@ -556,9 +556,9 @@ struct Fa3Backward {
         const AlongColumns<DOTile> do_columns(shared + Config::kDO);
         const AlongRows<DSTile> ds_rows(ds_tile(0), consumer * 64);
         const AlongColumns<DSTile> ds_columns(
-            ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kPanelBytes));
+            ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kAtomBytes));
         const AlongColumns<KTile> k_columns(
-            shared + Config::kK + (Config::kTransposeDQ ? consumer * KTile::kPanelBytes : 0));
+            shared + Config::kK + (Config::kTransposeDQ ? consumer * KTile::kAtomBytes : 0));
 
         for (;; t.advance()) {
             tiles.ring.wait(t);

@@ -87,10 +87,10 @@ struct Fa3ForwardConfig {
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    // Rows that a load takes. Of K and V the panels' parts of a row should come close together, or
+    // Rows that a load takes. Of K and V the atoms' parts of a row should come close together, or
     // a decoding step, which waits for memory alone, is slower (docs/notes/009-fa3-forward.md).
     static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // what lies side by side
-    static constexpr int kKVBoxRows = KTile::kPanels == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
+    static constexpr int kKVBoxRows = KTile::kAtoms == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
     using QRing = TmaRing<kTuning.q_stages, QTile::kBytes>;
     using KRing = TmaRing<kTuning.k_stages, KTile::kBytes>;
     using VRing = TmaRing<kTuning.v_stages, VTile::kBytes>;
