@@ -24,7 +24,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
         : "memory");
 }
 
-// Makes the barriers that this thread has initialised visible to the copy engine.
+// Makes the barriers that this thread has initialised visible to TMA.
 __device__ __forceinline__ void mbarrier_fence_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

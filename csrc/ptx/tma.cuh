@@ -1,4 +1,4 @@
-// TMA: copies of tiles between global and shared memory by the copy engine, described by a tensor
+// TMA: copies of tiles between global and shared memory by TMA, described by a tensor
 // map. PTX ISA, "Data movement and conversion instructions: asynchronous copy".
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
         : "memory");
 }
 
-// Orders this thread's ordinary accesses and those of the copy engine and wgmma: to shared memory,
+// Orders this thread's ordinary accesses and those of TMA and wgmma: to shared memory,
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

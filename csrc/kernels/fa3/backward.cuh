@@ -22,8 +22,8 @@
 // steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through shared
 // memory, and each consumer computes a half of dQ: at head dim 128 half of its columns, as dQ^T,
 // which takes the registers of S, at 64 half of its rows. dQ is summed over CTAs in float32 in HBM:
-// a consumer leaves its part in shared memory, in fragment order, and a producer adds it by the
-// copy engine. A pass before the kernel makes lse, delta and zeros of it, a pass behind converts
+// a consumer leaves its part in shared memory, in fragment order, and a producer adds it by
+// TMA. A pass before the kernel makes lse, delta and zeros of it, a pass behind converts
 // it, head by head on the SMs that have no more tiles. Short sequences need no zeros: the first KV
 // tile of each head comes well before the others, and stores.
 //
