@@ -1,10 +1,10 @@
 // Online softmax that looks for a new maximum only where it is needed.
 //
-// Any number near the row's maximum will do as m, since P, l and O share it (OnlineSoftmax::kLag).
-// So a step first takes the m that it has: P = 2^(S scale - m scale), and l's share of the step is
-// the proof. As long as that stays below kLimit no element was far above m, and the maximum of the
-// tile, with its comparisons and shuffles, was not needed. Otherwise the step is done again, with
-// the maximum; S is kept for that.
+// Any number near the row's maximum will do as m, since P, l and O share it
+// (OnlineSoftmax::kRescaleThreshold). So a step first takes the m that it has: P = 2^(S scale - m
+// scale), and l's share of the step is the proof. As long as that stays below kLimit no element was
+// far above m, and the maximum of the tile, with its comparisons and shuffles, was not needed.
+// Otherwise the step is done again, with the maximum; S is kept for that.
 #pragma once
 
 #include "kernels/common/softmax.cuh"

@@ -68,7 +68,7 @@ struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
     // The maximum may lag behind by this many powers of two before O is rescaled: the result is the
     // same, since numerator and denominator share it, and most tiles need no rescaling at all.
-    static constexpr float kLag = 8.f;
+    static constexpr float kRescaleThreshold = 8.f;
 
     float row_max[kM][2];  // -inf until the row has seen a key
     float row_sum[kM][2];  // this lane's share
@@ -108,7 +108,8 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 tile_max[m][i] = row_maximum(s, m, i);
-                rescale |= (tile_max[m][i] - row_max[m][i]) * scale > (kRelative ? 0.f : kLag);
+                rescale |= (tile_max[m][i] - row_max[m][i]) * scale >
+                           (kRelative ? 0.f : kRescaleThreshold);
             }
         if (__any_sync(0xffffffff, rescale)) {
 #pragma unroll

@@ -13,9 +13,10 @@
 //         O = 2^((m - m_new) scale) O + P V_j   P from registers
 //     O = O / l,  lse = m scale + log(l)        one rescale, at the end
 //
-// m need not be the maximum, only near it: it may lag until P would pass 2^8 (OnlineSoftmax::kLag),
-// which saves most rescalings of O and changes no result, since l and O share the same m. A warp
-// that ends with an m too large for P's one FMA (kLargeExponent) does such rows again.
+// m need not be the maximum, only near it: it may lag until P would pass 2^8
+// (OnlineSoftmax::kRescaleThreshold), which saves most rescalings of O and changes no result, since
+// l and O share the same m. A warp that ends with an m too large for P's one FMA (kLargeExponent)
+// does such rows again.
 //
 // Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
 // Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one

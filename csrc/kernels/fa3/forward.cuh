@@ -15,7 +15,7 @@
 //
 // The steps of all the CTA's Q tiles form one sequence: behind a tile's last K_j comes the first of
 // the next tile, so that tensor cores have work while a result is written. A result O / l leaves
-// where O would be rescaled. Most steps are steady: within a tile, without a mask; these are
+// where O would be rescaled. Most steps are unmasked: within a tile, without a mask; these are
 // compiled apart, without branches.
 //
 // Four consumers have no registers for a second P: they wait for P V before the softmax, and the
@@ -499,7 +499,7 @@ struct Fa3Forward {
         Softmax softmax;
 
         // With one slot, Q is let go as soon as its last scores are there, else when the next tile
-        // begins: then the last step may be a steady one.
+        // begins: then the last step may be an unmasked one.
         constexpr bool kReleaseEarly = Config::QRing::kSlots == 1;
 
         // Where in the tile the scores are, which go down from the last.
@@ -523,16 +523,16 @@ struct Fa3Forward {
             return true;
         };
         // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
-        const auto probabilities = [&](Probabilities& rP, bool first, auto steady) {
+        const auto probabilities = [&](Probabilities& rP, bool first, auto unmasked) {
             finished(rS);
             release_and_advance(k_ring, k);
             k_ready = k_ring.ready(k);
             v_ready = v_ring.ready(v);
-            if (kReleaseEarly && !steady && kv_tile == first_kv_tile)
+            if (kReleaseEarly && !unmasked && kv_tile == first_kv_tile)
                 release_and_advance(q_ring, q);
-            finish_scores<steady>(rS, tiles[tile], kv_tile, full);
-            if (!steady && first) softmax = begin_softmax(tiles[tile]);
-            return softmax.step(rS, rP, exponent_scale(), !steady && first);
+            finish_scores<unmasked>(rS, tiles[tile], kv_tile, full);
+            if (!unmasked && first) softmax = begin_softmax(tiles[tile]);
+            return softmax.step(rS, rP, exponent_scale(), !unmasked && first);
         };
 
         has_marked() = false;
@@ -558,10 +558,10 @@ struct Fa3Forward {
                 release_and_advance(tiles.ring, tile_done);
             }
         };
-        // One step, as above; false where there are no scores left. A steady one stays within a
+        // One step, as above; false where there are no scores left. An unmasked one stays within a
         // tile, its scores need no mask, and its P is not of the tile's first step.
-        const auto step = [&](const Probabilities& rP, Probabilities& next_rP, auto steady) {
-            const bool last = !steady && kv_tile == first_kv_tile;
+        const auto step = [&](const Probabilities& rP, Probabilities& next_rP, auto unmasked) {
+            const bool last = !unmasked && kv_tile == first_kv_tile;
             --kv_tile;
             if (last) {
                 if (!kReleaseEarly) release_and_advance(q_ring, q);
@@ -571,13 +571,13 @@ struct Fa3Forward {
             k_ring.wait(k, k_ready);
             take_turn();
             start_scores(rS, q, k);
-            if constexpr (steady) {
+            if constexpr (unmasked) {
                 rescaling.apply(rO);
             } else {
                 settle();
             }
             v_ring.wait(v, v_ready);
-            start_output(rO, rP, v, steady || !began);
+            start_output(rO, rP, v, unmasked || !began);
             pass_turn();
             const auto v_read = v;
             v.advance();
@@ -594,7 +594,7 @@ struct Fa3Forward {
             }
             if (last) done = softmax;
             began = kept = last;
-            rescaling = probabilities(next_rP, last, steady);
+            rescaling = probabilities(next_rP, last, unmasked);
             if constexpr (Config::kOverlap) finish_output();
             if (last) skip(v_ring, v, hidden, v_ready);
             return true;
