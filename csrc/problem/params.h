@@ -177,10 +177,10 @@ struct BackwardParams : AttentionParams {
     float* delta;      // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;  // (R), 0 for most; see large_lse.cuh
     int* dq_semaphore =
-        nullptr;    // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
-                    // tile the number of KV tiles that have added their dQ. FA3: always, it
-                    // makes the zeros, and behind them come those of tiles_done()
-    bool dq_zeros;  // FA3: does dq_accum begin with zeros?
+        nullptr;           // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
+                           // tile the number of KV tiles that have added their dQ. FA3: always, it
+                           // makes the zeros, and behind them come those of tiles_done()
+    bool dq_accum_zeroed;  // FA3: does dq_accum begin with zeros?
     float* dsink_partial = nullptr;                      // (Hq, kSinkParts)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null

@@ -74,7 +74,7 @@ __device__ __forceinline__ RowStatistics row_statistics(const BackwardParams& pa
     return statistics_of(params, statistics_offset(params, sequence, head) + query, dot);
 }
 
-// Fetches lse, delta and reference of a Q tile, which backward_prepare_kernel has left in HBM.
+// Fetches lse, delta and reference of a Q tile, which backward_preprocess_kernel has left in HBM.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                                                 const QTileWalk& walk) {
@@ -94,18 +94,18 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                      source + thread % kChunks * 4, true);
 }
 
-inline constexpr int kPrepareThreads = 256;
+inline constexpr int kPreprocessThreads = 256;
 
 // The pass before the main kernels, a CTA per Q tile: row statistics, and zeros in
 // params.dq_semaphore and, if that is wanted, in dq_accum, of kSumCols columns; none where that is
 // 0. A row takes as many lanes as it has 16-byte chunks. Where lse is large, references
 // (large_lse.cuh).
 template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
-__global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kPreprocessThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
+    backward_preprocess_kernel(const __grid_constant__ BackwardParams params) {
     constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
     static_assert(kHeadDimV <= kLanes * 8);
-    constexpr int kRowsPerPass = kPrepareThreads / kLanes;
+    constexpr int kRowsPerPass = kPreprocessThreads / kLanes;
     constexpr int kPasses = kBlockQ / kRowsPerPass;
     ptx::launch_dependents();
     const auto [tile, head] = q_tile_index<true, kBlockQ>(params, blockIdx.x);
@@ -136,11 +136,11 @@ __global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ?
             params.dq_semaphore[1 + blockIdx.x] = 0;
             params.dq_semaphore[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
         }
-        if (params.dq_zeros) {
+        if (params.dq_accum_zeroed) {
             auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);
 #pragma unroll
-            for (int i = 0; i < kBlockQ * kSumCols / 4 / kPrepareThreads; ++i)
-                accum[threadIdx.x + i * kPrepareThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int i = 0; i < kBlockQ * kSumCols / 4 / kPreprocessThreads; ++i)
+                accum[threadIdx.x + i * kPreprocessThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
     }
     bool large = false;
@@ -168,18 +168,19 @@ __global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ?
 }
 
 template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
-cudaError_t launch_prepare(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<backward_prepare_kernel<Element, kGeneral, kBlockQ, kHeadDimV, kSumCols>>(
-        workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kPrepareThreads, 0, params,
+cudaError_t launch_preprocess(const BackwardParams& params, cudaStream_t stream) {
+    return launch_kernel<
+        backward_preprocess_kernel<Element, kGeneral, kBlockQ, kHeadDimV, kSumCols>>(
+        workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kPreprocessThreads, 0, params,
         stream);
 }
 
 // For FA1 and FA2.
 template <class Config>
-cudaError_t launch_prepare(BackwardParams params, cudaStream_t stream) {
-    params.dq_zeros = true;
-    return launch_prepare<typename Config::Element, Config::kGeneral, 64, Config::kHeadDimV,
-                          Config::kHeadDim>(params, stream);
+cudaError_t launch_preprocess(BackwardParams params, cudaStream_t stream) {
+    params.dq_accum_zeroed = true;
+    return launch_preprocess<typename Config::Element, Config::kGeneral, 64, Config::kHeadDimV,
+                             Config::kHeadDim>(params, stream);
 }
 
 }  // namespace flash_ext

@@ -417,7 +417,7 @@ struct BackwardTile {
 // its warps laid out as those that wrote the tile.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
-    backward_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+    backward_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     const auto [tile, head] =
@@ -455,10 +455,10 @@ __global__ void __launch_bounds__(Config::kThreads)
 }
 
 template <class Config>
-cudaError_t launch_convert_dq(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
     const int64_t ctas = workspace_rows(params) / Config::kBlockQ;
-    return launch_kernel<backward_convert_dq_kernel<Config>>(ctas, Config::kThreads,
-                                                             Config::QTile::kBytes, params, stream);
+    return launch_kernel<backward_postprocess_dq_kernel<Config>>(
+        ctas, Config::kThreads, Config::QTile::kBytes, params, stream);
 }
 
 }  // namespace flash_ext

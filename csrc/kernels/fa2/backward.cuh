@@ -202,13 +202,13 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
                       params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
                       l2_group_waves(params, masked));
 
-    cudaError_t status = launch_prepare<Config>(params, stream);
+    cudaError_t status = launch_preprocess<Config>(params, stream);
     if (status == cudaSuccess && params.deterministic)
         status = cudaMemsetAsync(params.dq_semaphore, 0, (1 + q_tiles) * sizeof(int), stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
             cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = launch_convert_dq<Config>(params, stream);
+    if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
     return status;
 }
 

@@ -383,8 +383,9 @@ struct Fa3Backward {
                                           .keys_of({first_row, first_row + Config::kBlockQ});
                 const int before =
                     tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
-                const bool stores = before == 0 && !params.dq_zeros;
-                const int awaited = params.deterministic ? before : !params.dq_zeros && before > 0;
+                const bool stores = before == 0 && !params.dq_accum_zeroed;
+                const int awaited =
+                    params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
                 if (awaited > 0) {
                     ptx::wait_for_count(dq_semaphore, awaited, 32);
                     ptx::fence_proxy_async_global();
@@ -758,16 +759,16 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
         // Deterministic mode interleaves all heads, as in fa2/backward.cuh.
         params.deterministic ? 0 : bytes_per_head, 1, l2_group_waves(params, masked));
     params.lead = lead_of(params, masked, bytes_per_head);
-    params.dq_zeros = params.lead == 0 && !params.deterministic;
+    params.dq_accum_zeroed = params.lead == 0 && !params.deterministic;
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
-        status = launch_prepare<typename Config::Element, Config::kGeneral, Config::kBlockQ,
-                                Config::kHeadDimV, Config::kHeadDim>(params, stream);
+        status = launch_preprocess<typename Config::Element, Config::kGeneral, Config::kBlockQ,
+                                   Config::kHeadDimV, Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa3_backward_kernel<Config>>(
             min_of(cta_count(params.schedule), multiprocessors()), Config::kThreads,
             Config::kSharedBytes, params, stream, true);
-    if (status == cudaSuccess) status = launch_fa3_convert_dq<Config>(params, stream);
+    if (status == cudaSuccess) status = launch_fa3_postprocess_dq<Config>(params, stream);
     return status;
 }
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const S
 // Its warps are those of the kernel's consumers, with the same parts of dQ.
 template <class Config>
 __global__ void __launch_bounds__(kFa3PassThreads)
-    fa3_convert_dq_kernel(const __grid_constant__ BackwardParams params) {
+    fa3_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     using Element = typename Config::Element;
     using DQ = typename Config::DQ;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     __syncthreads();
     if (first_query >= sequence.seqlen_q) return;
     const bool stored =
-        params.dq_zeros || params.dq_semaphore[1 + blockIdx.x] != 0;  // by any KV tile
+        params.dq_accum_zeroed || params.dq_semaphore[1 + blockIdx.x] != 0;  // by any KV tile
     DQ rdQ;
 #pragma unroll
     for (int n = 0; n < DQ::kN; ++n) {
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 }
 
 template <class Config>
-cudaError_t launch_fa3_convert_dq(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<fa3_convert_dq_kernel<Config>>(
+cudaError_t launch_fa3_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
+    return launch_kernel<fa3_postprocess_dq_kernel<Config>>(
         workspace_rows(params, Config::kWorkspaceBlock) / Config::kBlockQ, kFa3PassThreads, 0,
         params, stream, true);
 }
