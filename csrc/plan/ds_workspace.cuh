@@ -11,15 +11,15 @@ namespace flash_ext {
 // Where in memory the dS of one query head of a dense batch is kept (fa3/backward_product.cuh): in
 // tiles of 64 x 64 of 16-bit numbers, Q tile by Q tile. Without those above the diagonal, where a
 // mask hides them all.
-struct KeptTiles {
+struct DSWorkspaceTiles {
     static constexpr int kBytes = 64 * 64 * 2;
 
     int q_tiles = 0;
     int kv_tiles = 0;
     bool triangle = false;
 
-    KeptTiles() = default;
-    FLASH_HOST_DEVICE constexpr explicit KeptTiles(const AttentionParams& params)
+    DSWorkspaceTiles() = default;
+    FLASH_HOST_DEVICE constexpr explicit DSWorkspaceTiles(const AttentionParams& params)
         : q_tiles(ceil_div(params.seqlen_q, 64)),
           kv_tiles(ceil_div(params.seqlen_k, 64)),
           triangle(params.window_right <= params.seqlen_q - params.seqlen_k) {}
@@ -34,10 +34,11 @@ struct KeptTiles {
 };
 
 // The dS of a head of K and V, and so of its group.
-FLASH_HOST_DEVICE constexpr int64_t kept_ds_bytes(const AttentionParams& params) {
-    const KeptTiles tiles(params);
+FLASH_HOST_DEVICE constexpr int64_t ds_group_bytes(const AttentionParams& params) {
+    const DSWorkspaceTiles tiles(params);
     return max_of<int64_t>(
-        tiles.first(tiles.q_tiles) * KeptTiles::kBytes * (params.heads_q / params.heads_k), 1);
+        tiles.first(tiles.q_tiles) * DSWorkspaceTiles::kBytes * (params.heads_q / params.heads_k),
+        1);
 }
 
 // Memory that a call wants for it: that of all heads, or of equal parts of them, so many at a time
@@ -48,7 +49,7 @@ FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& pa
     const int64_t heads_q = int64_t{params.heads_q} * params.batch;
     const int64_t most =
         min_of(kMost, heads_q * params.seqlen_q * (params.head_dim + params.head_dim_v) * 8);
-    const int64_t bytes = kept_ds_bytes(params);
+    const int64_t bytes = ds_group_bytes(params);
     if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
     const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);
     const int64_t parts = ceil_div(heads, min_of(most / bytes, heads));

@@ -79,35 +79,35 @@ using DSTile = SharedTile<64, 64>;
 
 // Memory in which dS^T is kept for fa3/backward_product.cuh, tile by tile as in shared memory: of
 // some of the heads (of K and V, of all batches, flattened).
-struct KeptDS {
+struct DSWorkspace {
     char* data = nullptr;
     int first_head = 0;
     int heads = 0;
-    KeptTiles tiles;
+    DSWorkspaceTiles tiles;
 
     __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
                                           int q_tile, int kv_tile) const {
         const int group = params.heads_q / params.heads_k;
         const int head = batch * params.heads_q + head_q - first_head * group;
         return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
-                          KeptTiles::kBytes;
+                          DSWorkspaceTiles::kBytes;
     }
 };
-static_assert(DSTile::kBytes == KeptTiles::kBytes);
+static_assert(DSTile::kBytes == DSWorkspaceTiles::kBytes);
 
 struct Fa3BackwardWideParams : Fa3BackwardMaps {
     DynamicPersistentScheduler scheduler;
 };
 
-struct Fa3BackwardKeepingParams : Fa3BackwardWideParams {
-    KeptDS kept;
+struct Fa3BackwardStoringParams : Fa3BackwardWideParams {
+    DSWorkspace ds_workspace;
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kPairs_,
-          bool kKeepsDS_>
+          bool kStoresDS_>
 struct Fa3BackwardKeysConfig {
     using Element = Element_;
-    static constexpr bool kKeepsDS = kKeepsDS_;
+    static constexpr bool kStoresDS = kStoresDS_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -162,7 +162,7 @@ struct Fa3BackwardKeys {
     using TileCursor_ = typename Config::Tiles::Cursor;
     using PCursor = typename Config::PRing::Cursor;
 
-    const Fa3BackwardKeepingParams& params;
+    const Fa3BackwardStoringParams& params;
     uint32_t shared;
     int warp_key;     // first row of this thread's warp within the KV tile
     bool leads_warp;  // is it its warp's first?
@@ -172,7 +172,7 @@ struct Fa3BackwardKeys {
     typename Config::PRing p_ring;
     typename Config::Tiles tiles;
 
-    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardKeepingParams& p, uint32_t shared_)
+    __device__ __forceinline__ Fa3BackwardKeys(const Fa3BackwardStoringParams& p, uint32_t shared_)
         : params(p),
           shared(shared_),
           warp_key(ptx::warp_uniform(threadIdx.x / 32) % 4 * 16),
@@ -204,8 +204,8 @@ struct Fa3BackwardKeys {
             blockIdx.x, total, [&] { return params.scheduler.fetch(total); },
             [&](KeyTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
-                if constexpr (Config::kKeepsDS) {
-                    const int flat_head = params.kept.first_head + work.head;
+                if constexpr (Config::kStoresDS) {
+                    const int flat_head = params.ds_workspace.first_head + work.head;
                     work.head = flat_head % params.heads_k;
                     work.batch = flat_head / params.heads_k;
                 }
@@ -322,7 +322,7 @@ struct Fa3BackwardKeys {
 
     // To memory for fa3/backward_product.cuh. The four lanes that hold a row exchange what they
     // have of it, 4 x 4 pairs of columns, until each has 16 bytes.
-    __device__ __forceinline__ void keep(const Operand& rdS, char* ds) const {
+    __device__ __forceinline__ void store_ds(const Operand& rdS, char* ds) const {
         const int lane = lane_id() % 4;
         const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
             const bool high = lane & bit;
@@ -502,8 +502,8 @@ struct Fa3BackwardKeys {
         char* ds = nullptr;  // where it is kept
         const auto find_ds = [&] {
             const KeyTile& tile = tiles[walk.tile];
-            ds = params.kept.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
-                                  tile.first_key / Config::kBlockKV);
+            ds = params.ds_workspace.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
+                                          tile.first_key / Config::kBlockKV);
         };
         const auto gradient_of_scores = [&] {
             finished(rdP);
@@ -513,12 +513,12 @@ struct Fa3BackwardKeys {
             p_ring.release(p);
             p.advance();
             release(position.dout());
-            if constexpr (Config::kKeepsDS) keep(rdS, ds);
+            if constexpr (Config::kStoresDS) store_ds(rdS, ds);
         };
 
         pass_turn(kValues);  // the first one's
         while (find_tile(walk, params.dk, params.head_dim)) {
-            if constexpr (Config::kKeepsDS) find_ds();
+            if constexpr (Config::kStoresDS) find_ds();
             v_ring.wait(v);
             wait(position.dout(), position);
             take_turn(kKeys);
@@ -529,10 +529,11 @@ struct Fa3BackwardKeys {
             bool accumulate = false;
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
-                if constexpr (Config::kKeepsDS)
-                    ds += params.kept.tiles.of_row(walk.at.q_tile) * KeptTiles::kBytes;
+                if constexpr (Config::kStoresDS)
+                    ds +=
+                        params.ds_workspace.tiles.of_row(walk.at.q_tile) * DSWorkspaceTiles::kBytes;
                 walk.at.advance(walk.q_tiles);
-                if constexpr (Config::kKeepsDS)
+                if constexpr (Config::kStoresDS)
                     if (walk.at.q_tile == walk.q_tiles.begin) find_ds();  // of the next head
                 const PoolPosition before = position;
                 position.advance();
@@ -575,7 +576,7 @@ struct Fa3BackwardKeys {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_keys_kernel(const __grid_constant__ Fa3BackwardKeepingParams params) {
+    fa3_backward_keys_kernel(const __grid_constant__ Fa3BackwardStoringParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     const Fa3BackwardKeys<Config> kernel(params, ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
@@ -589,17 +590,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config>
-cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const KeptDS& kept,
+cudaError_t launch_fa3_backward_keys(const BackwardParams& call, const DSWorkspace& ds_workspace,
                                      cudaStream_t stream) {
-    Fa3BackwardKeepingParams params{call};
-    params.kept = kept;
+    Fa3BackwardStoringParams params{call};
+    params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
     const bool masked = is_masked(params);
     const int group = params.heads_q / params.heads_k;
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV),
-        Config::kKeepsDS ? kept.heads : params.heads_k,
-        Config::kKeepsDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+        Config::kStoresDS ? ds_workspace.heads : params.heads_k,
+        Config::kStoresDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
         int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
         1, l2_group_waves(params, masked));
     if (cta_count(params.schedule) == 0) return cudaSuccess;

@@ -56,16 +56,17 @@ struct Fa3BackwardProduct {
     using DQ = RegisterTile<16, Config::kHeadDim>;
 
     const Fa3BackwardWideParams& params;
-    const KeptDS& kept;
+    const DSWorkspace& ds_workspace;
     uint32_t shared;
     bool leads_warp;  // is it its warp's first?
     typename Config::Ring ring;
     typename Config::Tiles tiles;
 
     __device__ __forceinline__ Fa3BackwardProduct(const Fa3BackwardWideParams& p,
-                                                  const KeptDS& kept_, uint32_t shared_)
+                                                  const DSWorkspace& ds_workspace_,
+                                                  uint32_t shared_)
         : params(p),
-          kept(kept_),
+          ds_workspace(ds_workspace_),
           shared(shared_),
           leads_warp(lane_id() == 0),
           ring{shared, shared + Config::kBarriers},
@@ -88,7 +89,7 @@ struct Fa3BackwardProduct {
             blockIdx.x, total, [&] { return params.scheduler.fetch(total); },
             [&](QueryTile& tile, int linear) {
                 WorkTile work = work_tile(linear, params.schedule);
-                const int flat_head = kept.first_head * group() + work.head;
+                const int flat_head = ds_workspace.first_head * group() + work.head;
                 work.head = flat_head % params.heads_q;
                 work.batch = flat_head / params.heads_q;
                 describe<Config>(tile, params, work);
@@ -103,7 +104,8 @@ struct Fa3BackwardProduct {
             const TensorRows rows(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
             const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
-                return kept.tile(params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
+                return ds_workspace.tile(params, s.batch, tile.head, tile.first_query / 64 + of,
+                                         kv_tile);
             };
             const Interval kv = tile.kv_tiles;
             if (kv.empty()) tiles.let_fetch();
@@ -206,9 +208,9 @@ struct Fa3BackwardProduct {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fa3_backward_product_kernel(const __grid_constant__ Fa3BackwardKeepingParams params) {
+    fa3_backward_product_kernel(const __grid_constant__ Fa3BackwardStoringParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-    const Fa3BackwardProduct<Config> kernel(params, params.kept,
+    const Fa3BackwardProduct<Config> kernel(params, params.ds_workspace,
                                             ptx::shared_address(dynamic_shared()));
     if (threadIdx.x == 0) kernel.init();
     __syncthreads();              // the barriers are there
@@ -221,14 +223,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config>
-cudaError_t launch_fa3_backward_product(const BackwardParams& call, const KeptDS& kept,
+cudaError_t launch_fa3_backward_product(const BackwardParams& call, const DSWorkspace& ds_workspace,
                                         cudaStream_t stream) {
-    Fa3BackwardKeepingParams params{call};
-    params.kept = kept;
+    Fa3BackwardStoringParams params{call};
+    params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
     const int group = params.heads_q / params.heads_k;
-    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ), kept.heads * group,
-                                    1, is_masked(params),
+    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ),
+                                    ds_workspace.heads * group, 1, is_masked(params),
                                     int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = encode_tensor_map<typename Config::KTile>(

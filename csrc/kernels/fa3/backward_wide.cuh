@@ -21,7 +21,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
     using Keys =
         Fa3BackwardKeysConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, false>;
-    using KeepingKeys =
+    using StoringKeys =
         Fa3BackwardKeysConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
     using Product = Fa3BackwardProductConfig<Element, kHeadDim, kTuning.product_stages>;
     using Queries = Fa3BackwardQueriesConfig<Element, kHeadDim, kHeadDimV, kFeatures,
@@ -29,18 +29,20 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     cudaError_t status =
         launch_preprocess<Element, Keys::kGeneral, Keys::kBlockQ, kHeadDimV, 0>(params, stream);
     const int heads = params.heads_k * params.batch;
-    const auto heads_at_a_time = static_cast<int>(params.ds_bytes / kept_ds_bytes(params));
+    const auto heads_at_a_time = static_cast<int>(params.ds_bytes / ds_group_bytes(params));
     if (heads_at_a_time > 0) {
         for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
-            const KeptDS kept{static_cast<char*>(params.ds), head,
-                              min_of(heads_at_a_time, heads - head), KeptTiles(params)};
-            status = launch_fa3_backward_keys<KeepingKeys>(params, kept, stream);
+            const DSWorkspace ds_workspace{static_cast<char*>(params.ds), head,
+                                           min_of(heads_at_a_time, heads - head),
+                                           DSWorkspaceTiles(params)};
+            status = launch_fa3_backward_keys<StoringKeys>(params, ds_workspace, stream);
             if (status == cudaSuccess)
-                status = launch_fa3_backward_product<Product>(params, kept, stream);
+                status = launch_fa3_backward_product<Product>(params, ds_workspace, stream);
         }
         return status;
     }
-    if (status == cudaSuccess) status = launch_fa3_backward_keys<Keys>(params, KeptDS{}, stream);
+    if (status == cudaSuccess)
+        status = launch_fa3_backward_keys<Keys>(params, DSWorkspace{}, stream);
     if (status == cudaSuccess) status = launch_fa3_backward_queries<Queries>(params, stream);
     return status;
 }
