@@ -250,7 +250,7 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
 def test_only_fa3_lets_the_combination_begin_early(native: ModuleType) -> None:
     p = problem(native, seqlen_q=4, seqlen_k=131072)
     assert p.forward("fa2").launches[1] == "combine_splits"
-    assert p.forward("fa3").launches[1] == "combine_splits, early"
+    assert p.forward("fa3").launches[1] == "combine_splits, pdl"
 
 
 # --- Devices ---

@@ -23,9 +23,9 @@ cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
 
-// After a forward with split keys. `early` as for launch_kernel(): after FA3, since every GPU
+// After a forward with split keys. `pdl` as for launch_kernel(): after FA3, since every GPU
 // that runs it can wait.
-cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool early);
+cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
 
 // After a variant's backward, whose workspace they read.
 template <int kHeadDim, int kHeadDimV>

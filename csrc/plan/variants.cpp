@@ -141,7 +141,7 @@ cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
         return fa2_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
-    return combine_splits(params, stream, /*early=*/false);
+    return combine_splits(params, stream, /*pdl=*/false);
 }
 
 cudaError_t run_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
@@ -202,7 +202,7 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
         return fa3_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
-    return combine_splits(params, stream, /*early=*/true);
+    return combine_splits(params, stream, /*pdl=*/true);
 }
 
 void plan_fa3_backward(BackwardPlan& plan) {

@@ -89,8 +89,8 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) {
     return note("bias_gradient", kHeadDim, kHeadDimV);
 }
-cudaError_t combine_splits(ForwardParams, cudaStream_t, bool early) {
-    return note(early ? "combine_splits, early" : "combine_splits");
+cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
+    return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
 unsigned long long* flag_word(uint64_t) { return nullptr; }

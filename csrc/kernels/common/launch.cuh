@@ -49,12 +49,12 @@ cudaError_t launch_fitting(Launch launch) {
 }
 
 // Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
-// KB of shared memory must be asked for, once per kernel and device. `early`: the kernel may begin
+// KB of shared memory must be asked for, once per kernel and device. `pdl`: the kernel may begin
 // before the one that it follows has ended (ptx/grid_dependency.cuh), for which it must be that of
 // a build for sm_90 or later: another does not wait.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
-                          cudaStream_t stream, bool early = false) {
+                          cudaStream_t stream, bool pdl = false) {
     if (ctas == 0) return cudaSuccess;
     if (shared_bytes > 48 * 1024) {
         static uint64_t devices_done = 0;  // no <atomic>: files compile faster
@@ -72,7 +72,7 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
             return status;
         }
     }
-    if (early) {
+    if (pdl) {
         cudaLaunchAttribute attribute{};
         attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attribute.val.programmaticStreamSerializationAllowed = 1;
