@@ -111,7 +111,7 @@ build: $(ENVIRONMENT)
 
 gpu-test: build
 	$(need) pytest hypothesis
-	$(PY) -m pytest -m gpu --evidence $(ARGS)
+	$(PY) -m pytest -m gpu --report $(ARGS)
 
 # SOAK seconds for each variant.
 SOAK ?= 80

@@ -83,7 +83,7 @@ DISTRIBUTIONS: dict[str, Callable[[dict[str, Tensor]], None]] = {
 
 
 def standard() -> Provider:
-    """The yardstick of the tests, in the inputs' type."""
+    """The reference of the tests, in the inputs' type."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return flash_ext.reference.attention(q, k, v, causal=causal)[0]
@@ -195,10 +195,10 @@ def too_wrong(cells: list[Json], names: list[str]) -> list[str]:
     found = []
     for c in cells:
         for name, tensor in itertools.product(names, TENSORS):
-            mine, yardstick = (c["providers"][n].get(tensor, {}) for n in (name, "standard"))
-            limit = max(FLOOR, FACTOR * yardstick.get("rms", 0))
+            mine, reference = (c["providers"][n].get(tensor, {}) for n in (name, "standard"))
+            limit = max(FLOOR, FACTOR * reference.get("rms", 0))
             if "finite" in mine or not mine.get("rms", math.inf) <= limit:
-                found.append(f"{name} {tensor}, {place(c)}: {mine}, standard {yardstick}")
+                found.append(f"{name} {tensor}, {place(c)}: {mine}, standard {reference}")
     return found
 
 

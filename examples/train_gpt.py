@@ -254,7 +254,7 @@ def peak_memory(config: Config, start: bool = False) -> float:
 
 
 # ---------------------------------------------------------------------------------------- report
-def agreement(ours: Run, standard: Run, yardstick: Run | None, config: Config) -> bool:
+def agreement(ours: Run, standard: Run, reference: Run | None, config: Config) -> bool:
     """Print how far the two loss curves are apart, and whether that is rounding noise.
 
     The bound at a step is 2^-8 of the loss, one rounding to bf16, plus three times the largest
@@ -263,16 +263,16 @@ def agreement(ours: Run, standard: Run, yardstick: Run | None, config: Config) -
     worst, noise, within = 0.0, 0.0, True
     first_step, first_bound = 0, 0.0
     for step, (a, b) in enumerate(zip(ours.losses, standard.losses, strict=True)):
-        if yardstick is not None:
-            noise = max(noise, abs(yardstick.losses[step] - b))
+        if reference is not None:
+            noise = max(noise, abs(reference.losses[step] - b))
         bound = b * 2**-8 + 3 * noise
         worst = max(worst, abs(a - b))
         if within and not abs(a - b) <= bound:  # also if a loss is NaN
             within, first_step, first_bound = False, step, bound
     print(f"largest loss difference, {ours.name} - standard: {worst:.2e}")
-    if yardstick is not None:
-        print(f"largest loss difference, {yardstick.name} - standard: {noise:.2e} (the yardstick)")
-    rule = "2^-8 of the loss" + (" + 3 x the yardstick so far" if yardstick else "")
+    if reference is not None:
+        print(f"largest loss difference, {reference.name} - standard: {noise:.2e} (the reference)")
+    rule = "2^-8 of the loss" + (" + 3 x the reference so far" if reference else "")
     if within:
         print(f"within rounding noise at every step (bound: {rule})")
     else:

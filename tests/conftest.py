@@ -1,4 +1,4 @@
-"""Markers, devices and the evidence file.
+"""Markers, devices and the test report.
 
 A test that takes the argument `device` runs once per device: "cpu", and "cuda" under the marker
 `gpu`, which skips, saying why, where there is no GPU or no compiled library.
@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))  # the helper modules, whatever pytest's import mode
 
 import attention_testing  # noqa: E402
-import evidence  # noqa: E402
+import gpu_test_report  # noqa: E402
 from attention_testing import VARIANTS, Problem  # noqa: E402
 
 import flash_ext  # noqa: E402
@@ -49,7 +49,7 @@ def why_no_gpu() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--evidence",
+        "--report",
         action="store_true",
         help="after a complete run of the gpu tests (-m gpu), write benchmarks/results/<gpu>/"
         "tests.json: counts, device, versions and the digest of the source",
@@ -141,17 +141,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    if not config.option.evidence:
+    if not config.option.report:
         return
-    refusal = evidence.why_not_complete(config) or why_no_gpu()
+    refusal = gpu_test_report.why_not_complete(config) or why_no_gpu()
     if refusal:
-        terminalreporter.write_line(f"evidence not written: {refusal}", red=True)
+        terminalreporter.write_line(f"test report not written: {refusal}", red=True)
         return
     counts = {
         outcome: len(terminalreporter.stats.get(outcome, []))
         for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
     }
-    skips = evidence.skip_reasons(terminalreporter.stats.get("skipped", []))
+    skips = gpu_test_report.skip_reasons(terminalreporter.stats.get("skipped", []))
     seconds = time.time() - config.stash[STARTED]
-    path = evidence.write_tests(counts, skips, int(exitstatus), seconds)
-    terminalreporter.write_line(f"evidence written: {path}")
+    path = gpu_test_report.write_tests(counts, skips, int(exitstatus), seconds)
+    terminalreporter.write_line(f"test report written: {path}")

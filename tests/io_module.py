@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-import evidence
+import gpu_test_report
 
 spec = importlib.util.spec_from_file_location(
-    "benchmark_io", evidence.common.ROOT / "benchmarks" / "io.py"
+    "benchmark_io", gpu_test_report.common.ROOT / "benchmarks" / "io.py"
 )
 benchmark_io = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = benchmark_io  # dataclasses look their module up there

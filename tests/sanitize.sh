@@ -54,5 +54,5 @@ cat "$logs"/*.summary >"$logs/summary"
 echo "=== tool, exit status (0 clean, 99 errors found, 124 out of time), seconds"
 cat "$logs/summary"
 cases=$("$PYTHON" tests/sanitize_cases.py --count) &&
-    "$PYTHON" tests/evidence.py --cases "$cases" "$logs/summary" || failed=1
+    "$PYTHON" tests/gpu_test_report.py --cases "$cases" "$logs/summary" || failed=1
 exit $failed

@@ -1,6 +1,6 @@
-"""What the benchmarks and the evidence files claim about themselves: FLOPs, completeness.
+"""What the benchmarks and the test reports claim about themselves: FLOPs, completeness.
 
-Would catch a FLOP formula that flatters, evidence written by a run that left tests out, a wrong
+Would catch a FLOP formula that flatters, a test report written by a run that left tests out, a wrong
 result that is timed or called supported, and a table that does not follow from the
 results.
 """
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-import evidence  # puts benchmarks/ on the path
+import gpu_test_report  # puts benchmarks/ on the path
 import pytest
 import torch
 
 import flash_ext
 
-common = evidence.common
+common = gpu_test_report.common
 import activation  # noqa: E402
 import calls  # noqa: E402
 import compare  # noqa: E402
@@ -165,7 +165,7 @@ class Reports:
         self.skipped += [report] * report.skipped
 
 
-def test_evidence_says_why_tests_were_skipped(tmp_path: Path) -> None:
+def test_report_says_why_tests_were_skipped(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "@pytest.mark.parametrize('i', (1, 2))\n"
@@ -177,13 +177,13 @@ def test_evidence_says_why_tests_were_skipped(tmp_path: Path) -> None:
     reports = Reports()
     quiet = ("-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={tmp_path}")
     assert pytest.main([*quiet, str(tmp_path)], plugins=[reports]) == 0
-    reasons = evidence.skip_reasons(reports.skipped)
+    reasons = gpu_test_report.skip_reasons(reports.skipped)
     assert reasons == {"needs 100 GiB": 2, "needs two GPUs": 1}
 
 
-def test_only_complete_runs_are_evidence() -> None:
-    assert evidence.why_not_complete(FakeConfig(["tests"])) is None
-    assert evidence.why_not_complete(FakeConfig([str(ROOT / "tests")])) is None
+def test_only_complete_runs_write_a_report() -> None:
+    assert gpu_test_report.why_not_complete(FakeConfig(["tests"])) is None
+    assert gpu_test_report.why_not_complete(FakeConfig([str(ROOT / "tests")])) is None
     for narrowed in (
         FakeConfig(["tests/test_ops.py"]),
         FakeConfig(["tests/test_ops.py::test_opcheck"]),
@@ -193,20 +193,20 @@ def test_only_complete_runs_are_evidence() -> None:
         FakeConfig(["tests"], deselect=["tests/test_ops.py"]),
         FakeConfig(["tests"], lf=True),
     ):
-        assert evidence.why_not_complete(narrowed)
+        assert gpu_test_report.why_not_complete(narrowed)
     worker = FakeConfig(["tests"])
     worker.workerinput = {}  # as pytest-xdist marks one
-    assert evidence.why_not_complete(worker)
+    assert gpu_test_report.why_not_complete(worker)
 
 
-def test_evidence_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path and content of both files, on a made-up device."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     setup = {"device": "NVIDIA H200", "digest": "0123456789abcdef"}
     monkeypatch.setattr(common, "describe_setup", lambda device: setup)
 
-    path = evidence.write_tests({"passed": 3, "failed": 0}, {"why": 2}, 0, 1.26)
+    path = gpu_test_report.write_tests({"passed": 3, "failed": 0}, {"why": 2}, 0, 1.26)
     assert path == tmp_path / "nvidia-h200" / "tests.json"
     content = json.loads(path.read_text())
     assert content == setup | {
@@ -216,7 +216,7 @@ def test_evidence_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "exit_status": 0,
         "seconds": 1.3,
     }
-    path = evidence.write_sanitizer(["memcheck 0 12", "racecheck 99 30"], 24)
+    path = gpu_test_report.write_sanitizer(["memcheck 0 12", "racecheck 99 30"], 24)
     assert path.name == "sanitizer.json"
     tools = json.loads(path.read_text())["tools"]
     assert tools["racecheck"] == {"exit_status": 99, "seconds": 30}

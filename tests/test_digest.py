@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import evidence  # puts benchmarks/ on the path
+import gpu_test_report  # puts benchmarks/ on the path
 import pytest
 from digest import source_digest
 
@@ -116,6 +116,7 @@ def test_which_files_count(tree: Path) -> None:
 
 def test_the_command_prints_it() -> None:
     """Without torch too: in isolated mode Python sees no installed package."""
-    command = [sys.executable, "-S", str(evidence.HERE.parent / "benchmarks/common.py"), "--digest"]
+    script = gpu_test_report.HERE.parent / "benchmarks/common.py"
+    command = [sys.executable, "-S", str(script), "--digest"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == source_digest() + "\n"

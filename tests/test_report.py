@@ -14,12 +14,12 @@ import re
 import sys
 from pathlib import Path
 
-import evidence
+import gpu_test_report
 import pytest
 
 import flash_ext
 
-common = evidence.common
+common = gpu_test_report.common
 import everything  # noqa: E402
 from report import claims, documents, figures, goals, moved, support, tables  # noqa: E402
 from report.__main__ import main as write_report  # noqa: E402

@@ -148,7 +148,7 @@ def host_table(host: Json, labels: dict[str, str]) -> str:
 
 
 def tests_line(tests: Json | None) -> str:
-    """One line on the GPU tests' evidence file."""
+    """One line on the report of the GPU tests."""
     if tests is None:
         return f"GPU tests: {UNKNOWN}."
     counts = ", ".join(f"{number} {kind}" for kind, number in tests["counts"].items())

@@ -1,4 +1,4 @@
-"""Evidence files: what ran, on which device, and to which source it belongs.
+"""Test reports: what ran, on which device, and to which source it belongs.
 
 Device, versions and digest come from benchmarks/common.py, the same as in every result file.
 """
