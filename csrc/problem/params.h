@@ -1,5 +1,5 @@
-// What a kernel is told. Plain structs, no torch. Strides are in elements; a shape stands beside
-// every pointer: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
+// The parameters of a kernel. Plain structs, no torch. Strides are in elements. Every pointer has a
+// shape comment: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace flash_ext {
 
 enum class BiasType { kElement, kFloat32, kBool };
 
-// Added to the scores; of packed sequences by positions within the sequence. A dimension that is
-// broadcast has stride 0 and size 1, and keys are else side by side.
+// Added to the scores; of packed sequences by positions within the sequence. A broadcast dimension
+// has stride 0 and size 1. Otherwise keys are contiguous.
 struct Bias {
     const void* data = nullptr;  // (B, Hq, Sq, Sk)
     BiasType type = BiasType::kElement;
@@ -85,13 +85,13 @@ FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     return Features::kPlain;
 }
 
-// The factor that takes scores, as the kernel's softmax has them, to exponents of 2. The general
-// form scales them before it masks them, the others in the exponent.
+// The factor from the scores of the kernel's softmax to exponents of 2. The general form scales
+// scores before it masks them, the others in the exponent.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
     return features_of(params) == Features::kGeneral ? 1.f : params.scale_log2;
 }
 
-// Of a sequence, where they are packed on average.
+// Of a sequence; of packed sequences on average.
 inline int mean_queries(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr || params.batch == 0 ? params.seqlen_q
                                                                : params.seqlen_q / params.batch;
@@ -116,13 +116,13 @@ struct ForwardParams : AttentionParams {
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: where the keys of a Q tile are split, or GQA is packed, each split's
-    // result; see combine.cuh.
+    // FA2 and FA3: where the keys of a Q tile are split, or GQA is packed, the result of each
+    // split; see combine.cuh.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
     PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)
 
-    // FA1 only: its running output and statistics live in HBM.
+    // FA1 only: its running output and statistics are in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
@@ -154,14 +154,15 @@ struct BackwardParams : AttentionParams {
     TensorView dk;      // (B, Sk, Hk, D)
     TensorView dv;      // (B, Sk, Hk, Dv)
 
-    // With dropout dS is computed without this factor, the root of keep_scale: without one fp16
-    // would not hold its largest numbers for every p, and without the whole not its smallest.
+    // With dropout dS is computed without this factor, the square root of keep_scale. With the
+    // whole keep_scale fp16 could not hold its largest numbers for every p, without any of it not
+    // the smallest.
     float ds_factor;
     float inverse_ds_factor;
     float gradient_scale;  // scale * ds_factor: what dS K and dS^T Q lack of dQ and dK
     bool deterministic;
 
-    // Gradients of options; null where they are not asked for.
+    // Gradients of options; null where not requested.
     void* dbias = nullptr;   // of bias's sizes and type, contiguous
     float* dsink = nullptr;  // (Hq)
 
