@@ -169,7 +169,7 @@ struct BackwardParams : AttentionParams {
     // See large_lse.cuh.
     bool may_have_large_lse;
     Flag large_lse;                       // does any row have a reference?
-    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; for dsink alone
+    RelativeLse* relative_lse = nullptr;  // (B, Hq, Sq), where lse is large; only for dsink
 
     // Workspace; its rows R are those of plan/workspace_rows.cuh.
     int q_blocks;      // of kWorkspaceRows, per head
@@ -177,11 +177,11 @@ struct BackwardParams : AttentionParams {
     float* lse_log2;   // (R), lse * log2(e); +inf where the row sees no key
     float* delta;      // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;  // (R), 0 for most; see large_lse.cuh
-    int* dq_semaphore =
-        nullptr;           // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
-                           // tile the number of KV tiles that have added their dQ. FA3: always, it
-                           // makes the zeros, and behind them come those of tiles_done()
-    bool dq_accum_zeroed;  // FA3: does dq_accum begin with zeros?
+    // (1 + R / kBlockQ): a work index, then for each Q tile the number of KV tiles that have added
+    // their dQ. FA2: in deterministic mode, zeroed before the launch. FA3: always, zeroed by the
+    // preprocess pass, and followed by the counts of tiles_done().
+    int* dq_semaphore = nullptr;
+    bool dq_accum_zeroed;                                // FA3: does dq_accum begin with zeros?
     float* dsink_partial = nullptr;                      // (Hq, kSinkParts)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null

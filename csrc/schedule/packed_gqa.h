@@ -1,4 +1,5 @@
-// Heads that share keys, as rows of one tile, which then loads K and V once for all of them.
+// Packed GQA: heads that share keys as rows of one tile, which then loads K and V once for all of
+// them.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@
 
 namespace flash_ext {
 
-// A single query, as in decoding: the heads that share a key head become the rows of one tile,
-// which loads K and V once for all of them. Only where nothing tells these heads or rows apart.
+// A single query, as in decoding: the heads that share a key head become the rows of one tile, by
+// strides alone. Only where no option differs between these heads or rows.
 inline void pack_gqa_view(ForwardParams& params) {
     const int group = params.heads_q / max_of(params.heads_k, 1);
     const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
@@ -41,7 +42,7 @@ struct QueryTiles {
     int pack_gqa_log2 = 0;
 };
 
-// How many there are, of all heads and batches.
+// The number of Q tiles of all heads and batches.
 inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles) {
     return int64_t{tiles.heads} * tensor_batches(params) *
            tile_numbers(params, params.seqlen_q, tiles.queries);
@@ -64,7 +65,7 @@ inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool m
     return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? packed : one_head;
 }
 
-// Their order. Heads share K and V, `head_dims` numbers a key.
+// The order of Q tiles. The tiles of a head share K and V, `head_dims` numbers a key.
 inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
                                  int head_dims, int ctas_per_sm) {
     const bool masked = params.window_right < params.seqlen_k;

@@ -42,8 +42,8 @@ __device__ __forceinline__ GlobalTile<Element> global_tile(const TensorView& vie
     return {row_pointer<Element>(view, batch, row, head), view.row_stride, rows, cols};
 }
 
-// How kThreads threads share a tile's 16-byte chunks: neighbours take the chunks of a row (within an
-// atom), then the next row, so that global accesses coalesce and shared ones miss no bank.
+// How kThreads threads share a tile's 16-byte chunks: neighbours take the chunks of a row (within
+// an atom), then the next row, so that global accesses coalesce and shared ones miss no bank.
 template <class Tile, int kThreads, int kRows = Tile::kRows>
 struct ChunkWalk {
     static constexpr int kRowsPerPass = kThreads / Tile::kChunksPerRow;

@@ -1,8 +1,8 @@
-// Offsets of packed sequences made monotone: each at least as large as the one before, and inside
-// the tensor. Offsets that have a meaning stay as they are.
+// Makes the offsets of packed sequences monotone: each at least as large as the one before, and
+// inside the tensor. Valid offsets do not change.
 //
-// Other kernels need no such care: whatever the offsets, they stay inside the tensors. But in the
-// deterministic backward CTAs wait for each other, and where sequences overlap or tiles are missing
+// Other kernels need no such pass: with any offsets, they stay inside the tensors. But in the
+// deterministic backward CTAs wait for each other: where sequences overlap or tiles are missing,
 // one might wait forever.
 #pragma once
 

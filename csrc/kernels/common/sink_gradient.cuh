@@ -1,9 +1,9 @@
 // Gradient of the sinks, for every variant: dsink = -sum over rows of P_sink * delta, where P_sink
-// = exp(sink - lse) is the sink's share of the softmax. Its value is 0, so it enters through the
-// softmax's denominator alone.
+// = exp(sink - lse) is the sink's share of the softmax. Its value is 0, so it enters only through
+// the softmax's denominator.
 //
-// A head's rows are cut into tuning::kSinkParts parts, summed by a CTA each; a second pass adds the
-// parts up, in order: the same bits every time.
+// A head's rows are divided into tuning::kSinkParts parts, each summed by a CTA. A second pass adds
+// the partial sums in order: the same bits every time.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
     const int part = blockIdx.x % tuning::kSinkParts;
     const float sink_log2 = params.sink[head] * kLog2e;
     const float scale = exponent_scale(params);
-    // Packed sequences lie one after the other, and rows of none have lse = -inf: one long
-    // sequence.
+    // Packed sequences follow one another, and rows that belong to none have lse = -inf: together
+    // they are one long sequence.
     const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_q;
     const int64_t rows_per_part = ceil_div<int64_t>(rows, tuning::kSinkParts);
     const int64_t end = min_of<int64_t>((part + 1) * rows_per_part, rows);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(32 * kSinkWarps)
 
     __shared__ float sums[kSinkWarps];
     if (lane_id() == 0) sums[warp_id()] = sum;
-    __syncthreads();  // the sums of all warps are there
+    __syncthreads();  // the sums of all warps are complete
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < kSinkWarps; ++warp) sum += sums[warp];
     params.dsink_partial[blockIdx.x] = sum * params.ds_factor;
