@@ -93,7 +93,7 @@ def run_ninja(build_directory: str, *_: object, **__: object) -> None:
 
 def cuda_options(cuda_home: Path) -> dict:
     """The arguments of setup() that add the extension."""
-    os.environ["CUDA_HOME"] = str(cuda_home)  # else torch looks for it, and warns
+    os.environ["CUDA_HOME"] = str(cuda_home)  # otherwise torch looks for it, and warns
     try:
         import torch
         from torch.utils import cpp_extension as cpp
@@ -110,9 +110,9 @@ def cuda_options(cuda_home: Path) -> dict:
     if not cpp.is_ninja_available():
         sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
 
-    # A CPU-only torch forgets CUDA_HOME, and without torch.version.cuda nvcc gets no depfiles.
-    # The binary carries its own CUDA runtime, so the version that torch was built with is no
-    # matter, and torch's check of it is satisfied with nvcc's version.
+    # A CPU-only torch ignores CUDA_HOME, and without torch.version.cuda nvcc gets no depfiles. The
+    # binary carries its own CUDA runtime, so the version that torch was built with does not matter,
+    # and torch's check is given nvcc's version.
     nvcc = str(cuda_home / "bin/nvcc")
     release = re.search(
         r"release (\d+\.\d+)", subprocess.check_output([nvcc, "--version"], text=True)
@@ -185,7 +185,7 @@ def cuda_options(cuda_home: Path) -> dict:
 
 
 class BuildPy(build_py):
-    """Copies the package as it is now: what was moved or deleted since the last build goes."""
+    """Copies the package as it is now, without files deleted since the last build."""
 
     why_no_kernels = ""
 

@@ -5,8 +5,8 @@
 
 A byte-level GPT learns the source of Python's own standard library, which every machine has. It is
 trained once with ``flash_ext.attention`` and once with standard attention, from the same weights
-and on the same batches, so the two loss curves must lie on each other. On a GPU a third training,
-with torch's scaled_dot_product_attention, shows how far apart two correct bf16 trainings drift.
+and on the same batches, so the two loss curves must agree. On a GPU a third training, with torch's
+scaled_dot_product_attention, shows how far two correct bf16 trainings drift apart.
 
 How to use flash_ext in a model: see ``Block.forward``.
 """
@@ -152,7 +152,7 @@ GPU = Config(6, 6, 384, 1024, 16, 300, "cuda", megabytes=8, rate=1e-3)
 
 @dataclass
 class Run:
-    """What a training leaves behind."""
+    """The results of a training."""
 
     name: str
     losses: list[float] = field(default_factory=list)

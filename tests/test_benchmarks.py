@@ -1,8 +1,7 @@
 """What the benchmarks and the test reports claim about themselves: FLOPs, completeness.
 
-Would catch a FLOP formula that flatters, a test report written by a run that left tests out, a wrong
-result that is timed or called supported, and a table that does not follow from the
-results.
+Would catch a FLOP formula that flatters, a test report written by a run that left tests out, a
+wrong result that is timed or called supported, and a table that does not follow from the results.
 """
 
 from __future__ import annotations
