@@ -10,7 +10,7 @@ the root mean square of the exact tensor: the largest ('max') and the root mean 
 
 "standard" is standard attention in the inputs' type, S and P rounded to it. "naive" computes
 softmax as exp(S) / sum(exp(S)), in float32 throughout, so that it fails for one reason only: it
-subtracts no maximum. The second table has the softmax alone, in float32, over rows of logits of
+subtracts no maximum. The second table has only the softmax, in float32, over rows of logits of
 growing size: naive, safe (three passes) and online (one pass over blocks, as in FlashAttention).
 
 Results go to benchmarks/results/<device>/numerics.json.

@@ -201,7 +201,7 @@ def ours(variant: str) -> Attend:
 def context_of_calls(
     context: Callable[[], AbstractContextManager[object]], run: Callable[[], object]
 ) -> Callable[[], object]:
-    """The same call, in a context of its own each time."""
+    """The same call, each time in a new context."""
 
     def inside() -> object:
         with context():

@@ -1,4 +1,4 @@
-"""What compare.py measures: flash_ext's variants and their peers, behind one signature."""
+"""What compare.py measures: flash_ext's variants and their peers, with one signature."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Workload:
         return call
 
     def bare(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
-        """The forward call alone, without what must be around it."""
+        """Only the forward call, without what must be around it."""
         q, k, v = (provider.view(x) for x in (self.q, self.k, self.v))
         return lambda: provider.attend(q, k, v, causal)
 

@@ -134,7 +134,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the table: calls that all must run, or a check of its own."""
+    """A row of the table: calls that must all run, or a separate check."""
 
     calls: Callable[[Ask], Iterable[Call]] = lambda ask: [ask.dense()]
     check: Callable[[Call, str, str], str | None] | None = None  # call, variant, direction

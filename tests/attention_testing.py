@@ -100,8 +100,8 @@ class Problem:
     `loss` says which outputs reach the loss: "out", "lse" or "both". `logit_gain` multiplies q.
     `alibi` and `bias` say along which dimensions the tensor is whole ("" for none): slopes "h" or
     "bh"; a bias "bhqk", or with a 1 for each dimension that it broadcasts, as in "1h1k".
-    `bias_short` is by how many positions the bias of packed sequences misses the longest one.
-    With `lengths_q` and `lengths_k` the sequences are packed, `tail` unused rows behind them; batch
+    `bias_short` is by how many positions the bias of packed sequences misses the longest one. With
+    `lengths_q` and `lengths_k` the sequences are packed, with `tail` unused rows after them; batch
     and sequence lengths then follow from these.
     """
 

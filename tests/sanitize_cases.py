@@ -1,10 +1,10 @@
 """The calls that tests/sanitize.sh runs under compute-sanitizer: every kernel, tiny shapes.
 
-Every head dim that has kernels of its own, one that is padded, whole and ragged tiles, every
-option, aligned and unaligned rows, deterministic and not; under memcheck also offsets of packed
-sequences that point anywhere. Results are not looked at here; tests/test_attention.py does that.
-Inputs are made on the host, so that under initcheck the only device memory without a value is what
-the kernels should not read.
+Every head dim that has kernels, one that is padded, whole and ragged tiles, every option, aligned
+and unaligned rows, deterministic and not; under memcheck also offsets of packed sequences that
+point anywhere. Results are not looked at here; tests/test_attention.py does that. Inputs are made
+on the host, so that under initcheck the only device memory without a value is what the kernels
+should not read.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
 
 
 def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> None:
-    """Forward and backward, both through the ops: nothing but copies besides our kernels."""
+    """Forward and backward, both through the ops: only our kernels and copies."""
     on_device = {
         field.name: to_device(getattr(inputs, field.name))
         for field in dataclasses.fields(inputs)

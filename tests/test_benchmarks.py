@@ -145,7 +145,7 @@ def test_clocks() -> None:
 
 
 class FakeConfig:
-    """As much of pytest's config as the check of completeness reads."""
+    """The part of pytest's config that the check of completeness reads."""
 
     def __init__(self, args: list[str], **options: object) -> None:
         self.args = args

@@ -218,7 +218,7 @@ def test_bias_past_2_31_elements(
     whole.bias = bias.requires_grad_(bias_type != "bool")
     whole.dout[:, rows] = torch.randn(1, len(rows), heads, dim, **make)
     whole.dlse[..., rows] = 1.0
-    # The same rows alone: what the rest adds to any gradient is 0.
+    # Only the same rows: what the rest adds to any gradient is 0.
     part = Inputs(q[:, rows], k, v, whole.dout[:, rows], whole.dlse[..., rows])
     part.bias = whole.bias[:, :, rows]
     for x in (part.q, part.bias):

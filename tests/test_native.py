@@ -259,7 +259,7 @@ def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
             assert conflict_free([offsets[first_row + r][chunk] for r in range(8)])
     atom_chunks = atom_cols // 8
     rows_per_phase = 8 // atom_chunks
-    for first_row in range(0, 64, rows_per_phase):  # copies: neighbouring chunks of an atom
+    for first_row in range(0, 64, rows_per_phase):  # copies: adjacent chunks of an atom
         for first in range(0, chunks, atom_chunks):
             cells = itertools.product(range(rows_per_phase), range(atom_chunks))
             assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])

@@ -24,8 +24,8 @@ from attention_testing import (
 )
 from grids import HALF_TYPES
 
-# By so many powers of two the scores grow from one block of keys to the next: below and above what
-# a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
+# The scores grow by this many powers of two from one block of keys to the next: below and above
+# what a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
 STEPS = (1, 11, 12, 13, 17, 40, 127, 129, 300)
 BLOCKS = (16, 64, 100, 128)  # of keys; no kernel has tiles of 100
 MASKS = (

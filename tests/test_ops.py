@@ -211,7 +211,7 @@ def test_dynamic_shapes_compile_once(variant: str, device: str) -> None:
         ):
             assert_bitwise_equal(a, e)
         compiled_frames.append(counter.frame_count)
-    assert len(set(compiled_frames)) == 1, "new sizes must not compile anew"
+    assert len(set(compiled_frames)) == 1, "new sizes must not compile again"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -240,7 +240,7 @@ def test_dynamic_lengths_compile_once(variant: str, device: str) -> None:
         arguments = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         assert_bitwise_equal(compiled(*arguments).detach(), forward(*arguments).detach())
         compiled_frames.append(counter.frame_count)
-    assert len(set(compiled_frames)) == 1, "new lengths must not compile anew"
+    assert len(set(compiled_frames)) == 1, "new lengths must not compile again"
 
 
 def test_windows_compile_twice(device: str) -> None:

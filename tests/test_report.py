@@ -72,7 +72,7 @@ def test_equal_data_give_equal_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_figure_draws(tmp_path: Path) -> None:
-    """Training too, of which there may be no results yet."""
+    """Training too, which may have no results yet."""
     pytest.importorskip("matplotlib")
     speeds = {"fa3": 5.0, "sdpa": 4.0, "standard": 2.0}
     providers = {n: {"tokens_per_second": x} for n, x in speeds.items()} | {"fa1": {"skipped": "x"}}

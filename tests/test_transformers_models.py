@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 FEWEST_RIGHT = 300
 """Of about 360 in transformers 5.23: fewer mean that models are no longer built here."""
 BACKWARD = 4
-"""One model in so many is run backward as well."""
+"""One of this many models is run backward as well."""
 
 CLASSES = sorted(transformers_models.classes())
 

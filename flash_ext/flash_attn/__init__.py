@@ -25,8 +25,8 @@ flash-attn's names for them:
 
 As in flash-attn, a last dimension that is not contiguous is copied, and autocast casts neither a
 cache nor inputs that are all float16 or all bfloat16. It casts others, which flash-attn refuses.
-What is not supported raises NotImplementedError before anything runs; wrong arguments raise ValueError or
-RuntimeError.
+What is not supported raises NotImplementedError before anything runs; wrong arguments raise
+ValueError or RuntimeError.
 
 `__version__` is that of the flash-attn with these names, for code that checks it.
 """
