@@ -32,7 +32,7 @@ STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit: $CUDA_HOME, else where the nvcc on PATH lives, else /usr/local/cuda.
+    """The CUDA toolkit: $CUDA_HOME, or that of the nvcc on PATH, or /usr/local/cuda.
 
     A toolkit needs bin/nvcc and include/cuda_runtime.h. The nvcc on PATH may be a script or a
     link in a folder without headers, so nvcc itself is asked for its home.
@@ -105,7 +105,7 @@ def cuda_options(cuda_home: Path) -> dict:
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version is None or tuple(map(int, version.groups())) < (2, 11):
         sys.exit(f"flash_ext: torch must be 2.11 or newer, got {torch.__version__}")
-    if not shutil.which("ninja"):  # pip put it beside a Python that was called by its path
+    if not shutil.which("ninja"):  # pip put it next to a Python that was called by its path
         os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
     if not cpp.is_ninja_available():
         sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")

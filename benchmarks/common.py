@@ -166,7 +166,7 @@ def slug(device: torch.device) -> str:
 
 
 def result_path(device: torch.device, name: str, out: str | None = None) -> Path:
-    """``out`` if given, else results/<device>/<name>; the folder is made."""
+    """``out`` if given, otherwise results/<device>/<name>; creates the folder."""
     path = Path(out) if out else RESULTS / slug(device) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

@@ -82,7 +82,7 @@ HOST_ROWS = {
 
 @dataclass(frozen=True)
 class Goal:
-    """How many times as fast as a peer a variant is to be on the standard grid."""
+    """How many times as fast as a peer a variant must be on the standard grid."""
 
     ours: str
     peer: str

@@ -253,7 +253,7 @@ class Bench:
     def prepare(
         self, call: Call, attend: Attend, direction: str
     ) -> tuple[Callable[[], object], float, float]:
-        """What is to be timed, and the relative errors of its first heads."""
+        """What to time, and the relative errors of its first heads."""
         shape = (*call.q.shape[:-1], call.v.shape[-1])
         dout = torch.randn(shape, dtype=call.q.dtype, device=self.device)
         exact = call.first_heads().to(torch.float32)

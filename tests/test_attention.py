@@ -1,8 +1,9 @@
 """The grid: out, lse, dq, dk, dv of every variant against float64, over sizes and options.
 
 Would catch a wrong tile edge, mask, stride, head mapping, rescale, rounding or gradient anywhere in
-the kernels, a read outside the valid rows (inputs lie in NaN) and an output element never written
-(outputs start as NaN). One list of problems serves both devices; the CPU runs a thinner one.
+the kernels, a read outside the valid rows (inputs are surrounded by NaN) and an output element
+never written (outputs start as NaN). One list of problems serves both devices; the CPU runs a
+thinner one.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def windows_with_causal(device: str) -> Iterator[Problem]:
 
 
 def layouts(device: str) -> Iterator[Problem]:
-    """Every way the inputs may lie in memory, aligned and not."""
+    """Every layout of the inputs in memory, aligned and not."""
     dims = (24, 40, 59, 64, 96, 128, 192, 256) if device == "cuda" else (40, 59, 64)
     lengths = ((130, 197), (197, 130)) if device == "cuda" else ((70, 97),)
     grid = itertools.product(LAYOUTS, dims, lengths, MASKS)

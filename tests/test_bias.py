@@ -57,7 +57,7 @@ def patterns(device: str) -> Iterator[Problem]:
 
 
 def layouts(device: str) -> Iterator[Problem]:
-    """Every way the bias may lie in memory; in "bhsd" its last stride is not 1."""
+    """Every layout of the bias in memory; in "bhsd" its last stride is not 1."""
     dims = (40, 64, 128) if device == "cuda" else (40,)
     types = ("input", "float32", "bool")
     for index, (layout, d, bias_type) in enumerate(itertools.product(LAYOUTS, dims, types)):

@@ -1,4 +1,4 @@
-"""The source digest goes by the code: not by comments, docstrings and formatting, by all else."""
+"""The source digest depends on the code, and not on comments, docstrings and formatting."""
 
 from __future__ import annotations
 

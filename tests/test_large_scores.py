@@ -18,7 +18,7 @@ import flash_ext
 VARIANTS = flash_ext.VARIANTS
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-SIZES = {  # of the elements of q and k, by what their scores come to
+SIZES = {  # of the elements of q and k, by the size of their scores
     "3e10, one key": (torch.bfloat16, 6e4, 1),
     "1e5": (torch.float16, 3e2, 200),
     "1e9": (torch.float16, 1e4, 130),

@@ -64,7 +64,7 @@ def test_mask_intervals(seqlen_q: int, seqlen_k: int, native: ModuleType) -> Non
             assert same(mask.key_range(i), interval(visible[i])), (window, i)
         for j in range(seqlen_k):
             assert same(mask.query_range(j), interval(visible[:, j])), (window, j)
-        for j in range(seqlen_k, seqlen_k + 3):  # keys past the end: seen by nobody
+        for j in range(seqlen_k, seqlen_k + 3):  # keys past the end: seen by no query
             assert same(mask.query_range(j), None), (window, j)
 
 
@@ -513,7 +513,7 @@ def test_packed_gqa_saves_more_than_it_costs(
 
 
 def test_gpu_problems_have_packed_gqa(native: ModuleType) -> None:
-    """In every head dim, and with every option that leaves heads alike."""
+    """In every head dim, and with every option that does not differ between heads."""
     reached = set()
     for p in few_queries("cuda"):
         if p.lengths_q is None and p.heads_q // p.heads_k <= 128:

@@ -123,7 +123,7 @@ def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
-    """Of one head or more, within 576 MB and what the call's own tensors take; else none."""
+    """Of one head or more, within 576 MB and the size of the call's own tensors; otherwise none."""
     p = problem(native, **shape, head_dim=256, head_dim_v=256)
     found = sizes(p.backward("fa3"))
     assert found["tile_count_semaphore"] == 16 and found["dq_accum"] == 0

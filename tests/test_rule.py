@@ -1,7 +1,7 @@
 """The error rule of attention_testing.py: it passes what is right, and sees a single wrong row.
 
-Would catch a rule that looks at the largest error alone: under a causal mask the last rows are so
-small beside the first that they could hold anything.
+Would catch a rule that looks only at the largest error: under a causal mask the last rows are so
+small next to the first that they could hold anything.
 """
 
 from __future__ import annotations

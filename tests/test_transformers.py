@@ -366,7 +366,7 @@ def test_cross_attention_to_as_many_keys(padding):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
 def test_a_mask_of_the_users(name, dtype):
-    """A 4-D mask is all there is: neither causal nor windows come to it."""
+    """A 4-D mask is the whole mask: neither causal nor windows are added."""
     model = build(name)
     mask = torch.rand(2, 1, S, S, generator=torch.Generator().manual_seed(3)) < 0.6
     mask |= torch.eye(S, dtype=torch.bool)

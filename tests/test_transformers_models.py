@@ -72,7 +72,7 @@ def difference(
         if padded and x.shape[:2] == (BATCH, SEQLEN):
             apart, x = apart[padding().bool()], x[padding().bool()]
         if x.numel():
-            # Some gradients are 0 but for rounding errors: of biases of keys.
+            # Some gradients are 0 except for rounding errors: those of biases of keys.
             least = 1e-3 * max(gradients) if name.startswith("gradient") else 1e-6
             found = float(apart.abs().max() / x.abs().max().clamp(min=float(least)))
             worst = max(worst, (float("inf") if found != found else found, name))

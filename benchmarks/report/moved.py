@@ -1,5 +1,5 @@
-"""What moved: each number of a new result file beside the same one in the file of before, where
-they differ by more than what runs differ by (``LIMITS``)."""
+"""What moved: each number of a new result file with that of the old file, where they differ by more
+than runs differ (``LIMITS``)."""
 
 from __future__ import annotations
 
