@@ -32,7 +32,7 @@ STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit: $CUDA_HOME, else where the nvcc on PATH lives, else /usr/local/cuda.
+    """The CUDA toolkit: $CUDA_HOME, or that of the nvcc on PATH, or /usr/local/cuda.
 
     A toolkit needs bin/nvcc and include/cuda_runtime.h. The nvcc on PATH may be a script or a
     link in a folder without headers, so nvcc itself is asked for its home.
@@ -93,7 +93,7 @@ def run_ninja(build_directory: str, *_: object, **__: object) -> None:
 
 def cuda_options(cuda_home: Path) -> dict:
     """The arguments of setup() that add the extension."""
-    os.environ["CUDA_HOME"] = str(cuda_home)  # else torch looks for it, and warns
+    os.environ["CUDA_HOME"] = str(cuda_home)  # otherwise torch looks for it, and warns
     try:
         import torch
         from torch.utils import cpp_extension as cpp
@@ -105,14 +105,14 @@ def cuda_options(cuda_home: Path) -> dict:
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version is None or tuple(map(int, version.groups())) < (2, 11):
         sys.exit(f"flash_ext: torch must be 2.11 or newer, got {torch.__version__}")
-    if not shutil.which("ninja"):  # pip put it beside a Python that was called by its path
+    if not shutil.which("ninja"):  # pip put it next to a Python that was called by its path
         os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
     if not cpp.is_ninja_available():
         sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
 
-    # A CPU-only torch forgets CUDA_HOME, and without torch.version.cuda nvcc gets no depfiles.
-    # The binary carries its own CUDA runtime, so the version that torch was built with is no
-    # matter, and torch's check of it is satisfied with nvcc's version.
+    # A CPU-only torch ignores CUDA_HOME, and without torch.version.cuda nvcc gets no depfiles. The
+    # binary carries its own CUDA runtime, so the version that torch was built with does not matter,
+    # and torch's check is given nvcc's version.
     nvcc = str(cuda_home / "bin/nvcc")
     release = re.search(
         r"release (\d+\.\d+)", subprocess.check_output([nvcc, "--version"], text=True)
@@ -185,7 +185,7 @@ def cuda_options(cuda_home: Path) -> dict:
 
 
 class BuildPy(build_py):
-    """Copies the package as it is now: what was moved or deleted since the last build goes."""
+    """Copies the package as it is now, without files deleted since the last build."""
 
     why_no_kernels = ""
 

@@ -1,4 +1,4 @@
-"""Models that know nothing of flash_ext, trained with and without `sdpa.activate()`.
+"""Models that do not know flash_ext, trained with and without `sdpa.activate()`.
 
 What train.py --activation measures: whole eager steps (forward, backward, AdamW) of small models,
 in which the GPU often waits for the CPU. Their attention is F.scaled_dot_product_attention.
@@ -31,7 +31,7 @@ METHOD = (
     "all gradients together, of the two on the same weights."
 )
 ROUNDS, STEPS, SKIPPED = 20, 10, 2
-LIMIT = 2e-2  # of 'difference'; the two round to bf16 in other places
+LIMIT = 2e-2  # of 'difference'; the two round to bf16 at different points
 
 
 class Attention(nn.Module):
@@ -149,14 +149,14 @@ class Steps:
         self.optimizer.zero_grad()
 
     def gradients(self) -> Tensor:
-        """Of all weights, one after the other."""
+        """Of all weights, in order."""
         self.loss().backward()
         found = torch.cat([x.grad.flatten() for x in self.model.parameters()])
         self.optimizer.zero_grad()
         return found
 
     def turn(self, steps: int) -> list[float]:
-        """The milliseconds of each of so many steps, after some that are not timed."""
+        """The milliseconds of each of ``steps`` steps, after some that are not timed."""
         for _ in range(SKIPPED):
             self.step()
         marks = [self.mark()]

@@ -1,4 +1,4 @@
-"""One call of attention with any options: what support.py asks and options.py times."""
+"""One call of attention with any options: support.py checks it and options.py times it."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Call:
         return self.convert(lambda x: x.detach().to(dtype).requires_grad_(x.requires_grad))
 
     def leaves(self) -> dict[str, Tensor]:
-        """q, k, v and the options that want a gradient."""
+        """q, k, v and the options that require a gradient."""
         options = {n: x for n, x in self.options.items() if isinstance(x, Tensor)}
         wanted = {n: x for n, x in options.items() if x.requires_grad}
         return {"q": self.q, "k": self.k, "v": self.v} | wanted
 
     def first_heads(self) -> Call:
-        """The query heads of the first key head alone, of a dense call only of the first batch
-        entry: as much as can be checked exactly without the memory for the rest."""
+        """Only the query heads of the first key head, and of a dense call only the first batch
+        entry: this part can be checked exactly without the memory for the rest."""
         group = self.q.shape[-2] // self.k.shape[-2]
         batch = slice(None) if self.packed else slice(1)
 

@@ -28,7 +28,7 @@ with contextlib.suppress(ModuleNotFoundError):  # --digest needs no torch
     import torch
 
 RESULTS = ROOT / "benchmarks" / "results"
-# What must be equal for two runs to stand in one result file.
+# What must be equal for two runs to be in one result file.
 SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
 
 if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the checkout itself
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def cpu_name() -> str:
-    """The processor's model name where Linux tells it, else its architecture."""
+    """The processor's model name where Linux reports it, otherwise its architecture."""
     try:
         found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -60,7 +60,7 @@ def nvidia_smi(device: torch.device) -> dict[str, str]:
     )
     if shutil.which("nvidia-smi") is None:
         return {}
-    # By its UUID, because CUDA_VISIBLE_DEVICES renumbers what torch sees; else the first one.
+    # By its UUID, because CUDA_VISIBLE_DEVICES renumbers what torch sees; otherwise the first one.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     for chosen in ([f"--id=GPU-{uuid}"], []):
         command = ["nvidia-smi", *chosen, f"--query-gpu={','.join(fields)}"]
@@ -77,7 +77,7 @@ def nvidia_smi(device: torch.device) -> dict[str, str]:
 
 
 class ClockLog:
-    """SM clock, power and temperature of a GPU over time, from an nvidia-smi that keeps running."""
+    """SM clock, power and temperature of a GPU over time, from a running nvidia-smi."""
 
     FIELDS = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
     PERIOD_MS = 100
@@ -103,14 +103,14 @@ class ClockLog:
             self.add(line)
 
     def add(self, line: str) -> None:
-        """One line of nvidia-smi's; what it cannot tell ("[N/A]") is left out."""
+        """One line of nvidia-smi; values that it cannot read ("[N/A]") are left out."""
         try:
             self.samples.append([float(x) for x in line.split(",")])
         except ValueError:
             return
 
     def since_last(self) -> dict[str, float]:
-        """Medians of what came since the last question; {} of nothing."""
+        """Medians of the values since the last call; {} if there are none."""
         found, self.samples = self.samples, []
         columns = zip(*found, strict=True)
         return {n: statistics.median(c) for n, c in zip(self.FIELDS, columns, strict=False)}
@@ -166,7 +166,7 @@ def slug(device: torch.device) -> str:
 
 
 def result_path(device: torch.device, name: str, out: str | None = None) -> Path:
-    """``out`` if given, else results/<device>/<name>; the folder is made."""
+    """``out`` if given, otherwise results/<device>/<name>; creates the folder."""
     path = Path(out) if out else RESULTS / slug(device) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -178,7 +178,7 @@ def read_json(path: Path) -> Json | None:
 
 
 def write_json(path: Path, content: Json) -> None:
-    """Write at once: a run that is interrupted leaves the old file whole."""
+    """Write atomically: an interrupted run leaves the old file intact."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
@@ -198,7 +198,7 @@ def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 
 def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Iterate with a progress bar: tqdm's where it is installed, else a line of dots."""
+    """Iterate with a progress bar: tqdm's where it is installed, otherwise a line of dots."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,14 +1,12 @@
 """Speed of flash_ext's variants beside their peers, forward and backward.
 
-    python benchmarks/compare.py                                 # the standard grid, everything
-    python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
-    python benchmarks/compare.py --d 96 192                      # the grid at other head dims
-    python benchmarks/compare.py --dtype bf16 fp16
-    python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
-    python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
-    python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
-    python benchmarks/compare.py --host                          # the CPU's time per call alone
-    python benchmarks/compare.py --device cpu                    # a smoke test
+    python benchmarks/compare.py # the standard grid, everything python benchmarks/compare.py
+    --variants fa2 --peers flash # under a minute on an H200 python benchmarks/compare.py --d 96 192
+    # the grid at other head dims python benchmarks/compare.py --dtype bf16 fp16 python
+    benchmarks/compare.py --set gqa decode prefill # grouped heads, few queries, one prompt python
+    benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128 python benchmarks/compare.py
+    --filter 'd=128,causal,fwd,S>=2048' --rounds 20 python benchmarks/compare.py --host # only the
+    CPU's time per call python benchmarks/compare.py --device cpu # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
 to 16,384, causal and full: 72 cells. There are 2048 // d heads, also where d does not divide 2048:
@@ -22,8 +20,8 @@ run, its time is cuDNN's over the ratio in results/<device>/recorded_peers.json;
 marked "recorded".
 
 Results go to benchmarks/results/<device>/compare.json. A run with the same device, versions and
-source digest adds its cells to that file or replaces them, each cell as a whole, because a ratio
-means something only within one process; any other run starts the file anew.
+source digest adds its cells to that file or replaces them, each cell as a whole, because a ratio is
+meaningful only within one process; any other run starts a new file.
 """
 
 from __future__ import annotations
@@ -84,7 +82,7 @@ HOST_ROWS = {
 
 @dataclass(frozen=True)
 class Goal:
-    """How many times as fast as a peer a variant is to be on the standard grid."""
+    """How many times as fast as a peer a variant must be on the standard grid."""
 
     ours: str
     peer: str
@@ -184,7 +182,7 @@ def parse() -> argparse.Namespace:
 
 
 def grid(args: argparse.Namespace) -> Iterator[Cell]:
-    """The cells of a run, the two directions of a shape one after the other."""
+    """The cells of a run; the two directions of a shape follow each other."""
     cpu = args.device == "cpu"
     tokens, hidden = (CPU_TOKENS, CPU_HIDDEN) if cpu else (TOKENS, HIDDEN)
     masks = [m for m, only in ((True, args.full), (False, args.causal)) if not only] or [
@@ -227,9 +225,9 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def compiled_provider(provider: Provider) -> Provider:
-    """The provider under torch.compile, which finds what it compiled by the code object.
+    """The provider under torch.compile, which identifies a function by its code object.
 
-    Two providers of one code would run the same graph, so each has a copy of its own.
+    Two providers with the same code would run the same graph, so each has its own copy.
     """
     attend = provider.attend
     assert isinstance(attend, FunctionType)
@@ -357,7 +355,7 @@ class Bench:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """The geometric mean, NaN of nothing."""
+    """The geometric mean; NaN if there is nothing."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
@@ -376,7 +374,7 @@ def ratio_range(cell: Json, ours: str, peer: str) -> tuple[float, float]:
 
 
 def ratio_spread(cells: list[Json], ours: str, peer: str) -> float:
-    """The largest distance of a cell's range from its ratio, relative to it; NaN of nothing."""
+    """The largest distance of a cell's range from its ratio, relative to it; NaN without cells."""
     return max(
         (
             abs(edge / ratio - 1)
@@ -389,14 +387,15 @@ def ratio_spread(cells: list[Json], ours: str, peer: str) -> float:
 
 
 def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Who is compared with whom: each two of our own variants once, the later over the earlier."""
+    """The pairs that are compared: each two of our own variants once, the later over the
+    earlier."""
     names = list(names)
     ours = [n for n in VARIANTS if n in names]
     return [(a, b) for a in ours for b in names if b not in ours or ours.index(b) < ours.index(a)]
 
 
 def place(cell: Json) -> str:
-    """Where a cell stands in the tables of one direction."""
+    """Where a cell is in the tables of one direction."""
     return f"d {cell['d']} {'causal' if cell['causal'] else 'full'} S {cell['seqlen']}"
 
 

@@ -1,8 +1,8 @@
 """The source digest: it names what runs, not how it reads. Needs nothing but Python.
 
 C++ and CUDA files count as their tokens, Python files as their syntax tree without docstrings. So
-comments, docstrings, line breaks and blanks leave the digest as it is, and any other change of the
-code, or of a file's name, makes another one. Every Python from 3.10 on finds the same.
+comments, docstrings, line breaks and blanks do not change the digest, and any other change of the
+code, or of a file's name, does. Every Python from 3.10 on computes the same digest.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def is_text(node: ast.AST) -> bool:
 
 
 def normalized(path: Path) -> str:
-    """What of a file's text counts."""
+    """The part of a file's text that counts."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return " ".join(python_tree(ast.parse(text)))

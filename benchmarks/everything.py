@@ -1,13 +1,13 @@
-"""All that README and docs show, measured again on this GPU, and what moved since it was recorded.
+"""Measures again on this GPU all that README and docs show, and prints what moved.
 
     make bench                          # within nine minutes on an H200
     python benchmarks/everything.py --only compare io
     python benchmarks/everything.py --against HEAD~5    # what moved since then; measures nothing
 
-Each benchmark is a program of its own and writes its result file as it would alone; those that time
-nothing run side by side. Peers that are packages of their own, flash-attn 4 among them, are
-measured where they are installed. Then report/ writes the tables and figures. Last come the
-numbers that moved (report/moved.py). Exit status 1 if a benchmark failed.
+Each benchmark is a separate program and writes its result file as when it is run by itself; those
+that time nothing run in parallel. Peers that are separate packages, such as flash-attn 4, are
+measured where they are installed. Then report/ writes the tables and figures. Last come the numbers
+that moved (report/moved.py). Exit status 1 if a benchmark failed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import common
 import torch
 from report.moved import committed, print_moved, snapshot
 
-# In this order, with the arguments that make them fit into nine minutes together, flash-attn 4's
-# compilation included.
+# In this order, with the arguments with which all take nine minutes, including flash-attn 4's
+# compilation.
 RUNS: dict[str, tuple[str, ...]] = {
     "support": (),
     "numerics": ("--peers", "flash", "cudnn", "efficient"),
@@ -48,12 +48,12 @@ SCRIPTS = dict.fromkeys(("few heads", "head dims", "fa1", "host", "fp16"), "comp
     "PTX path": "support",
     "activation": "train",
 }
-UNTIMED = ("support", "numerics")  # these run side by side
+UNTIMED = ("support", "numerics")  # these run in parallel
 BESIDE = "PTX path"  # the driver compiles for minutes, on one core; this adds to "support"
 
 
 def run(names: list[str]) -> list[str]:
-    """Run the benchmarks, the timed ones one after the other; returns those that failed."""
+    """Run the benchmarks, the timed ones one after another; returns those that failed."""
     begun: dict[str, float] = {}
 
     def start(name: str, output: int | None) -> subprocess.Popen[str]:

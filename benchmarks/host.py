@@ -1,4 +1,4 @@
-"""The ways in that compare.py --host times besides the plain ones, as providers."""
+"""Providers of the call paths that compare.py --host times in addition to the plain ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import flash_ext
 from flash_ext.flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_ext.integrations import sdpa
 
-SDPA = "sdpa"  # the row that all others are held against
+SDPA = "sdpa"  # the row with which all others are compared
 WINDOW = 64
 
 

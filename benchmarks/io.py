@@ -94,7 +94,7 @@ TILES = {
     ("fa2", "backward"): {64: 128, 128: 128},
     ("fa3", "backward"): {64: 128, 128: 128},
 }
-LONG_KEYS, LONG_TILE = 8192, 192  # fa3 forward, head dim 64, from so many keys on
+LONG_KEYS, LONG_TILE = 8192, 192  # fa3 forward, head dim 64, from this number of keys on
 SOFTCAP_TILE = 128
 
 
@@ -258,7 +258,7 @@ def count(asked: list[Case]) -> list[Json]:
         command = [
             ncu, "--csv", "--print-units", "base", "--profile-from-start", "off",
             "--clock-control", "none", "--cache-control", "none",
-            # Every pass of counters is a run of its own, in which caches are as they would be.
+            # Every pass of counters is a separate run, with caches as they would be.
             "--replay-mode", "application", "--metrics", ",".join(METRICS),
             sys.executable, __file__, "--child", str(listing),
         ]  # fmt: skip

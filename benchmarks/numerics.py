@@ -10,7 +10,7 @@ the root mean square of the exact tensor: the largest ('max') and the root mean 
 
 "standard" is standard attention in the inputs' type, S and P rounded to it. "naive" computes
 softmax as exp(S) / sum(exp(S)), in float32 throughout, so that it fails for one reason only: it
-subtracts no maximum. The second table has the softmax alone, in float32, over rows of logits of
+subtracts no maximum. The second table has only the softmax, in float32, over rows of logits of
 growing size: naive, safe (three passes) and online (one pass over blocks, as in FlashAttention).
 
 Results go to benchmarks/results/<device>/numerics.json.
@@ -40,7 +40,7 @@ SEQLENS, CPU_SEQLENS = (512, 2048, 8192), (128, 256)
 PEERS_ASKED = ("flash", "cudnn", "efficient", "flash_attn_4")
 SOFTMAX_SCALES = (1.0, 10.0, 30.0, 100.0, 1000.0)
 SOFTMAX_ROWS, SOFTMAX_KEYS, SOFTMAX_BLOCK = 256, 4096, 64
-# A variant is too wrong beyond so many times standard attention's RMS error, and beyond the noise
+# A variant is too wrong beyond this many times standard attention's RMS error, and beyond the noise
 # of float32 sums (delta = rowsum(dO * O) cancels where P is nearly one-hot).
 FACTOR, FLOOR = 2.0, 1e-5
 

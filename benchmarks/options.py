@@ -201,7 +201,7 @@ def ours(variant: str) -> Attend:
 def context_of_calls(
     context: Callable[[], AbstractContextManager[object]], run: Callable[[], object]
 ) -> Callable[[], object]:
-    """The same call, in a context of its own each time."""
+    """The same call, each time in a new context."""
 
     def inside() -> object:
         with context():
@@ -253,7 +253,7 @@ class Bench:
     def prepare(
         self, call: Call, attend: Attend, direction: str
     ) -> tuple[Callable[[], object], float, float]:
-        """What is to be timed, and the relative errors of its first heads."""
+        """What to time, and the relative errors of its first heads."""
         shape = (*call.q.shape[:-1], call.v.shape[-1])
         dout = torch.randn(shape, dtype=call.q.dtype, device=self.device)
         exact = call.first_heads().to(torch.float32)

@@ -1,4 +1,4 @@
-"""What compare.py measures: flash_ext's variants and their peers, behind one signature."""
+"""What compare.py measures: flash_ext's variants and their peers, with one signature."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v, causal -> 
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of attention. ``attend`` takes and returns its own layout, as views
-    of the same (B, S, H, D) memory: nobody pays for a copy."""
+    """One implementation of attention. ``attend`` takes and returns its own layout, as views of the
+    same (B, S, H, D) memory, so no provider needs a copy."""
 
     name: str
     label: str
@@ -69,7 +69,7 @@ def sdpa(name: str, label: str, backend: SDPBackend) -> Provider:
 
 @functools.lru_cache(maxsize=1)
 def causal_mask(seqlen_q: int, seqlen_k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(Sq, Sk): -inf where key j is hidden from query i, else 0; made in the untimed calls."""
+    """(Sq, Sk): -inf where key j is hidden from query i, otherwise 0; made in untimed calls."""
     hidden = torch.full((seqlen_q, seqlen_k), -torch.inf, dtype=dtype, device=device)
     return hidden.triu(1 + seqlen_k - seqlen_q)
 
@@ -119,7 +119,7 @@ PEERS: dict[str, Callable[[], Provider]] = {
 }
 
 
-# What fa3 is held against: the fastest of these, cell by cell, as a provider of this name.
+# What fa3 is compared with: the fastest of these, cell by cell, as a provider of this name.
 BEST, BEST_LABEL, BEST_OF = "best_peer", "best peer", ("cudnn", "flash_attn_4")
 
 
@@ -144,8 +144,8 @@ def running(device: torch.device) -> list[str]:
 def best_peer(providers: Json, recorded_ratio: float | None) -> Json | None:
     """The faster of cuDNN and flash-attn 4 in one cell's results.
 
-    Where flash-attn 4 was not measured, its time is cuDNN's over ``recorded_ratio``, and the
-    result says so; without that ratio nobody knows the best.
+    Where flash-attn 4 was not measured, its time is cuDNN's over ``recorded_ratio``, and the result
+    says so; without that ratio the best is unknown.
     """
     found = {n: providers[n] for n in BEST_OF if "ms" in providers.get(n, {})}
     found = {n: {"ms": r["ms"], "tflops": r["tflops"], "of": n} for n, r in found.items()}
@@ -221,7 +221,7 @@ class Workload:
         return call
 
     def bare(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
-        """The forward call alone, without what must be around it."""
+        """Only the forward call, without what must be around it."""
         q, k, v = (provider.view(x) for x in (self.q, self.k, self.v))
         return lambda: provider.attend(q, k, v, causal)
 

@@ -134,7 +134,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the table: calls that all must run, or a check of its own."""
+    """A row of the table: calls that must all run, or a separate check."""
 
     calls: Callable[[Ask], Iterable[Call]] = lambda ask: [ask.dense()]
     check: Callable[[Call, str, str], str | None] | None = None  # call, variant, direction
@@ -143,7 +143,7 @@ class Feature:
 
 
 def off(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) -> str | None:
-    """None where every tensor agrees, else which does not, and by how much."""
+    """None where every tensor agrees, otherwise which does not, and by how much."""
     for name, x in got.items():
         exact = want[name].double()
         hidden = exact == -torch.inf  # lse of rows that see no key
@@ -329,7 +329,7 @@ PTX = "PTX path (GPUs newer than the build)"
 
 
 def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | None:
-    """None if every call of a feature is right, else the first reason."""
+    """None if every call of a feature is right, otherwise the first reason."""
     torch.manual_seed(0)
     check = feature.check or agrees
     try:
@@ -342,7 +342,7 @@ def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | N
 
 
 def probe(device: torch.device, only: Iterable[str] | None = None) -> Json:
-    """feature -> variant -> direction -> None where it is supported, else why not."""
+    """feature -> variant -> direction -> None where it is supported, otherwise why not."""
     ask = Ask(device)
     return {
         name: {

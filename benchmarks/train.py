@@ -120,7 +120,7 @@ def loss_difference(losses: list[float], reference: list[float]) -> float:
 
 
 class Trainee:
-    """One provider's model on its way through the batches, and what was measured of it."""
+    """One provider's model in training, and what was measured of it."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Trainee:
         return event
 
     def rest(self) -> None:
-        """Wait for the device, and let the gradients go: the memory is the next provider's."""
+        """Wait for the device, and free the gradients: the next provider needs the memory."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.training.optimizer.zero_grad()
@@ -246,7 +246,7 @@ class Bench:
         self.judge(config, cell, trainees)
 
     def attention(self, config: train_gpt.Config, causal: bool, cell: Json) -> None:
-        """Check every provider's attention at the model's shape, and time it alone."""
+        """Check every provider's attention at the model's shape, and time it by itself."""
         shape = (config.batch, config.seq, config.heads, config.width // config.heads)
         work = Workload(shape, config.dtype, self.device)
         exact = work.exact(causal, gradients=True)
@@ -288,7 +288,7 @@ class Bench:
         self.release()
 
     def judge(self, config: train_gpt.Config, cell: Json, trainees: dict[str, Trainee]) -> None:
-        """What the trainings come to: the speeds of those whose losses are right."""
+        """The results of the trainings: the speeds of those whose losses are right."""
         losses = {name: torch.stack(t.losses).tolist() for name, t in trainees.items()}
         reference = next((name for name in REFERENCES if name in losses), None)
         cell["reference"] = reference

@@ -5,8 +5,8 @@
 
 A byte-level GPT learns the source of Python's own standard library, which every machine has. It is
 trained once with ``flash_ext.attention`` and once with standard attention, from the same weights
-and on the same batches, so the two loss curves must lie on each other. On a GPU a third training,
-with torch's scaled_dot_product_attention, shows how far apart two correct bf16 trainings drift.
+and on the same batches, so the two loss curves must agree. On a GPU a third training, with torch's
+scaled_dot_product_attention, shows how far two correct bf16 trainings drift apart.
 
 How to use flash_ext in a model: see ``Block.forward``.
 """
@@ -152,7 +152,7 @@ GPU = Config(6, 6, 384, 1024, 16, 300, "cuda", megabytes=8, rate=1e-3)
 
 @dataclass
 class Run:
-    """What a training leaves behind."""
+    """The results of a training."""
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -254,7 +254,7 @@ def peak_memory(config: Config, start: bool = False) -> float:
 
 
 # ---------------------------------------------------------------------------------------- report
-def agreement(ours: Run, standard: Run, yardstick: Run | None, config: Config) -> bool:
+def agreement(ours: Run, standard: Run, reference: Run | None, config: Config) -> bool:
     """Print how far the two loss curves are apart, and whether that is rounding noise.
 
     The bound at a step is 2^-8 of the loss, one rounding to bf16, plus three times the largest
@@ -263,16 +263,16 @@ def agreement(ours: Run, standard: Run, yardstick: Run | None, config: Config) -
     worst, noise, within = 0.0, 0.0, True
     first_step, first_bound = 0, 0.0
     for step, (a, b) in enumerate(zip(ours.losses, standard.losses, strict=True)):
-        if yardstick is not None:
-            noise = max(noise, abs(yardstick.losses[step] - b))
+        if reference is not None:
+            noise = max(noise, abs(reference.losses[step] - b))
         bound = b * 2**-8 + 3 * noise
         worst = max(worst, abs(a - b))
         if within and not abs(a - b) <= bound:  # also if a loss is NaN
             within, first_step, first_bound = False, step, bound
     print(f"largest loss difference, {ours.name} - standard: {worst:.2e}")
-    if yardstick is not None:
-        print(f"largest loss difference, {yardstick.name} - standard: {noise:.2e} (the yardstick)")
-    rule = "2^-8 of the loss" + (" + 3 x the yardstick so far" if yardstick else "")
+    if reference is not None:
+        print(f"largest loss difference, {reference.name} - standard: {noise:.2e} (the reference)")
+    rule = "2^-8 of the loss" + (" + 3 x the reference so far" if reference else "")
     if within:
         print(f"within rounding noise at every step (bound: {rule})")
     else:

@@ -7,8 +7,8 @@
     print(flash_ext.explain(q, k, v, causal=True))  # which variant runs, and why not the others
 
 `flash_ext.reference` is standard attention, `flash_ext.tiled` the papers' algorithms in torch.
-VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too.
-KERNEL_DIMS are the head dims that the CUDA kernels are compiled for; others are padded to these.
+VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too. KERNEL_DIMS
+are the head dims for which CUDA kernels are compiled; others are padded to these.
 """
 
 import sys

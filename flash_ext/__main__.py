@@ -28,7 +28,7 @@ _SCALARS = tuple(n for n in FIELDS if n not in {*TENSOR_OPTIONS, "window_left", 
 
 
 def usable_device(text: str) -> str:
-    """What argparse takes as the type of --device: the name of one that this torch can use."""
+    """The type of --device for argparse: the name of a device that this torch can use."""
     try:
         torch.empty(0, device=text)
     except (AssertionError, RuntimeError) as error:  # the former of a torch without CUDA

@@ -1,6 +1,6 @@
 """Which variant runs for these inputs, whose kernels compute its gradients, and why not others.
 
-The module has another name than its function, so that `flash_ext.explain` is always the function.
+The module's name differs from the function's, so that `flash_ext.explain` is always the function.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .ops.options import VARIANTS
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str()` of it is meant to be read."""
+    """What `explain` found. `str()` of it is a readable text."""
 
     variant: str | None
     """The variant that `attention` runs, or None where it raises."""
 
     reasons: dict[str, str | None]
-    """For every variant, and an unknown one that was asked for: None if it runs, else why not."""
+    """For every variant, and an unknown one that was requested: None if it runs, or why not."""
 
     backward: str | None
     """The variant whose kernels compute the gradients, or None where none can."""
@@ -74,15 +74,15 @@ def _check(
 
 
 _MOST_HEADS = 128
-"""Of the published models none has more. With fewer a short sequence may well have more heads."""
+"""No published model has more. With a smaller bound, short sequences could have more heads."""
 
 
 def _swapped(q: Tensor, k: Tensor, v: Tensor, runs: bool, options: dict[str, Any]) -> str | None:
     """Why the tensors look like (B, H, S, D), which is SDPA's layout; None where they do not.
 
-    Both layouts pass most checks. There are more heads than queries and keys then, as there are in
-    some plain calls too: so there must be more than any model has, or a call that does not run, and
-    would run if it were turned back.
+    Both layouts pass most checks. Swapped tensors have more heads than queries and keys, but so do
+    some correct calls. So there must be more heads than any model has, or a call that does not run
+    and would run if swapped back.
     """
     if any(x.dim() != (3 if "cu_seqlens_q" in options else 4) for x in (q, k, v)):
         return None
@@ -138,7 +138,9 @@ def explain(
     require_tensors(q=q, k=k, v=v)
     ops.meet(q, k, v)
     wanted = options.pop("variant", "auto")
-    if options.get("rng_state") is None:  # lest one be drawn, which would advance the generator
+    if (
+        options.get("rng_state") is None
+    ):  # otherwise one would be drawn, which advances the generator
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 

@@ -17,7 +17,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword arguments of `attention` and `attention_varlen`, but return_lse, for checkers."""
+    """The keyword arguments of `attention` and `attention_varlen`, except return_lse."""
 
     scale: float | None
     causal: bool
@@ -51,9 +51,9 @@ def attention_options(
     deterministic: bool | None = None,
     variant: str = "auto",
 ) -> dict[str, Any]:
-    """The options of `attention` as the ops take them, but those that have the ops' defaults.
+    """The options of `attention` as the ops take them, without those that have the ops' defaults.
 
-    To the dispatcher every option that is given costs time, together more than the launch.
+    Every option that is given costs time in the dispatcher, all of them more than the launch.
     """
     if type(q) is not Tensor:
         require_tensors(q=q)
@@ -149,16 +149,16 @@ def attention(
 
         S_ij = c · tanh(τ q_i·k_j / c) − slope · |i + Sk − Sq − j| + bias_ij
 
-    Differentiable in q, k, v, bias and sink, through out and through lse. Any of the options go
-    together. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
+    Differentiable in q, k, v, bias and sink, through out and through lse. All options can be
+    combined. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
     "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3"
     (2024), Algorithms 1 to 3 (variant "fa3").
 
-    The variant "fa3" runs on Hopper GPUs alone (compute capability 9.0). It leaves to the others
-    dropout, a bias, a softcap above 2048, and rows of q, k or v that TMA cannot address: those that
-    do not start and end on 16-byte boundaries (D and Dv are multiples of 8 then), and one row
-    expanded over the sequence (a row stride of 0). Where the gradient of out has such rows, or a
-    tensor is empty, fa2's kernels compute its gradients: `flash_ext.explain` says whose do.
+    The variant "fa3" runs only on Hopper GPUs (compute capability 9.0). It does not take dropout, a
+    bias, a softcap above 2048, or rows of q, k or v that TMA cannot address: rows must start and
+    end on 16-byte boundaries (so D and Dv are multiples of 8), and may not be one row expanded over
+    the sequence (a row stride of 0). Where the gradient of out has such rows, or a tensor is empty,
+    fa2's kernels compute the gradients: `flash_ext.explain` says which kernels do.
 
     Args:
         q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to
@@ -205,8 +205,8 @@ def attention(
         sink.
 
     Raises:
-        ValueError, RuntimeError: an argument is wrong; the message names it, what was wanted and
-            what came.
+        ValueError, RuntimeError: an argument is wrong; the message names it, what was expected
+            and what was given.
     """
     given = attention_options(q, **options)
     out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)

@@ -1,6 +1,6 @@
 """Standard attention: three passes over memory. The reference of every test and benchmark.
 
-It holds the whole (Sq, Sk) score matrix, which is what the FlashAttention papers do without.
+It holds the whole (Sq, Sk) score matrix, which the FlashAttention papers avoid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attention(
     rng_state: Tensor | None = None,
     first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Standard attention (FlashAttention, Algorithm 0), in q's dtype, differentiable at will.
+    """Standard attention (FlashAttention, Algorithm 0), in q's dtype, differentiable repeatedly.
 
     Args:
         q: (B, Sq, Hq, D), any floating dtype. Upcast it yourself for a float64 reference.
@@ -87,10 +87,10 @@ def attention(
         bias = bias.to(S.dtype)
         hidden = hidden | (bias == -math.inf)
         S = S + bias.masked_fill(bias == -math.inf, 0)
-    if sink is not None:  # a key that comes first, with value 0
+    if sink is not None:  # like a first key, with value 0
         S = torch.cat((sink.to(S.dtype).view(-1, 1, 1).expand(batch, -1, seqlen_q, 1), S), dim=-1)
         hidden = F.pad(hidden, (1, 0), value=False)
-    # A fully masked row would be 0 / 0. It stays unmasked here, its results are 0 by definition.
+    # A fully masked row would be 0 / 0. It stays unmasked here; its results are 0 by definition.
     dead = hidden.all(dim=-1, keepdim=True)
     S = S.masked_fill(hidden & ~dead, -math.inf)
 
@@ -101,7 +101,7 @@ def attention(
     if sink is not None:
         P = P[..., 1:]
 
-    # Pass 3: O = P V, where dropout has thinned P.
+    # Pass 3: O = P V, with P after dropout.
     if dropout_p > 0:
         assert rng_state is not None, "dropout needs rng_state"
         shape = (batch, heads, seqlen_q, seqlen_k)

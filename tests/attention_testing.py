@@ -100,8 +100,8 @@ class Problem:
     `loss` says which outputs reach the loss: "out", "lse" or "both". `logit_gain` multiplies q.
     `alibi` and `bias` say along which dimensions the tensor is whole ("" for none): slopes "h" or
     "bh"; a bias "bhqk", or with a 1 for each dimension that it broadcasts, as in "1h1k".
-    `bias_short` is by how many positions the bias of packed sequences misses the longest one.
-    With `lengths_q` and `lengths_k` the sequences are packed, `tail` unused rows behind them; batch
+    `bias_short` is by how many positions the bias of packed sequences misses the longest one. With
+    `lengths_q` and `lengths_k` the sequences are packed, with `tail` unused rows after them; batch
     and sequence lengths then follow from these.
     """
 
@@ -383,7 +383,7 @@ def _view_in_poison(
 
 
 def _views(problem: Problem, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The storage of q, k and v as the problem's layout wants it, still NaN.
+    """The storage of q, k and v in the problem's layout, still NaN.
 
     Packed sequences are one batch here, their total the length.
     """
@@ -579,7 +579,7 @@ def standard_attention(
 
 
 class Expected(NamedTuple):
-    """What results are held against, each by name."""
+    """What results are compared with, each by name."""
 
     ref: dict[str, torch.Tensor]
     """Standard attention in float64."""
@@ -608,7 +608,7 @@ def sizes(
     options = {"allow_unused": True, "materialize_grads": True}
     dout = inputs.dout.abs()
     (found["dv"],) = torch.autograd.grad(out, leaves["dv"], dout, retain_graph=True, **options)
-    delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of so many products
+    delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of this many products
     shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
     found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
     if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0

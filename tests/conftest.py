@@ -1,4 +1,4 @@
-"""Markers, devices and the report file.
+"""Markers, devices and the test report.
 
 A test that takes the argument `device` runs once per device: "cpu", and "cuda" under the marker
 `gpu`, which skips, saying why, where there is no GPU or no compiled library.
@@ -39,7 +39,7 @@ LIBRARY = Path(flash_ext.__file__).resolve().parent / "_C.abi3.so"
 
 
 def why_no_gpu() -> str | None:
-    """None where the GPU tests can run, else the reason they cannot."""
+    """None where the GPU tests can run, otherwise the reason they cannot."""
     if not torch.cuda.is_available():
         return "no CUDA device, or a torch built without CUDA"
     if not LIBRARY.exists():

@@ -1,4 +1,4 @@
-"""Evidence files: what ran, on which device, and to which source it belongs.
+"""Test reports: what ran, on which device, and to which source it belongs.
 
 Device, versions and digest come from benchmarks/common.py, the same as in every result file.
 """
@@ -32,7 +32,7 @@ def write(name: str, content: common.Json) -> Path:
 
 
 def why_not_complete(config: pytest.Config) -> str | None:
-    """None if this run selected every gpu test and nothing else, else what narrowed it."""
+    """None if this run selected exactly the gpu tests, otherwise what narrowed it."""
     option = config.option
     if hasattr(config, "workerinput"):
         return "a worker of pytest-xdist runs a part"

@@ -24,7 +24,7 @@ BIAS_PATTERNS = tuple(
 
 
 def alternate(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Vary type, heads, loss and seed along a list, so that they need no axis of their own.
+    """Vary type, heads, loss and seed along a list, so that they need no separate axis.
 
     Drawn, not cycled: a cycle would tie itself to the grid's inner axes.
     """
@@ -44,7 +44,7 @@ def alternate(problems: Iterable[Problem]) -> Iterator[Problem]:
 def every_case(*grids: Callable[[str], Iterable[Problem]]) -> list[object]:
     """(device, problem, variant) for each problem of grid(device), as parameters of a test.
 
-    The variants of a problem are neighbours, to share its reference.
+    The variants of a problem are adjacent, to share its reference.
     """
     return [
         pytest.param(

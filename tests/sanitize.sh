@@ -18,7 +18,7 @@ SANITIZER=${SANITIZER:-${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer}
 tools=("$@")
 [ ${#tools[@]} -gt 0 ] || tools=(memcheck racecheck synccheck initcheck)
 
-# Every tensor an allocation of its own, so that a read past its end meets no other tensor.
+# Every tensor is a separate allocation, so that a read past its end finds no other tensor.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 logs=$(mktemp -d)

@@ -1,10 +1,10 @@
 """The calls that tests/sanitize.sh runs under compute-sanitizer: every kernel, tiny shapes.
 
-Every head dim that has kernels of its own, one that is padded, whole and ragged tiles, every
-option, aligned and unaligned rows, deterministic and not; under memcheck also offsets of packed
-sequences that point anywhere. Results are not looked at here; tests/test_attention.py does that.
-Inputs are made on the host, so that under initcheck the only device memory without a value is what
-the kernels should not read.
+Every head dim that has kernels, one that is padded, whole and ragged tiles, every option, aligned
+and unaligned rows, deterministic and not; under memcheck also offsets of packed sequences that
+point anywhere. Results are not looked at here; tests/test_attention.py does that. Inputs are made
+on the host, so that under initcheck the only device memory without a value is what the kernels
+should not read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
             yield dataclasses.replace(parts, softcap=2.0), variant, True
             yield base, variant, False
             yield dataclasses.replace(base, lengths_q=(40, 30), lengths_k=(65, 9)), variant, False
-            if variant == "fa3":  # more forms of its kernels: its group was folded above
+            if variant == "fa3":  # more forms of its kernels: its group was packed above
                 yield dataclasses.replace(base, softcap=2.0, seqused_k=(40,)), variant, False
                 yield dataclasses.replace(parts, heads_k=2), variant, True
                 yield dataclasses.replace(parts, seqlen_q=20, sink=True, causal=True), variant, True
@@ -96,7 +96,7 @@ def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
 
 
 def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> None:
-    """Forward and backward, both through the ops: nothing but copies besides our kernels."""
+    """Forward and backward, both through the ops: only our kernels and copies."""
     on_device = {
         field.name: to_device(getattr(inputs, field.name))
         for field in dataclasses.fields(inputs)

@@ -1,8 +1,9 @@
 """The grid: out, lse, dq, dk, dv of every variant against float64, over sizes and options.
 
 Would catch a wrong tile edge, mask, stride, head mapping, rescale, rounding or gradient anywhere in
-the kernels, a read outside the valid rows (inputs lie in NaN) and an output element never written
-(outputs start as NaN). One list of problems serves both devices; the CPU runs a thinner one.
+the kernels, a read outside the valid rows (inputs are surrounded by NaN) and an output element
+never written (outputs start as NaN). One list of problems serves both devices; the CPU runs a
+thinner one.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def windows_with_causal(device: str) -> Iterator[Problem]:
 
 
 def layouts(device: str) -> Iterator[Problem]:
-    """Every way the inputs may lie in memory, aligned and not."""
+    """Every layout of the inputs in memory, aligned and not."""
     dims = (24, 40, 59, 64, 96, 128, 192, 256) if device == "cuda" else (40, 59, 64)
     lengths = ((130, 197), (197, 130)) if device == "cuda" else ((70, 97),)
     grid = itertools.product(LAYOUTS, dims, lengths, MASKS)
@@ -170,7 +171,7 @@ def one_query(device: str) -> Iterator[Problem]:
 
 
 def few_queries(device: str) -> Iterator[Problem]:
-    """So few queries of grouped heads that fa3 folds them: the rows of a tile are the heads of a
+    """So few queries of grouped heads that fa3 packs them: the rows of a tile are the heads of a
     group. Groups that fill eight rows and that do not, queries that fill tiles and that do not."""
     dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72))
     options = (
@@ -197,13 +198,13 @@ def few_queries(device: str) -> Iterator[Problem]:
         problem = Problem(3, queries, 700, group * heads_k, heads_k, d, head_dim_v=dv)
         yield dataclasses.replace(problem, dtype=HALF_TYPES[queries % 2], **option)
     if device == "cuda":
-        for (d, dv), option in itertools.product(dims, options[:7]):  # and the keys in parts
+        for (d, dv), option in itertools.product(dims, options[:7]):  # and split keys
             yield Problem(1, 4, 5000, 16, 2, d, head_dim_v=dv, **option)
 
 
 def few_tiles(device: str) -> Iterator[Problem]:
-    """So few tiles of queries before so many keys that fa2 and fa3 cut the keys into parts: of
-    unlike lengths, some without a key that a row sees."""
+    """So few tiles of queries and so many keys that fa2 and fa3 split the keys: splits of different
+    lengths, some without a key that a row sees."""
     dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72), (59, 37))
     options = (
         {},
@@ -227,7 +228,7 @@ def few_tiles(device: str) -> Iterator[Problem]:
 
 
 def many_tiles(device: str) -> Iterator[Problem]:
-    """So many tiles of 128 queries that fa3 has larger ones at head dim 64."""
+    """So many tiles of 128 queries that fa3 uses larger ones at head dim 64."""
     options = (
         *MASKS,
         {"window": (300, 40)},
@@ -259,7 +260,7 @@ PAIRS_OF_DIMS = {
 
 
 def each_option(device: str) -> Iterator[Problem]:
-    """Every option alone, with every mask, in every head dimension."""
+    """Every single option, with every mask, in every head dimension."""
     lengths = ((113, 203), (256, 130)) if device == "cuda" else ((65, 130),)
     options = (
         {},
@@ -417,7 +418,7 @@ def test_gradients_of_fa3(problem: Problem, variant: str) -> None:
 @pytest.mark.parametrize("head_dim", (192, 256))
 def test_wide_gradients_of_fa3_are_as_precise(head_dim: int) -> None:
     """P goes from one warpgroup to another there. Were it rounded to fp16 on the way, errors would
-    be a fifth above those of fa2, which rounds P for dV alone."""
+    be a fifth above those of fa2, which rounds P only for dV."""
     problem = Problem(2, 512, 512, 4, 4, head_dim, torch.float16, loss="out")
     expected = standard_attention(problem, make_inputs(problem, "cuda"), torch.float64)
     fa2, fa3 = (run(problem, variant, "cuda") for variant in ("fa2", "fa3"))
@@ -459,7 +460,7 @@ def run_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Ten
 
 
 def assert_batch_accurate(index: int, tensors: tuple, results: tuple) -> None:
-    """One batch of the results of `run_whole` against standard attention of that batch alone."""
+    """One batch of the results of `run_whole` against standard attention of only that batch."""
     # Compact copies: cuBLAS refuses the strides that our kernels are tested with here.
     q, k, v, dout = (
         x[index : index + 1].detach().clone(memory_format=torch.contiguous_format) for x in tensors

@@ -1,8 +1,7 @@
-"""What the benchmarks and the report files claim about themselves: FLOPs, completeness.
+"""What the benchmarks and the test reports claim about themselves: FLOPs, completeness.
 
-Would catch a FLOP formula that flatters, test report written by a run that left tests out, a wrong
-result that is timed or called supported, and a table that does not follow from the
-results.
+Would catch a FLOP formula that flatters, a test report written by a run that left tests out, a
+wrong result that is timed or called supported, and a table that does not follow from the results.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def test_clocks() -> None:
 
 
 class FakeConfig:
-    """As much of pytest's config as the check of completeness reads."""
+    """The part of pytest's config that the check of completeness reads."""
 
     def __init__(self, args: list[str], **options: object) -> None:
         self.args = args
@@ -165,7 +164,7 @@ class Reports:
         self.skipped += [report] * report.skipped
 
 
-def test_evidence_says_why_tests_were_skipped(tmp_path: Path) -> None:
+def test_report_says_why_tests_were_skipped(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "@pytest.mark.parametrize('i', (1, 2))\n"
@@ -181,7 +180,7 @@ def test_evidence_says_why_tests_were_skipped(tmp_path: Path) -> None:
     assert reasons == {"needs 100 GiB": 2, "needs two GPUs": 1}
 
 
-def test_only_complete_runs_are_evidence() -> None:
+def test_only_complete_runs_write_a_report() -> None:
     assert gpu_test_report.why_not_complete(FakeConfig(["tests"])) is None
     assert gpu_test_report.why_not_complete(FakeConfig([str(ROOT / "tests")])) is None
     for narrowed in (
@@ -199,7 +198,7 @@ def test_only_complete_runs_are_evidence() -> None:
     assert gpu_test_report.why_not_complete(worker)
 
 
-def test_evidence_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path and content of both files, on a made-up device."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")

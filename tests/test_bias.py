@@ -57,7 +57,7 @@ def patterns(device: str) -> Iterator[Problem]:
 
 
 def layouts(device: str) -> Iterator[Problem]:
-    """Every way the bias may lie in memory; in "bhsd" its last stride is not 1."""
+    """Every layout of the bias in memory; in "bhsd" its last stride is not 1."""
     dims = (40, 64, 128) if device == "cuda" else (40,)
     types = ("input", "float32", "bool")
     for index, (layout, d, bias_type) in enumerate(itertools.product(LAYOUTS, dims, types)):
@@ -218,7 +218,7 @@ def test_bias_past_2_31_elements(
     whole.bias = bias.requires_grad_(bias_type != "bool")
     whole.dout[:, rows] = torch.randn(1, len(rows), heads, dim, **make)
     whole.dlse[..., rows] = 1.0
-    # The same rows alone: what the rest adds to any gradient is 0.
+    # Only the same rows: what the rest adds to any gradient is 0.
     part = Inputs(q[:, rows], k, v, whole.dout[:, rows], whole.dlse[..., rows])
     part.bias = whole.bias[:, :, rows]
     for x in (part.q, part.bias):

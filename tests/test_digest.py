@@ -1,4 +1,4 @@
-"""The source digest goes by the code: not by comments, docstrings and formatting, by all else."""
+"""The source digest depends on the code, and not on comments, docstrings and formatting."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def test_which_files_count(tree: Path) -> None:
 
 def test_the_command_prints_it() -> None:
     """Without torch too: in isolated mode Python sees no installed package."""
-    command = [sys.executable, "-S", str(gpu_test_report.HERE.parent / "benchmarks/common.py"), "--digest"]
+    script = gpu_test_report.HERE.parent / "benchmarks/common.py"
+    command = [sys.executable, "-S", str(script), "--digest"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == source_digest() + "\n"

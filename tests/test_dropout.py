@@ -84,7 +84,7 @@ def visible_part(mask: torch.Tensor, causal: bool) -> torch.Tensor:
 
 
 # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
-IN_PARTS = (2, 5, 1100, 4, 2)  # so few tiles of queries that fa2 cuts the keys into parts
+SPLIT_KEYS = (2, 5, 1100, 4, 2)  # so few tiles of queries that fa2 splits the keys
 SMALL = ((2, 37, 61, 4, 2, 64), (1, 130, 200, 2, 1, 40))
 EXTRACTIONS = [
     *(pytest.param("cpu", shape) for shape in SMALL),
@@ -93,7 +93,7 @@ EXTRACTIONS = [
         for d in (32, 40, 64, 96, 128, 160, 192, 256)
         for shape in ((2, 257, 300, 4, 2, d), (1, 300, 129, 3, 3, d))
     ),
-    *(pytest.param("cuda", (*IN_PARTS, d), marks=pytest.mark.gpu) for d in (64, 256)),
+    *(pytest.param("cuda", (*SPLIT_KEYS, d), marks=pytest.mark.gpu) for d in (64, 256)),
 ]
 
 

@@ -125,7 +125,7 @@ def check_explained(mesh: DeviceMesh) -> None:
 
 
 def check_inference(mesh: DeviceMesh) -> None:
-    """The first call of a process, without any autograd; k alone is split."""
+    """The first call of a process, without any autograd; only k is split."""
     whole, parts = distributed(DENSE, mesh, (NOTHING, HEADS, HEADS))
     with torch.inference_mode():
         out = flash_ext.attention(whole.q.detach(), parts.k, parts.v, causal=True)

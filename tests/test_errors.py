@@ -456,7 +456,7 @@ def test_the_public_function_says_the_same(device: str) -> None:
     "options", ({"scale": 1e-300}, {"scale": 0.0}, {"softcap": 2.0**-126}, {"softcap": 1.7e38})
 )
 def test_the_ends_of_what_scale_and_softcap_may_be(options: dict, device: str) -> None:
-    """Scores that vanish are all alike; a cap too far to matter changes nothing."""
+    """Scores that vanish are all equal; a very large cap changes nothing."""
     a = good(device)
     q, k, v = a["q"], a["k"], a["v"]
     out, lse = flash_ext.attention(q, k, v, **options, return_lse=True)

@@ -2,7 +2,7 @@
 
 Would catch an exponent that is a fused product minus a rounded one, whose difference grows with the
 score until P is 0 or infinite; an lse, which float32 rounds, from which the backward pass finds P;
-parts of the keys merged by such an lse; and equal scores that count as one.
+splits of the keys merged by such an lse; and equal scores that count as one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import flash_ext
 VARIANTS = flash_ext.VARIANTS
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-SIZES = {  # of the elements of q and k, by what their scores come to
+SIZES = {  # of the elements of q and k, by the size of their scores
     "3e10, one key": (torch.bfloat16, 6e4, 1),
     "1e5": (torch.float16, 3e2, 200),
     "1e9": (torch.float16, 1e4, 130),
@@ -150,8 +150,8 @@ def test_a_maximum_that_was_large(variant: str, queries: int, device: str) -> No
 @pytest.mark.parametrize("queries", (1, 5))
 @pytest.mark.parametrize("heads", (1, 4))
 @pytest.mark.parametrize("equal", (True, False), ids=("equal", "random"))
-def test_parts_of_the_keys(equal: bool, heads: int, queries: int, device: str) -> None:
-    """Few queries to many keys: split-KV, of which parts are of unequal lengths."""
+def test_splits_of_the_keys(equal: bool, heads: int, queries: int, device: str) -> None:
+    """Few queries to many keys: split-KV, with splits of unequal lengths."""
     inputs = tensors(device, torch.bfloat16, 1e5, 4000, equal, queries, heads)
     assert_right(results(flash_ext, *inputs), inputs)
 

@@ -1,9 +1,9 @@
 """The layers of csrc/: who may include whom, where torch and where `asm` may appear.
 
-And of flash_ext/: which package may import which, and one module alone has private names of torch,
+And of flash_ext/: which package may import which, and only one module has private names of torch,
 which any release may rename.
 
-`make lint` runs this file alone; it needs neither torch nor the binary.
+`make lint` runs only this file; it needs neither torch nor the binary.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def python_layer(module: str) -> int:
 def python_violations(file: Path, code: str) -> Iterator[str]:
     """The imports of a file, given relative to flash_ext/, from higher layers.
 
-    Those in functions are left out: they are for what a call alone needs.
+    Those in functions are left out: they are for what only a call needs.
     """
     package, here = file.parts[:-1], python_layer(file.with_suffix("").parts[0])
     for node in ast.parse(code).body:

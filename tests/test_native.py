@@ -26,7 +26,7 @@ from compiled import NATIVE, python_module
 from dropout_bits import is_kept, philox4x32_10
 from io_module import benchmark_io
 from test_attention import few_queries, few_tiles, long_sequences, many_tiles
-from test_dropout import IN_PARTS
+from test_dropout import SPLIT_KEYS
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,7 @@ def test_mask_intervals(seqlen_q: int, seqlen_k: int, native: ModuleType) -> Non
             assert same(mask.key_range(i), interval(visible[i])), (window, i)
         for j in range(seqlen_k):
             assert same(mask.query_range(j), interval(visible[:, j])), (window, j)
-        for j in range(seqlen_k, seqlen_k + 3):  # keys past the end: seen by nobody
+        for j in range(seqlen_k, seqlen_k + 3):  # keys past the end: seen by no query
             assert same(mask.query_range(j), None), (window, j)
 
 
@@ -125,11 +125,11 @@ def test_every_tile_is_scheduled_once(
             itertools.product(range(tiles), range(heads), range(batch))
         ), l2_group_heads
         flat_heads = [b * heads + h for _, h, b in order]
-        sections = [head // l2_group_heads for head in flat_heads]
-        assert sections == sorted(sections), "one section after the other"
-        for section in set(sections):
-            ranks = [t[0] for t, s in zip(order, sections, strict=True) if s == section]
-            assert ranks == sorted(ranks), "longest first within a section"
+        groups = [head // l2_group_heads for head in flat_heads]
+        assert groups == sorted(groups), "one group after the other"
+        for group in set(groups):
+            found = [t[0] for t, g in zip(order, groups, strict=True) if g == group]
+            assert found == sorted(found), "longest first within a group"
 
 
 def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
@@ -201,7 +201,7 @@ def test_offsets_without_meaning_stay_inside(native: ModuleType) -> None:
 def test_every_tile_has_one_number(
     packing: tuple, first: int, block: int, native: ModuleType
 ) -> None:
-    """Each tile of each sequence once; the spare numbers lie past their sequence's end."""
+    """Each tile of each sequence once; the padding tiles lie past their sequence's end."""
     batch = packed_batch(native, packing, first=first)
     for keys in (False, True):
         rows = [facts[6 if keys else 4] for facts in batch.sequences(True)]
@@ -259,7 +259,7 @@ def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
             assert conflict_free([offsets[first_row + r][chunk] for r in range(8)])
     atom_chunks = atom_cols // 8
     rows_per_phase = 8 // atom_chunks
-    for first_row in range(0, 64, rows_per_phase):  # copies: neighbouring chunks of an atom
+    for first_row in range(0, 64, rows_per_phase):  # copies: adjacent chunks of an atom
         for first in range(0, chunks, atom_chunks):
             cells = itertools.product(range(rows_per_phase), range(atom_chunks))
             assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])
@@ -357,8 +357,8 @@ def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
     return native.head_dims[native.padded_head_dims(p.head_dim, p.head_dim_v or p.head_dim)]
 
 
-def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
-    """The parts that a dense problem's keys are cut into, as csrc/plan/variants.cpp has it."""
+def splits_of(native: ModuleType, variant: str, p: Problem) -> int:
+    """How many splits the keys of a dense problem have, as csrc/plan/variants.cpp has it."""
     at_once = SMS
     if variant == "fa2":
         at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))
@@ -379,7 +379,7 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
 
 
 @pytest.mark.parametrize(
-    "tiles, queries, keys, window, parts",
+    "tiles, queries, keys, window, splits",
     [
         (8, 4, 131072, (-1, -1), 16),  # one wave of 132
         (8, 4, 8192, (-1, -1), 16),
@@ -390,10 +390,10 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
         (64, 128, 2047, (-1, -1), 1),
         (128, 1, 131072, (-1, -1), 1),  # the tiles fill the GPU
         (132, 1, 131072, (-1, -1), 1),
-        (100, 1, 131072, (-1, -1), 1),  # no number of parts within two waves fills it better
+        (100, 1, 131072, (-1, -1), 1),  # no number of splits within two waves fills it better
         (100, 1, 131072, (-1, 0), 1),
         (128, 8192, 8192, (-1, 0), 2),  # a causal head's last tile takes twice the mean
-        (128, 2048, 2048, (-1, 0), 1),  # two parts an SM: of no fewer than 2,048
+        (128, 2048, 2048, (-1, 0), 1),  # two splits an SM: of no fewer than 2,048
         (64, 2048, 2048, (-1, 0), 2),
         (160, 8192, 8192, (-1, 0), 2),
         (200, 8192, 8192, (-1, 0), 1),
@@ -403,14 +403,14 @@ def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> 
         (8, 4, 0, (-1, 0), 1),
     ],
 )
-def test_keys_are_cut_into_parts_that_fill_the_gpu(
-    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
+def test_keys_are_split_to_fill_the_gpu(
+    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], splits: int
 ) -> None:
-    assert native.num_splits(tiles, queries, keys, *window, SMS) == parts
+    assert native.num_splits(tiles, queries, keys, *window, SMS) == splits
 
 
 @pytest.mark.parametrize(
-    "tiles, queries, keys, window, parts",
+    "tiles, queries, keys, window, splits",
     [
         (8, 4, 131072, (-1, -1), 32),  # one wave of 264
         (8, 4, 8192, (-1, -1), 16),  # of no fewer than 512 keys
@@ -422,31 +422,31 @@ def test_keys_are_cut_into_parts_that_fill_the_gpu(
         (400, 8192, 8192, (-1, 0), 1),
     ],
 )
-def test_parts_where_an_sm_has_two_ctas(
-    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], parts: int
+def test_splits_where_an_sm_has_two_ctas(
+    native: ModuleType, tiles: int, queries: int, keys: int, window: tuple[int, int], splits: int
 ) -> None:
     """fa2's case up to head dim 128."""
     assert native.fa2_ctas_per_sm(128, 128, False) == native.fa2_ctas_per_sm(64, 64, True) == 2
-    assert native.num_splits(tiles, queries, keys, *window, 2 * SMS) == parts
+    assert native.num_splits(tiles, queries, keys, *window, 2 * SMS) == splits
 
 
-def test_parts_make_up_the_whole(native: ModuleType) -> None:
+def test_splits_make_up_the_whole(native: ModuleType) -> None:
     """Side by side, of lengths that differ by one at most; some are empty where keys are few."""
-    for begin, length, parts in itertools.product((0, 3), range(12), range(1, 8)):
-        found = [native.split_of((begin, begin + length), part, parts) for part in range(parts)]
+    for begin, length, splits in itertools.product((0, 3), range(12), range(1, 8)):
+        found = [native.split_of((begin, begin + length), split, splits) for split in range(splits)]
         assert [a for a, _ in found] + [begin + length] == [begin] + [b for _, b in found]
         lengths = [b - a for a, b in found]
         assert max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa3"])
-def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
-    """With every option that the variant's kernels for parts take."""
+def test_gpu_problems_are_split(native: ModuleType, variant: str) -> None:
+    """With every option that the variant's kernels for splits take."""
     reached = set()
     for p in few_tiles("cuda"):
         if p.lengths_q is not None or unsupported_reason(variant, p, "cuda"):
             continue
-        assert parts_of(native, variant, p) > 1, p
+        assert splits_of(native, variant, p) > 1, p
         default = Problem()
         reached |= {
             (name, padded_dims(native, p))
@@ -478,7 +478,7 @@ def test_gpu_problems_reach_the_parts(native: ModuleType, variant: str) -> None:
         (4, 4, 1, 0, 4),
     ],
 )
-def test_groups_are_folded_where_that_halves_the_tiles(
+def test_gqa_is_packed_where_that_halves_the_tiles(
     native: ModuleType, heads_q: int, heads_k: int, queries: int, pack_gqa_log2: int, tiles: int
 ) -> None:
     for batch in (1, 3):
@@ -487,7 +487,7 @@ def test_groups_are_folded_where_that_halves_the_tiles(
 
 
 @pytest.mark.parametrize(
-    "batch, heads_k, queries, keys, packed, window, pack_gqa_log2",
+    "batch, heads_k, queries, keys, varlen, window, pack_gqa_log2",
     [
         (1, 8, 32, 128, False, -1, 3),  # two tiles of four less: 128 KB of K and V a key head
         (1, 8, 32, 127, False, -1, 0),  # less than 128 rows of results, written and read
@@ -499,21 +499,21 @@ def test_groups_are_folded_where_that_halves_the_tiles(
         (1, 8, 4096, 4096, True, -1, 0),
     ],
 )
-def test_folding_saves_more_than_it_costs(
+def test_packed_gqa_saves_more_than_it_costs(
     native: ModuleType,
     batch: int,
     heads_k: int,
     queries: int,
     keys: int,
-    packed: bool,
+    varlen: bool,
     window: int,
     pack_gqa_log2: int,
 ) -> None:
-    assert native.query_tiles(batch, 32, heads_k, queries, keys, packed, window)[0] == pack_gqa_log2
+    assert native.query_tiles(batch, 32, heads_k, queries, keys, varlen, window)[0] == pack_gqa_log2
 
 
-def test_gpu_problems_are_folded(native: ModuleType) -> None:
-    """In every head dim, and with every option that leaves heads alike."""
+def test_gpu_problems_have_packed_gqa(native: ModuleType) -> None:
+    """In every head dim, and with every option that does not differ between heads."""
     reached = set()
     for p in few_queries("cuda"):
         if p.lengths_q is None and p.heads_q // p.heads_k <= 128:
@@ -525,18 +525,18 @@ def test_gpu_problems_are_folded(native: ModuleType) -> None:
     assert reached >= {"causal", "window", "sink", "softcap", "seqused_k", "layout", *KERNEL_DIMS}
 
 
-def test_extraction_of_dropouts_mask_reaches_the_parts(native: ModuleType) -> None:
+def test_extraction_of_dropouts_mask_splits_the_keys(native: ModuleType) -> None:
     """The problem that shows each element's bit, of tests/test_dropout.py."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_k = IN_PARTS
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = SPLIT_KEYS
     p = Problem(batch, seqlen_q, seqlen_k, heads_q, heads_k, dropout_p=0.4)
-    assert parts_of(native, "fa2", p) > 1
+    assert splits_of(native, "fa2", p) > 1
 
 
 def test_gpu_problems_reach_the_large_tiles(native: ModuleType) -> None:
     for p in many_tiles("cuda"):
         assert query_tiles(p) > SMS
         assert native.tiles(64, p.seqlen_q, p.seqlen_k)["fa3", "forward"] == 256
-        assert parts_of(native, "fa3", p) == 1
+        assert splits_of(native, "fa3", p) == 1
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def gradients(tensors, dout, **options) -> tuple[torch.Tensor, ...]:
 
 
 def test_torch_has_the_op_as_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else flash_ext does without, at a cost: see whether node.py and bindings.cpp can follow."""
+    """Otherwise flash_ext works without it, slower: see whether node.py and bindings.cpp follow."""
     assert node.find() is not None
     monkeypatch.setattr(node, "_BACKWARD_SCHEMA", "another")
     assert node.find() is None
@@ -373,7 +373,7 @@ def test_checkpoint(use_reentrant: bool, device: str) -> None:
 @pytest.mark.parametrize("case", ("plain", "all"))
 @pytest.mark.parametrize("where", ("forward", "backward"))
 def test_a_checkpoint_recomputes_the_other_node(where: str, case: str, device: str) -> None:
-    """A mode is on in one of the passes alone, so its node is in Python. q and k look alike."""
+    """A mode is on in only one of the passes, so its node is in Python. q and k look alike."""
     tensors = leaves(device, heads=4)
     dout = torch.randn_like(tensors[0])
     options = options_of(case, device, tensors[0].dtype)

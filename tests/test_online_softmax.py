@@ -24,8 +24,8 @@ from attention_testing import (
 )
 from grids import HALF_TYPES
 
-# By so many powers of two the scores grow from one block of keys to the next: below and above what
-# a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
+# The scores grow by this many powers of two from one block of keys to the next: below and above
+# what a kernel may let pass (12), what fp16 holds (16), and what float32 does (128).
 STEPS = (1, 11, 12, 13, 17, 40, 127, 129, 300)
 BLOCKS = (16, 64, 100, 128)  # of keys; no kernel has tiles of 100
 MASKS = (
@@ -122,7 +122,7 @@ def test_one_key_above_all_others(
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("low", (-20.0, -200.0, -50000.0))
 def test_a_first_tile_far_below(low: float, head_dim: int, variant: str, device: str) -> None:
-    """What the first tiles gave vanishes: beside the rest, or, where there is no rest, not."""
+    """The contribution of the first tiles vanishes next to the rest; without a rest it does not."""
     for window in ((-1, -1), (40, 0)):
         problem = Problem(
             1, 300, 300, head_dim=head_dim, window=window, scale=1.0, dtype=torch.float16

@@ -211,7 +211,7 @@ def test_dynamic_shapes_compile_once(variant: str, device: str) -> None:
         ):
             assert_bitwise_equal(a, e)
         compiled_frames.append(counter.frame_count)
-    assert len(set(compiled_frames)) == 1, "new sizes must not compile anew"
+    assert len(set(compiled_frames)) == 1, "new sizes must not compile again"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -240,7 +240,7 @@ def test_dynamic_lengths_compile_once(variant: str, device: str) -> None:
         arguments = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         assert_bitwise_equal(compiled(*arguments).detach(), forward(*arguments).detach())
         compiled_frames.append(counter.frame_count)
-    assert len(set(compiled_frames)) == 1, "new lengths must not compile anew"
+    assert len(set(compiled_frames)) == 1, "new lengths must not compile again"
 
 
 def test_windows_compile_twice(device: str) -> None:
@@ -469,7 +469,7 @@ def test_memory_grows_with_the_sequence_not_its_square(
 @pytest.mark.parametrize("options", ({}, {"softcap": 1.5}), ids=("", "softcap"))
 @pytest.mark.parametrize("variant", ("fa2", "fa3"))
 def test_few_tiles_take_their_keys_in_parts(variant: str, options: dict) -> None:
-    """Seen by the memory that the parts' results take in float32."""
+    """Seen by the memory that the results of splits take in float32."""
     problem = Problem(1, 16, 4096, 4, 4, 64, **options)
     inputs = make_inputs(problem, "cuda")
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]

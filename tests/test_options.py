@@ -300,7 +300,7 @@ def test_memory_is_kept_only_while_needed(variant: str, device: str) -> None:
 
 
 def test_auto_is_one_of_the_variants(variant: str, device: str) -> None:
-    """auto runs the variant that check names, to the bit (on a CPU in tiles of its own)."""
+    """auto runs the variant that check names, to the bit (on a CPU with different tiles)."""
     inputs = make_inputs(Problem(1, 40, 50), device)
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
     chosen = VARIANTS[torch.ops.flash_ext.check(*tensors)[0]]

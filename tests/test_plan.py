@@ -48,7 +48,7 @@ SHAPES = (
 def test_regions_lie_side_by_side(
     variant: str, head_dims: tuple[int, int], native: ModuleType
 ) -> None:
-    switches = ("packed", "sink", "deterministic")
+    switches = ("varlen", "sink", "deterministic")
     for shape, values in itertools.product(SHAPES, itertools.product((False, True), repeat=3)):
         dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
         p = problem(native, **shape, **dims, **dict(zip(switches, values, strict=True)))
@@ -107,7 +107,7 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
     p.head_dim = 96  # which fa3 pads to 128
     assert sizes(p.backward("fa2"))["dq_accum"] == rows * 96 * 4
     assert sizes(p.backward("fa3"))["dq_accum"] == rows * 128 * 4
-    p.packed = p.deterministic = True
+    p.varlen = p.deterministic = True
     assert sizes(p.backward("fa2")).items() >= {"offsets_q": 12, "offsets_k": 12}.items()
 
 
@@ -120,7 +120,7 @@ def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
-    """Of one head or more, within 576 MB and what the call's own tensors take; else none."""
+    """Of one head or more, within 576 MB and the size of the call's own tensors; otherwise none."""
     p = problem(native, **shape, head_dim=256, head_dim_v=256)
     found = sizes(p.backward("fa3"))
     assert found["tile_count_semaphore"] == 16 and found["dq_accum"] == 0
@@ -131,7 +131,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
     assert ("ds" in found) == (head <= most)
     if "ds" in found:
         assert found["ds"] % head == 0 and found["ds"] <= most
-    p.packed = True
+    p.varlen = True
     assert "ds" not in p.backward("fa3").regions
 
 
@@ -236,7 +236,7 @@ def test_every_head_dim_takes_its_kernels(head_dims: tuple[int, int], native: Mo
 
 
 def test_gradients_of_options_follow(native: ModuleType) -> None:
-    p = problem(native, seqlen_q=9, seqlen_k=9, bias=True, sink=True, packed=True)
+    p = problem(native, seqlen_q=9, seqlen_k=9, bias=True, sink=True, varlen=True)
     assert p.backward("fa2").launches == [
         "fa2_backward<64, 64>", "bias_gradient<64, 64>", "sink_gradient",
     ]  # fmt: skip

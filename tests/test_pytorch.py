@@ -1,8 +1,9 @@
-"""What a model asks of an op besides its result: autocast, torch.func, checkpointing, export.
+"""What a model needs of an op apart from its result: autocast, torch.func, checkpointing, export.
 
 Would catch a transform that sees constants where there are derivatives, statistics or slopes that
 autocast rounds, a vmap that mixes its elements or calls the op once for each, an op that selective
-checkpointing does not recognise, FLOPs unlike SDPA's, and a graph that only this process can run.
+checkpointing does not recognize, FLOPs that differ from SDPA's, and a graph that only this process
+can run.
 """
 
 from __future__ import annotations

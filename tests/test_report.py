@@ -72,7 +72,7 @@ def test_equal_data_give_equal_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_figure_draws(tmp_path: Path) -> None:
-    """Training too, of which there may be no results yet."""
+    """Training too, which may have no results yet."""
     pytest.importorskip("matplotlib")
     speeds = {"fa3": 5.0, "sdpa": 4.0, "standard": 2.0}
     providers = {n: {"tokens_per_second": x} for n, x in speeds.items()} | {"fa1": {"skipped": "x"}}
@@ -92,7 +92,7 @@ def test_every_figure_draws(tmp_path: Path) -> None:
 def test_results_say_what_they_were_measured_with(path: Path) -> None:
     result = common.read_json(path)
     assert result["device"] and result["torch"] and result["cudnn"] and result["driver"]
-    if path.stem != "recorded_peers":  # of which flash_ext is no part
+    if path.stem != "recorded_peers":  # which has no flash_ext
         assert re.fullmatch("[0-9a-f]{16}", result["digest"])
         assert re.match(r"\d{4}-\d\d-\d\dT", result["date"])
 

@@ -1,7 +1,7 @@
 """The error rule of attention_testing.py: it passes what is right, and sees a single wrong row.
 
-Would catch a rule that looks at the largest error alone: under a causal mask the last rows are so
-small beside the first that they could hold anything.
+Would catch a rule that looks only at the largest error: under a causal mask the last rows are so
+small next to the first that they could hold anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def smallest_row(name: str) -> tuple[torch.Tensor, ...]:
 def judge(
     problem: Problem, actual: dict[str, torch.Tensor], name: str, whole: bool = False
 ) -> None:
-    """By the rule, or by its part for whole tensors alone."""
+    """By the rule, or only by its part for whole tensors."""
     expected = reference_results(problem, "cpu")
     expected = expected._replace(size={}) if whole else expected
     assert_accurate({name: actual[name]}, expected, problem.dtype)
@@ -49,7 +49,7 @@ def test_one_small_row_is_wrong(name: str, factor: float) -> None:
 
 @pytest.mark.parametrize("name", ("out", "dq", "dk", "dv"))
 def test_every_row_is_too_small(name: str) -> None:
-    """As where one key in eighty is left out: no number shows it alone."""
+    """As where one key in eighty is left out: no single number shows it."""
     actual = run(FULL, "fa2", "cpu")
     judge(FULL, actual, name)
     actual[name] = (actual[name].double() * 0.988).to(FULL.dtype)

@@ -276,7 +276,7 @@ def test_translation(layout, is_causal, scale, active):
 
 
 def layouts(**kind) -> Iterator[torch.Tensor]:
-    """(B, H, S, D) tensors whose rows lie in any order, with gaps, and expanded."""
+    """(B, H, S, D) tensors with rows in any order, with gaps, and expanded."""
     random.seed(0)
     for _ in range(300):
         sizes = [random.choice((1, 2, 3)) for _ in range(3)] + [8]
@@ -361,7 +361,7 @@ def test_falls_back(case, active):
     assert out.item() == 7 and max_q == q.shape[2]
     ((arguments, keywords),) = active[FORWARD].calls
     given = (q, k, v, p, True, debug)
-    assert_same_arguments(arguments, given if debug else given[:-1])  # but for the default
+    assert_same_arguments(arguments, given if debug else given[:-1])  # except the default
     assert keywords == {"scale": 2.0}
     _, *plain = inputs("bhsd", torch.bfloat16)  # has a kernel, whatever had none before it
     assert aten(FORWARD)(*plain)[0].shape == plain[0].shape

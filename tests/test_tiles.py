@@ -123,7 +123,7 @@ def test_sequences_of_all_lengths_side_by_side(
 def test_what_lies_beyond_a_sequence_is_not_seen(
     poison: float, head_dim: int, head_dim_v: int, variant: str, device: str
 ) -> None:
-    """Rows past seqused_k, of no sequence, and of the neighbour: not a bit of them."""
+    """Rows past seqused_k, of no sequence, and of the neighbor: not a bit of them."""
     lengths = (1, 63, 130, 65, 200, 7)
     packed = Problem(lengths_q=lengths, lengths_k=lengths, seqused_k=(1, 60, 129, 64, 0, 7), tail=9)
     dense = Problem(4, 150, 260, seqused_k=(1, 128, 259, 70))

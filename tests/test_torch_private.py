@@ -161,7 +161,7 @@ def found() -> dict[str, dict]:
 
 
 def test_torch_has_them(found: dict) -> None:
-    """Else flash_ext does without, at a cost: see what torch has in its place."""
+    """Otherwise flash_ext works without it, at a cost: see what torch has in its place."""
     wrong = {name: x for name, x in found[""].items() if x is not True}
     assert NAMES and wrong.pop("missing") == torch_private.missing == []
     for attend in "attention", "op":

@@ -69,7 +69,7 @@ MODELS = {
     ),
 }
 CAUSAL = [name for name in MODELS if name not in ("bert", "t5")]
-# SDPA knows neither softcap nor sinks; transformers runs the latter's models on eager alone.
+# SDPA has neither softcap nor sinks; transformers runs models with sinks only on eager.
 NOT_ON_SDPA = ("gemma2", "gpt_oss")
 MASKS = {
     "whole": torch.ones(2, S, dtype=torch.long),
@@ -366,7 +366,7 @@ def test_cross_attention_to_as_many_keys(padding):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
 def test_a_mask_of_the_users(name, dtype):
-    """A 4-D mask is all there is: neither causal nor windows come to it."""
+    """A 4-D mask is the whole mask: neither causal nor windows are added."""
     model = build(name)
     mask = torch.rand(2, 1, S, S, generator=torch.Generator().manual_seed(3)) < 0.6
     mask |= torch.eye(S, dtype=torch.bool)
@@ -459,7 +459,7 @@ def test_masks_are_not_written_to():
     assert not hasattr(mask, "not_of_tensors")
 
 
-# Attention of its own; a decoder whose layers are not said to be causal.
+# A model's own attention; a decoder whose layers are not marked causal.
 OWN = {
     "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4, "hidden_size": 32}),
     "bigbird_pegasus": (

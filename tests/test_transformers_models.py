@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 FEWEST_RIGHT = 300
 """Of about 360 in transformers 5.23: fewer mean that models are no longer built here."""
 BACKWARD = 4
-"""One model in so many is run backward as well."""
+"""One of this many models is run backward as well."""
 
 CLASSES = sorted(transformers_models.classes())
 
@@ -72,7 +72,7 @@ def difference(
         if padded and x.shape[:2] == (BATCH, SEQLEN):
             apart, x = apart[padding().bool()], x[padding().bool()]
         if x.numel():
-            # Some gradients are 0 but for rounding errors: of biases of keys.
+            # Some gradients are 0 except for rounding errors: those of biases of keys.
             least = 1e-3 * max(gradients) if name.startswith("gradient") else 1e-6
             found = float(apart.abs().max() / x.abs().max().clamp(min=float(least)))
             worst = max(worst, (float("inf") if found != found else found, name))

@@ -173,7 +173,7 @@ def test_whose_kernels_compute_the_gradients(head_dim: int, causal: bool, varian
 @fa3
 @pytest.mark.parametrize("what", ("one row", "odd row", "odd address", "other strides"))
 def test_gradients_of_out_that_fa3_cannot_address(what: str, variant: str) -> None:
-    """fa2's kernels take over without a word; strides alone are no reason to."""
+    """fa2's kernels stand in without a warning; strides by themselves are no reason."""
     inputs = {name: some(2, 90, 4, 64) for name in "qkv"}
     dout = {
         "one row": some(2, 1, 4, 64).expand(2, 90, 4, 64),

@@ -1,6 +1,6 @@
 """Packed sequences and seqused_k: every shape a batch may have, tails, and bad offsets.
 
-Would catch a sequence that reads or writes its neighbour's rows, a tile scheduler that loses a
+Would catch a sequence that reads or writes its neighbor's rows, a tile scheduler that loses a
 sequence (empty, tiny, or one long among short ones), a mask aligned to the longest length instead
 of the sequence's own, rows past the last sequence left as they were, a launch that depends on what
 the host once knew of the lengths, and offsets trusted blindly.
@@ -247,7 +247,7 @@ def with_lengths(problem: Problem, lengths_q: tuple, lengths_k: tuple) -> Proble
 def test_graph_replay_with_other_lengths(
     options: dict, deterministic: bool, variant: str, device: str
 ) -> None:
-    """A captured call follows what cu_seqlens hold at each replay. (The CPU calls anew.)"""
+    """A captured call follows what cu_seqlens hold at each replay. (The CPU calls again.)"""
     base = Problem(lengths_q=(100, 100, 100), lengths_k=(100, 100, 100), loss="both", **options)
     inputs = make_inputs(base, device)
     static = Inputs(**{f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)})

@@ -52,7 +52,7 @@ class TooLarge(ValueError):
 def classes() -> dict[str, str]:
     """The classes of each architecture, {"BloomForCausalLM": "bloom", ...}.
 
-    They are its language models, decoders and encoder-decoders, or else its body.
+    They are its language models, decoders and encoder-decoders, otherwise its body.
     """
     heads = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
     found: dict[str, str] = {}
@@ -147,7 +147,7 @@ def padding() -> Tensor:
 
 
 def _field(config: Any, *names: str, default: int) -> int:
-    """The first of these fields that there is in a configuration or in those within it."""
+    """The first of these fields that a configuration, or one inside it, has."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (tuple, list)) and value:

@@ -1,4 +1,4 @@
-"""The tables of speed, by what compare.py measured."""
+"""The tables of speed, from what compare.py measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from . import goals
 from .sections import picture
 from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, select, table
 
-# The providers that are shown, and who is held against whom.
+# The providers that are shown, and the pairs that are compared.
 ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", "flash_attn_4", BEST, "standard")
 PAIRS = (
     *(("fa3", peer) for peer in (BEST, "cudnn", "flash_attn_4", "flash", "fa2")),
@@ -148,7 +148,7 @@ def host_table(host: Json, labels: dict[str, str]) -> str:
 
 
 def tests_line(tests: Json | None) -> str:
-    """One line on the GPU tests' report file."""
+    """One line on the report of the GPU tests."""
     if tests is None:
         return f"GPU tests: {UNKNOWN}."
     counts = ", ".join(f"{number} {kind}" for kind, number in tests["counts"].items())

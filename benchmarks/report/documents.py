@@ -1,4 +1,4 @@
-"""Which part stands where: between the markers of its name in one of ``DOCUMENTS``."""
+"""Where each part is: between the markers of its name in one of ``DOCUMENTS``."""
 
 from __future__ import annotations
 

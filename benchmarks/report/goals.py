@@ -1,4 +1,4 @@
-"""What the package promises of speed and memory, beside what was measured."""
+"""The goals for speed and memory, with what was measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import flash_ext
 
 from .tables import UNKNOWN, select
 
-# TFLOP/s that fa3 is to reach at S 16384, by direction, head dim and causal.
+# TFLOP/s that fa3 must reach at S 16384, by direction, head dim and causal.
 FA3_SPEEDS = {
     ("forward", 64, False): 560, ("forward", 128, False): 700, ("forward", 256, False): 780,
     ("forward", 128, True): 680,

@@ -1,5 +1,5 @@
-"""What moved: each number of a new result file beside the same one in the file of before, where
-they differ by more than what runs differ by (``LIMITS``)."""
+"""What moved: each number of a new result file with that of the old file, where they differ by more
+than runs differ (``LIMITS``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import common
 from common import Json
 
-# By how much a number has to differ to have moved; of those that are not here none is looked at.
+# By how much a number must differ to have moved; numbers that are not listed here are ignored.
 LIMITS = {
     "ms": 0.06, "us": 0.15, "tokens_per_second": 0.06, "ratio": 0.06, "over_dense": 0.06,
     "bytes": 0.02, "hbm_read": 0.05, "hbm_written": 0.05, "sm": 0.02, "model": 0.0,
@@ -26,7 +26,7 @@ IDENTITY = (
 SHOWN = 12
 
 
-Number = tuple[str, str, float]  # where it stands, which of LIMITS it is, its value
+Number = tuple[str, str, float]  # where it is, which of LIMITS applies, its value
 
 
 def numbers(value: object, path: tuple[str, ...] = (), kind: str = "") -> Iterator[Number]:

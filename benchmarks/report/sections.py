@@ -110,7 +110,7 @@ def numerics_table(numerics: Json) -> str:
 
 
 def softmax_table(numerics: Json) -> str:
-    """The softmax alone: RMS error, and the share of finite entries."""
+    """Only the softmax: RMS error, and the share of finite entries."""
     names = list(numerics["softmax"][0]["forms"])
 
     def entry(r: Json) -> str:

@@ -1,4 +1,4 @@
-"""What the parts share: Markdown tables, words, and where results lie."""
+"""What the parts share: Markdown tables, words, and where results are."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def gpu_folders() -> list[Path]:
 
 
 def span(values: list[float], unit: str = "×", digits: int = 3) -> str:
-    """The range of some numbers, or the one that they all are."""
+    """The range of some numbers, or the one number that they all are."""
     low, high = (f"{x:.{digits}g}{unit}" for x in (min(values), max(values)))
     return low if low == high else f"{low} – {high}"

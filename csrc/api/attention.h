@@ -1,4 +1,4 @@
-// The three ops, apart from their registration. See flash_ext/ops/ for their contract.
+// The three ops, without their registration. See flash_ext/ops/ for their contract.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -33,16 +33,16 @@ struct Options {
     std::string variant = "auto";
 };
 
-// An uninitialised tensor on x's device.
+// An uninitialized tensor on x's device.
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);
 
-// A gradient as the kernels read it: itself, or a copy. Without torch's own op, whose error would
-// not be torch.OutOfMemoryError here.
+// A gradient as the kernels read it: itself, or a copy. Does not use torch's own op, whose error
+// would not be torch.OutOfMemoryError here.
 Tensor with_contiguous_rows(const Tensor& x);
 
-// out and lse. Where `into` is defined it is used as out: as torch allocates memory, and of any
-// strides with contiguous rows.
+// out and lse. Where `into` is defined it is used as out. It is aligned as torch allocates memory,
+// and its rows are contiguous.
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Options& options, const Tensor& into = Tensor());
 
@@ -53,9 +53,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& v, const Tensor& out, const Tensor& lse, const Options& options, bool need_dbias,
     const std::tuple<Tensor, Tensor, Tensor>& into = {});
 
-// The indices in kVariantNames of the variant that attention_forward would run, or its error, and
-// of that whose kernels would compute its gradients, with the reason where they differ. The latter
-// is -1 where none could.
+// Two indices in kVariantNames: of the variant that attention_forward would run (or its error), and
+// of the variant whose kernels would compute the gradients, with the reason where they differ. The
+// second is -1 where no kernel could.
 std::tuple<int64_t, int64_t, std::string> attention_check(const Tensor& q, const Tensor& k,
                                                           const Tensor& v, const Options& options);
 

@@ -9,8 +9,8 @@
 
 #include "api/attention.h"
 
-// The device whose kernels this library holds. Tests compile the host's side for the CPU; ops that
-// take no tensors, by which the dispatcher tells devices apart, have the device in their names.
+// The device whose kernels this library holds. Tests compile the host side for the CPU. The
+// dispatcher finds the device by tensors; ops that take none have the device in their names.
 #ifndef FLASH_EXT_DEVICE
 #define FLASH_EXT_DEVICE CUDA
 #define FLASH_EXT_AUTOGRAD AutogradCUDA
@@ -19,7 +19,7 @@
 #define TEXT(x) TEXT_OF(x)
 #define DEVICE_NAME TEXT(FLASH_EXT_DEVICE)
 
-// The options as parameters, and gathered: the dispatcher passes them one by one.
+// The options as parameters, as the dispatcher passes them, and gathered.
 #define OPTION_PARAMETERS                                                                      \
     std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,       \
         double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> bias,        \
@@ -36,10 +36,10 @@
 
 namespace flash_ext {
 
-// What a kernel of ours has thrown below call_op: torch keeps no more than its text.
+// What one of our kernels has thrown below call_op: torch keeps only its text.
 inline thread_local std::exception_ptr thrown;
 
-// Calls the op whose arguments are on `stack`, where its results will be. An error of our own
+// Calls the op with the arguments on `stack`, and leaves its results there. An error of our own
 // kernels keeps its type.
 void call_op(const char* name, StableIValue* stack);
 

@@ -1,6 +1,6 @@
-// Argument checks. A message names the argument, what was wanted and what came. Nothing is
-// allocated or launched before all of them have passed. The CPU kernels' are in
-// flash_ext/cpu/checks.py, alike.
+// Argument checks. A message names the argument, what was expected and what was given. Nothing is
+// allocated or launched before all checks have passed. The CPU kernels have the same checks in
+// flash_ext/cpu/checks.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -114,7 +114,7 @@ inline void require_contiguous(const char* argument, const Tensor& tensor) {
         refuse(argument, "contiguous", "strides " + shape_text(tensor.strides()));
 }
 
-// What an argument of options must be, but for its values.
+// What an argument of options must be, except its values.
 inline void require_option(const char* argument, const Tensor& tensor, ScalarType dtype,
                            const std::vector<int64_t>& shape, const char* layout, const Tensor& q) {
     require_dtype(argument, tensor, dtype);

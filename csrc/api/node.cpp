@@ -1,11 +1,11 @@
 // An autograd node in C++. The stable ABI has no way to write one, but ATen has an op for the
 // kernels of other packages, _scaled_dot_product_fused_attention_overrideable, with a generated
-// node; on CUDA nobody else's kernels are there. The node hands tensors on as they are, so here
+// node; on CUDA no other package has kernels for it. The node passes tensors unchanged, so here
 // they have flash_ext's layout. flash_ext/ops/node.py says which calls go this way.
 //
-// The op has no place for most options. `node_options_CUDA` keeps those of the call that follows
-// on the same thread, whose dropout_p says that they are meant. The forward kernel gives them to
-// the node as outputs that have no other use, and from there they come to the backward kernel.
+// The op has no arguments for most options. `node_options_CUDA` stores those of the next call on
+// the same thread, which refers to them by its dropout_p. The forward kernel gives them to the node
+// as outputs that have no other use, and the node gives them to the backward kernel.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_ba
 namespace flash_ext {
 namespace {
 
-// The options of the next call, and the dropout_p by which it is known.
+// The options of the next call, and the dropout_p that identifies it.
 struct Announced {
     double number = 0;
     Options options;
@@ -57,7 +57,7 @@ constexpr int64_t kWindowMask = (int64_t{1} << kWindowBits) - 1;
 static_assert(kVariants < 4);
 
 Packed pack(const Options& options) {
-    // What is longer than any sequence is unlimited.
+    // A window longer than any sequence is unlimited.
     const auto window = [](int64_t side) { return std::min<int64_t>(side, kWindowMask - 1) + 1; };
     int64_t variant = 0;
     for (int i = 0; i < kVariants; ++i)
@@ -127,8 +127,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> node_bwd(
     throw;
 }
 
-// What autograd meets of ATen's backward op. A graph of the gradients, where one is wanted, is
-// recorded in Python, by a node that says that it has no gradient.
+// What autograd sees of ATen's backward op. Where a graph of the gradients is needed, Python
+// records it, by a node that says that it has no gradient.
 void node_bwd_autograd(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
     call_op(
         aoti_torch_grad_mode_is_enabled() ? "flash_ext::node_bwd_recorded" : "flash_ext::node_bwd",

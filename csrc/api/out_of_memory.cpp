@@ -1,5 +1,5 @@
 // c10::OutOfMemoryError made by torch's own constructor, found by name at run time: nothing is
-// linked, and nothing is assumed of its layout but that it is below kBytes.
+// linked, and the only assumption about its layout is that it is smaller than kBytes.
 #include "api/out_of_memory.h"
 
 #include <cxxabi.h>

@@ -1,11 +1,11 @@
 // SDPA's flash backend on flash_ext: kernels in place of torch's for the aten ops below it, while
-// flash_ext/integrations/sdpa.py has them switched on. What flash_ext does not run goes to torch's
-// kernel, which sdpa.py keeps as an op "flash_ext::original" + the name of aten's.
+// flash_ext/integrations/sdpa.py has switched them on. Calls that flash_ext does not run go to
+// torch's kernel, which sdpa.py keeps as the op "flash_ext::original" + the name of aten's op.
 //
 // Results are what torch's kernels return: out and the gradients with the strides of empty_like,
-// lse in float32, and what only dropout needs without content. out and lse mean the same in both,
-// so it does not matter whose forward kernel made what a backward kernel is given; with dropout,
-// whose mask does matter, both passes are torch's.
+// lse in float32, and tensors without content where only dropout needs them. out and lse mean the
+// same in both packages, so a backward kernel can take the results of either forward kernel.
+// Dropout masks differ, so with dropout both passes are torch's.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ bool deterministic() {
     return at::globalContext == nullptr || at::globalContext().deterministicAlgorithms();
 }
 
-// What torch's kernel of the op returns, but for the integers.
+// What torch's kernel of the op returns, except the integers.
 template <class... Tensors, class... Arguments>
 std::tuple<Tensors...> call_original(const char* op, const Arguments&... arguments) {
     StableIValue stack[std::max(sizeof...(Arguments), sizeof...(Tensors))] = {from(arguments)...};
@@ -68,13 +68,13 @@ Tensor transposed(const Tensor& x) {
                 {x.stride(0), x.stride(2), x.stride(1), x.stride(3)});
 }
 
-// The strides of empty_like(x): those of x where it is dense, else in the same order without gaps.
-// It follows at::infer_dense_strides, to which a stride of 0 says nothing about the order.
+// The strides of empty_like(x): those of x where it is dense, otherwise the same order without
+// gaps. As at::infer_dense_strides, it ignores strides of 0 for the order.
 std::vector<int64_t> dense_strides(const Tensor& x) {
     const int dims = static_cast<int>(x.dim());
     std::vector<int> order(dims);  // innermost first
     std::iota(order.rbegin(), order.rend(), 0);
-    const auto is_outside = [&](int a, int b) {  // of b: 1, -1, or 0 where nothing says so
+    const auto is_outside = [&](int a, int b) {  // of b: 1, -1, or 0 where it is undetermined
         if (x.stride(a) == 0 || x.stride(b) == 0) return 0;
         if (x.stride(a) != x.stride(b)) return x.stride(a) > x.stride(b) ? 1 : -1;
         return x.size(a) > x.size(b) ? 1 : 0;
@@ -117,7 +117,7 @@ bool passes_check(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 // Whether there is a kernel for the device, dtype and head dim of q (B, S, H, D). The answer, 1 or
-// -1, is kept.
+// -1, is cached.
 bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     constexpr int kDevices = 64, kDims = 257;
     static std::atomic<int8_t> answers[kDevices][2][kDims];
@@ -131,8 +131,8 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     return answer > 0;
 }
 
-// For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or packed, (total, H, D). Torch says what is wrong
-// with what it does not run either.
+// For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or packed, (total, H, D). For calls that torch does
+// not run either, torch reports the error.
 bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool varlen) {
     const int64_t dims = varlen ? 3 : 4;
     for (const Tensor* x : {&q, &k, &v})
@@ -157,14 +157,14 @@ bool is_plain(const std::optional<Tensor>& x, int64_t size) {
                   x->is_contiguous());
 }
 
-// --- What the ops return besides ---
+// --- The other results of the ops ---
 
 // The state of the random generator, an unused tensor and the debug mask, of a call without
-// dropout. Nothing reads or writes what is in them: all calls on a device share them.
+// dropout. Nothing reads or writes their content, so all calls on a device share them.
 std::tuple<Tensor, Tensor, Tensor> random_state(const Tensor& like) {
     using Tensors = std::tuple<Tensor, Tensor, Tensor>;
     static std::mutex mutex;
-    // Never destroyed, for CUDA is gone when the process ends.
+    // Never destroyed: at the end of the process CUDA no longer exists.
     static auto& made = *new std::map<std::pair<int32_t, ScalarType>, Tensors>;
     const std::lock_guard lock(mutex);
     Tensors& tensors = made[{like.get_device_index(), like.scalar_type()}];
@@ -182,7 +182,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 constexpr const char* kForward = "flash_ext::original_scaled_dot_product_flash_attention";
 constexpr const char* kBackward = "flash_ext::original_scaled_dot_product_flash_attention_backward";
 
-// q, k and v as the ops take them, or none where torch's kernel is to run.
+// q, k and v as the ops take them, or nothing where torch's kernel must run.
 std::optional<std::array<Tensor, 3>> sdpa_inputs(const Tensor& query, const Tensor& key,
                                                  const Tensor& value, double dropout_p) {
     if (dropout_p != 0) return std::nullopt;
@@ -234,7 +234,7 @@ Gradients sdpa_backward(const Tensor& grad_out, const Tensor& query, const Tenso
 }
 
 // --- _flash_attention_forward, of (B, S, H, D) or (total, H, D) ---
-// It is below torch.nn.attention.varlen.varlen_attn and nested tensors.
+// torch.nn.attention.varlen.varlen_attn and nested tensors call it.
 
 constexpr const char* kFlashForward = "flash_ext::original_flash_attention_forward";
 constexpr const char* kFlashForwardOut =
@@ -349,8 +349,8 @@ Gradients flash_backward(const Tensor& grad_out, const Tensor& query, const Tens
     return into;
 }
 
-// Puts the kernels above in place of torch's, or gives these back. `with_out`: torch has the op
-// that writes out.
+// Replaces torch's kernels by those above, or restores torch's. `with_out`: torch has the op that
+// writes out.
 void sdpa_override(bool on, bool with_out) {
     static std::unique_ptr<StableLibrary> kernels;
     kernels.reset();

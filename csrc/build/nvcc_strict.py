@@ -1,10 +1,10 @@
-"""nvcc with a conscience: spills, local memory and the like fail the compilation.
+"""A strict nvcc: spills, local memory and similar problems fail the compilation.
 
     python nvcc_strict.py NVCC ARGUMENTS...
 
 runs nvcc, hides ptxas's statistics, shows everything else and exits non-zero where ptxas reports
-spilled registers, local memory, serialised wgmma or an ignored setmaxnreg. The statistics stay
-beside the object file, in OBJECT.ptxas.json, from which report() writes one table for the whole
+spilled registers, local memory, serialized wgmma or an ignored setmaxnreg. The statistics are
+stored beside the object file, in OBJECT.ptxas.json; report() writes one table of them for the whole
 build. setup.py puts this in front of nvcc. FLASH_EXT_STRICT=0 turns failures into warnings.
 """
 
@@ -98,8 +98,8 @@ def compile_one(command: list[str]) -> int:
 def report(objects: list[Path], table: Path) -> None:
     """Writes the table of all kernels in these objects; exits where a strict build must fail.
 
-    Objects that a build with FLASH_EXT_STRICT=0 let pass are not compiled again, so their
-    complaints are looked for here too.
+    Objects that a build with FLASH_EXT_STRICT=0 accepted are not compiled again, so their
+    complaints are checked here too.
     """
     rows = []
     complaints = []

@@ -1,4 +1,5 @@
-// A call as the choice of its kernels sees it: plain data, known before anything is allocated.
+// A call, as far as the choice of its kernels depends on it: plain data, known before anything is
+// allocated.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 namespace flash_ext {
 namespace {
 
-// Asked of the driver once for all devices.
+// The driver is asked once, for all devices.
 const std::vector<Device>& devices() {
     static const std::vector<Device> devices = [] {
         int count = 0;
@@ -20,7 +20,7 @@ const std::vector<Device>& devices() {
                                    i);
             cudaDeviceGetAttribute(&all[i].multiprocessors, cudaDevAttrMultiProcessorCount, i);
         }
-        cudaGetLastError();  // clears what failed, or the next launch would report it
+        cudaGetLastError();  // clears an error, which the next launch would otherwise report
         return all;
     }();
     return devices;

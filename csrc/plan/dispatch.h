@@ -9,7 +9,7 @@
 
 namespace flash_ext {
 
-// False when the value is none of the list.
+// False if the value is not in the list.
 template <auto... kValues, class T, class Function>
 bool dispatch(T value, Function&& function) {
     return ((value == kValues ? (function(std::integral_constant<T, kValues>{}), true) : false) ||

@@ -1,4 +1,4 @@
-// The workspace in which the backward of wide heads keeps dS.
+// The workspace for dS in the backward of wide heads.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace flash_ext {
 
-// Where in memory the dS of one query head of a dense batch is kept (fa3/backward_product.cuh): in
-// tiles of 64 x 64 of 16-bit numbers, Q tile by Q tile. Without those above the diagonal, where a
-// mask hides them all.
+// Where the dS of one query head of a dense batch lies in memory (fa3/backward_product.cuh): in
+// tiles of 64 x 64 16-bit numbers, Q tile by Q tile. Tiles above the diagonal have no memory where
+// a mask hides them all.
 struct DSWorkspaceTiles {
     static constexpr int kBytes = 64 * 64 * 2;
 
@@ -27,7 +27,7 @@ struct DSWorkspaceTiles {
     FLASH_HOST_DEVICE constexpr int of_row(int q_tile) const {
         return triangle ? q_tile + 1 : kv_tiles;
     }
-    // The number of a Q tile's first; that of number q_tiles is how many there are.
+    // The number of a Q tile's first tile; first(q_tiles) is the number of all tiles.
     FLASH_HOST_DEVICE constexpr int64_t first(int q_tile) const {
         return triangle ? int64_t{q_tile} * (q_tile + 1) / 2 : int64_t{q_tile} * kv_tiles;
     }
@@ -41,9 +41,9 @@ FLASH_HOST_DEVICE constexpr int64_t ds_group_bytes(const AttentionParams& params
         1);
 }
 
-// Memory that a call wants for it: that of all heads, or of equal parts of them, so many at a time
-// as fit into as much as q, out and their gradients take, which is linear in the sequence, or a set
-// size; 0 where one does not, or where sequences are packed, whose lengths the host does not know.
+// The memory that a call takes for dS: that of all heads, or of an equal part of them. Its limit is
+// the size of q, out and their gradients, which is linear in the sequence length, or a fixed size.
+// 0 if one head exceeds it, or if sequences are packed: the host does not know their lengths.
 FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& params) {
     constexpr int64_t kMost = int64_t{576} << 20;
     const int64_t heads_q = int64_t{params.heads_q} * params.batch;

@@ -5,8 +5,8 @@
 
 namespace flash_ext {
 
-// The word of the launch with that name, on the current device; null if there is none. Of 1,024
-// launches that follow one another, each has its own.
+// The word of the launch with this epoch, on the current device; null if there is none. 1,024
+// consecutive launches have different words.
 unsigned long long* flag_word(uint64_t epoch);
 
 }  // namespace flash_ext

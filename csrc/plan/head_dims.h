@@ -15,21 +15,21 @@ struct HeadDims {
     constexpr bool holds(HeadDims x) const { return x.qk <= qk && x.v <= v; }
 };
 
-// Pairs with kernels of their own; any other up to the last is padded, inside the kernel, to the
-// first of these that holds it.
+// Pairs that have kernels. Any other pair up to the last is padded, inside the kernel, to the first
+// of these that holds it.
 inline constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128},
                                          {192, 128}, {192, 192}, {256, 256}};
 inline constexpr int kHeadDimPairs = std::size(kHeadDims);
 inline constexpr int kMaxHeadDim = kHeadDims[kHeadDimPairs - 1].qk;
 
-// The index in kHeadDims of what a call's are padded to, or -1.
+// The index in kHeadDims of the pair to which a call's is padded, or -1.
 constexpr int head_dims_index(HeadDims dims) {
     for (int i = 0; i < kHeadDimPairs; ++i)
         if (kHeadDims[i].holds(dims)) return i;
     return -1;
 }
 
-// Of a call that has been checked: there is one.
+// For a call that has been checked, so that there is one.
 constexpr HeadDims pad_head_dims(HeadDims dims) { return kHeadDims[head_dims_index(dims)]; }
 
 }  // namespace flash_ext

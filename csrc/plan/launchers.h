@@ -23,8 +23,8 @@ cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
 
-// After a forward with split keys. `pdl` as for launch_kernel(): after FA3, since every GPU
-// that runs it can wait.
+// After a forward with split keys. `pdl` as for launch_kernel(): only after FA3, since every GPU
+// that runs FA3 has it.
 cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
 
 // After a variant's backward, whose workspace they read.
@@ -32,7 +32,7 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
 
-// Before a deterministic backward of packed sequences: offsets (B + 1) that nobody can wait on
+// Before a deterministic backward of packed sequences: offsets (B + 1) with which no CTA can wait
 // forever.
 cudaError_t sanitize_cu_seqlens(const BackwardParams& params, int* offsets_q, int* offsets_k,
                                 cudaStream_t stream);

@@ -22,10 +22,10 @@ struct Choice {
     std::string why;                 // not the one that was asked for
 };
 
-// Of a forward: the one named, or the fastest that runs it.
+// For a forward: the named variant, or the fastest one that runs it.
 Choice choose_forward(const Call& call, std::optional<Variant> wanted);
 
-// Of the backward of a call whose forward is `forward`'s: its own, or those of the variant that
+// For the backward of a call whose forward ran in variant `forward`: the same, or the variant that
 // stands in.
 Choice choose_backward(const Call& call, Variant forward);
 

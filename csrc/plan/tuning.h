@@ -1,5 +1,5 @@
-// Every tuned number: tile shapes, stages and warps per (kernel, head dim). What was measured, and
-// what else was tried, is in docs/notes.
+// Every tuned number: tile shapes, stages and warps per (kernel, head dim). The measurements, and
+// what else was tried, are in docs/notes.
 //
 // A kernel has a table with a row for each pair of head dims, and does not compile for a pair
 // without one.
@@ -63,16 +63,16 @@ struct Forward {
     int rows_per_warp;
     int warps;
     int block_kv;
-    int q_register_cols = 0;  // so many columns of Q stay in registers
+    int q_register_cols = 0;  // number of columns of Q that stay in registers
     int ctas_per_sm = 1;
 };
 
-// Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond. As many keys
-// a tile as then fit. Q in registers takes from the fragments that are under way: it pays where the
-// 16-row warps leave shared memory too little time.
+// Two 16-row blocks a warp where O and S fit in 255 registers a lane, otherwise one. As many keys a
+// tile as then fit. Q in registers leaves fewer registers for fragments in flight: it is faster
+// where warps have 16 rows and shared memory is the limit.
 struct Fa2Forward {
     HeadDims head_dims;
-    Forward plain;  // and packed
+    Forward plain;  // and varlen
     Forward general;
     // Where shared memory does not suffice for those (163 KB, A100).
     Forward small_plain = plain;
@@ -124,13 +124,13 @@ struct Fa3Forward {
     bool ping_pong = false;
 };
 
-// What tiles are chosen by, beside head dims. kSplits: the keys are split.
+// What tiles depend on, apart from head dims. kSplits: the keys are split.
 enum class Fa3Lengths { kSplits, kFewQueries, kUsual, kLongKeys };
 
-inline constexpr int kLongKeys = 8192;  // so many keys or more are many
+inline constexpr int kLongKeys = 8192;  // from this number of keys on
 
-// Of a sequence. Few queries are those of which 256 rows a tile would leave many more rows empty
-// than 128 do, or which fill the GPU no more than once with tiles of 128.
+// For a sequence. Queries are few if tiles of 256 rows would leave many more rows empty than tiles
+// of 128, or if tiles of 128 fill the GPU at most once.
 constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
     const auto rounded = [&](int64_t rows) { return ceil_div<int64_t>(queries, rows) * rows; };
     if (few_tiles || rounded(256) > rounded(128) + rounded(128) / 8) return Fa3Lengths::kFewQueries;
@@ -179,7 +179,7 @@ struct Backward {
     int warps_kv;       // block_kv = keys_per_warp * warps_kv
     int warps_d = 1;    // warps that share those rows: see backward_tile.cuh
     int ctas_per_sm = 1;
-    int dq_parts = 1;  // dQ is computed in so many column parts, to save registers
+    int dq_parts = 1;  // number of column parts in which dQ is computed, to save registers
     int stages = 2;    // Q tiles in shared memory, with their dO
 };
 
@@ -205,7 +205,8 @@ static_assert(has_all_rows(kFa1Backward));
 
 constexpr Backward fa1_backward(HeadDims dims) { return row_of(kFa1Backward, dims).all; }
 
-// As many keys a warp as dK and dV leave registers for: each fragment of Q and dO serves them all.
+// As many keys a warp as registers allow with dK and dV: each fragment of Q and dO serves all of
+// them.
 struct Fa2Backward {
     HeadDims head_dims;
     Backward general;  // options take registers
@@ -261,8 +262,8 @@ struct Fa3Backward {
     bool ping_pong = false;
 };
 
-// Of heads that sum dQ in memory. 80 queries a step take less of shared memory's time at d 128. Few
-// queries fill their tiles less well.
+// For heads whose dQ is summed in memory. At d 128 an iteration of 80 queries reads less from
+// shared memory per query. But few queries fill such tiles less well.
 struct Fa3BackwardRow {
     HeadDims head_dims;
     Fa3Backward usual;
@@ -288,7 +289,7 @@ constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {
     return many_queries ? row.many_queries : row.usual;
 }
 
-// Of wider ones, with as many tiles as shared memory holds.
+// For wider heads, with as many tiles as shared memory holds.
 struct Fa3BackwardWide {
     HeadDims head_dims;
     int pool_pairs;      // dK and dV: Q and dO tiles in shared memory
@@ -322,7 +323,7 @@ inline constexpr int kMinFa3BackwardBlock = 64;
 
 // --- All variants ---
 
-// Parts of a head's rows in the sum of sink's gradient.
+// Parts of a head's rows in the sum of the sink's gradient.
 inline constexpr int kSinkParts = 32;
 
 // The fewest rows of a Q tile in any backward.

@@ -1,4 +1,4 @@
-// One row for each variant: all that tells its calls from those of others on the host.
+// One row for each variant: all that is specific to it on the host.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -29,12 +29,13 @@ HeadDims head_dims(const AttentionParams& params) {
 
 // --- Workspaces ---
 
-// Where the keys of a Q tile are split, or GQA is packed, each split leaves results of its own.
+// Where the keys of a Q tile are split, or GQA is packed, each split stores its own results.
 bool has_splits(const ForwardParams& params) {
     return params.num_splits > 1 || params.pack_gqa_log2 > 0;
 }
 
-// Folds and splits for a GPU that works on `at_once` Q tiles at a time. How many there are.
+// Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. Returns the number of
+// tiles.
 int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once) {
     ForwardParams& params = plan.params;
     const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_pack_gqa);
@@ -51,7 +52,8 @@ int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once) {
     return tiles * params.num_splits;
 }
 
-// Statistics of the rows, in blocks of `block`; dQ's sum, of `sum_columns`; and who adds to it.
+// Statistics of the rows, in blocks of `block`; dQ's sum, with `sum_columns` columns; and its
+// semaphores.
 void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
     BackwardParams& params = plan.params;
     params.q_blocks = tile_numbers(params, params.seqlen_q, block);
@@ -125,7 +127,7 @@ std::string fa2_unsupported_reason(const Call& call, Pass pass) {
 }
 
 void plan_fa2_forward(ForwardPlan& plan, const Device& device) {
-    // An SM has 1 KB more shared memory than a CTA may have, and takes as much for each CTA.
+    // An SM has 1 KB more shared memory than a CTA may have, and reserves 1 KB for each CTA.
     constexpr int kReserved = 1024;
     const HeadDims dims = head_dims(plan.params);
     const int needed = dispatch_head_dims(
@@ -167,7 +169,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.has_bias) return "has no bias";
     if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     for (const Operand& x : call.operands) {
-        // A tensor map wants memory.
+        // A tensor map needs memory.
         if (backward && x.is_empty()) return std::string("has no backward for an empty ") + x.name;
         if (!x.is_aligned())
             return std::string("needs rows of ") + x.name +
@@ -176,7 +178,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
             return std::string("needs rows of ") + x.name +
                    " that are not one row repeated, within 32 GiB of memory";
     }
-    // What dynamic_persistent_scheduler.cuh can count, of the smallest tiles.
+    // The limit of dynamic_persistent_scheduler.cuh, with the smallest tiles.
     const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
     const auto tiles = [&](int64_t heads, int64_t length) {
         return heads * sizes.tensor_batches() *
@@ -190,7 +192,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 
 void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     ForwardParams& params = plan.params;
-    // ALiBi tells heads apart, and TMA wants them apart in memory.
+    // ALiBi differs between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
     const int64_t tiles = plan_splits(plan, may_pack_gqa, device.multiprocessors);
     if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_count_semaphore, 1);

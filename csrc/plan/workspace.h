@@ -9,11 +9,11 @@
 
 namespace flash_ext {
 
-// First the plan reserves regions, by the pointers that will point to them; when the memory is
-// there, assign() sets these. They stay where they are in between.
+// First the plan reserves regions, by the pointers that will point to them. When the memory has
+// been allocated, assign() sets the pointers. They must not move in between.
 class Workspace {
  public:
-    // A region begins as a tensor of its own would in torch's allocator.
+    // The alignment that torch's allocator gives a tensor.
     static constexpr int64_t kAlignment = 512;
 
     struct Region {

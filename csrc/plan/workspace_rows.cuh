@@ -1,5 +1,5 @@
-// The rows of workspaces, by tile numbers: whatever the lengths of sequences, the host knows how
-// many there are.
+// The rows of workspaces, by tile numbers: the host knows how many there are, whatever the lengths
+// of sequences.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
            first_tile(sequence.q_begin, sequence.seq_idx, block) + tile;
 }
 
-// The backward's workspaces have rows for queries, in blocks of which a Q tile is a part, so that
-// every sequence begins with a whole tile. Workspaces hold dQ, D numbers a row, and statistics.
+// The backward's workspaces have rows for queries, in blocks of whole Q tiles, so that every
+// sequence begins with a whole tile. Workspaces hold dQ, D numbers a row, and statistics.
 inline constexpr int kWorkspaceRows = 128;
 
 // The blocks of a kernel with Q tiles of that size.
@@ -36,8 +36,8 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_row(const BackwardParams& params,
     return static_cast<int64_t>(block) * kBlock + query;
 }
 
-// A CTA of the passes before and after the backward, which takes the Q tile of its index, and so
-// the workspace's rows in their order.
+// The Q tile of a CTA of the preprocess or postprocess pass: CTAs take the workspace's rows in
+// order.
 struct QTileIndex {
     SequenceTile tile;
     int head;

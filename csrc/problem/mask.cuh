@@ -1,7 +1,7 @@
 // Which keys a query sees. A mask is two functions, key_range(query) and query_range(key), both
-// half-open intervals of positions within the sequence. Tile ranges, "does this tile need masking"
-// and the masking of scores, forward (rows are queries) and backward (rows are keys), follow from
-// these two and are written once, here.
+// half-open intervals of positions within the sequence. Tile ranges, whether a tile needs masking,
+// and the masking of scores, forward (rows are queries) and backward (rows are keys), all follow
+// from these two.
 #pragma once
 
 #include "tile/host_device.h"
@@ -54,7 +54,7 @@ struct BandMask {
     }
 
     // Does every query in `queries` see every key in `keys`? Then the tile needs no masking.
-    // Queries past the sequence do not count: their results are never stored.
+    // Queries past the sequence do not count, since their results are never stored.
     FLASH_HOST_DEVICE constexpr bool is_full(Interval queries, Interval keys) const {
         return key_range(min_of(queries.end, seqlen_q) - 1).begin <= keys.begin &&
                keys.end <= key_range(queries.begin).end;

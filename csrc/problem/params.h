@@ -1,5 +1,5 @@
-// What a kernel is told. Plain structs, no torch. Strides are in elements; a shape stands beside
-// every pointer: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
+// The parameters of a kernel. Plain structs, no torch. Strides are in elements. Every pointer has a
+// shape comment: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace flash_ext {
 
 enum class BiasType { kElement, kFloat32, kBool };
 
-// Added to the scores; of packed sequences by positions within the sequence. A dimension that is
-// broadcast has stride 0 and size 1, and keys are else side by side.
+// Added to the scores; of packed sequences by positions within the sequence. A broadcast dimension
+// has stride 0 and size 1. Otherwise keys are contiguous.
 struct Bias {
     const void* data = nullptr;  // (B, Hq, Sq, Sk)
     BiasType type = BiasType::kElement;
@@ -85,13 +85,13 @@ FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     return Features::kPlain;
 }
 
-// The factor that takes scores, as the kernel's softmax has them, to exponents of 2. The general
-// form scales them before it masks them, the others in the exponent.
+// The factor from the scores of the kernel's softmax to exponents of 2. The general form scales
+// scores before it masks them, the others in the exponent.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
     return features_of(params) == Features::kGeneral ? 1.f : params.scale_log2;
 }
 
-// Of a sequence, where they are packed on average.
+// Of a sequence; of packed sequences on average.
 inline int mean_queries(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr || params.batch == 0 ? params.seqlen_q
                                                                : params.seqlen_q / params.batch;
@@ -111,19 +111,18 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
 
     // FA3 only.
-    unsigned long long* tile_count_semaphore =
-        nullptr;             // (1), see dynamic_persistent_scheduler.cuh
+    unsigned long long* tile_count_semaphore = nullptr;  // (1), the dynamic scheduler's
     bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: where the keys of a Q tile are cut into parts, or GQA is packed, each part's
-    // result; see combine.cuh.
+    // FA2 and FA3: where the keys of a Q tile are split, or GQA is packed, the result of each
+    // split; see combine.cuh.
     int num_splits = 1;
-    float* o_partial = nullptr;                       // (parts, B, Hq, Sq, padded Dv)
-    PartialStatistics* statistics_partial = nullptr;  // (parts, B, Hq, Sq)
+    float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
+    PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)
 
-    // FA1 only: its running output and statistics live in HBM.
+    // FA1 only: its running output and statistics are in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
@@ -149,14 +148,15 @@ struct BackwardParams : AttentionParams {
     TensorView dk;      // (B, Sk, Hk, D)
     TensorView dv;      // (B, Sk, Hk, Dv)
 
-    // With dropout dS is computed without this factor, the root of keep_scale: without one fp16
-    // would not hold its largest numbers for every p, and without the whole not its smallest.
+    // With dropout dS is computed without this factor, the square root of keep_scale. With the
+    // whole keep_scale fp16 could not hold its largest numbers for every p, without any of it not
+    // the smallest.
     float ds_factor;
     float inverse_ds_factor;
     float gradient_scale;  // scale * ds_factor: what dS K and dS^T Q lack of dQ and dK
     bool deterministic;
 
-    // Gradients of options; null where they are not asked for.
+    // Gradients of options; null where not requested.
     void* dbias = nullptr;   // of bias's sizes and type, contiguous
     float* dsink = nullptr;  // (Hq)
 
@@ -167,18 +167,18 @@ struct BackwardParams : AttentionParams {
     // Workspace; its rows R are those of plan/workspace_rows.cuh.
     int q_blocks;  // per head
     int q_block_rows;
-    float* dq_accum;      // (R, padded D), each Q tile in fragment order
-    float* lse_log2;      // (R), lse * log2(e), relative to the reference; +inf where the row
-                          // sees no key
-    float* delta;         // (R), (rowsum(dO * O) - dlse) / ds_factor
-    float* reference;     // (R), 0 for most; see large_lse.cuh
-    int* turn = nullptr;  // (1 + R / kBlockQ), zeros when deterministic: a work index, then per Q
-                          // tile the number of KV tiles that have added their dQ. FA3: always, it
-                          // makes the zeros, and behind them come those of tiles_done()
-    bool dq_accum_zeroed;            // FA3: does dq_accum begin with zeros?
-    float* dsink_partial = nullptr;  // (Hq, kSinkParts)
-    unsigned long long* tile_count_semaphore =
-        nullptr;           // (2), FA3 for wide heads; see dynamic_persistent_scheduler.cuh
+    float* dq_accum;   // (R, padded D), each Q tile in fragment order
+    float* lse_log2;   // (R), lse * log2(e), relative to the reference; +inf where the row
+                       // sees no key
+    float* delta;      // (R), (rowsum(dO * O) - dlse) / ds_factor
+    float* reference;  // (R), 0 for most; see large_lse.cuh
+    // (1 + R / kBlockQ): a work index, then for each Q tile the number of KV tiles that have added
+    // their dQ. FA2: in deterministic mode, zeroed before the launch. FA3: always, zeroed by the
+    // preprocess pass, and followed by the counts of tiles_done().
+    int* dq_semaphore = nullptr;
+    bool dq_accum_zeroed;                                // FA3: does dq_accum begin with zeros?
+    float* dsink_partial = nullptr;                      // (Hq, kSinkParts)
+    unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
 };

@@ -1,6 +1,6 @@
-// What happens to a tile of scores between Q K^T and the softmax (and back): scale, softcap, ALiBi,
-// bias, mask and dropout, for tiles whose rows are queries (forward) and tiles whose rows are keys
-// (backward). All kernels of all variants get these options here.
+// What happens to a tile of scores between Q K^T and the softmax, and in the backward: scale,
+// softcap, ALiBi, bias, mask and dropout, for tiles whose rows are queries (forward) and tiles
+// whose rows are keys (backward). All kernels of all variants use this code.
 #pragma once
 
 #include <cfloat>
@@ -18,8 +18,8 @@ namespace flash_ext {
 // The score of (query i, key j) is, in this order and in base 2,
 //     s = scale q_i k_j,  s = c tanh(s / c) with softcap c,
 //     s -= slope |i + seqlen_k - seqlen_q - j| with ALiBi,  s += bias_ij.
-// General kernels only; kHasBias = false is for those without a bias. Elements are addressed by
-// position within the sequence: a tile's row 0 and column 0 are at first_row and first_col.
+// Only for general kernels; kHasBias = false is for kernels without a bias. Elements are addressed
+// by position within the sequence: a tile's row 0 and column 0 are at first_row and first_col.
 template <class Element, Rows kRows, bool kHasBias = true>
 struct ScoreFunction {
     const AttentionParams& params;
@@ -39,7 +39,7 @@ struct ScoreFunction {
     }
 
     // ds becomes the gradient of scale q k, by the factor 1 - tanh^2. p is the softmax's value,
-    // from which tanh is found again: log2(p) + lse_of(query) is what apply() returned, with the
+    // from which tanh is recomputed: log2(p) + lse_of(query) is what apply() returned, with the
     // query's row or column in the tile.
     template <class Scores, class LseOfQuery>
     __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p, int first_row,
@@ -67,7 +67,8 @@ struct ScoreFunction {
     }
 
  private:
-    // To a few units in the last place: near 0 by its series, since 1 - 2 / (1 + e^(2 x)) cancels.
+    // Accurate to a few units in the last place: near 0 by its series, since there 1 - 2 / (1 +
+    // e^(2 x)) cancels.
     static __device__ __forceinline__ float tanh(float x) {
         const float y = x * x;
         const float near = x * (1.f + y * (-1.f / 3.f + y * (2.f / 15.f)));
@@ -120,8 +121,7 @@ struct ScoreFunction {
         }
     }
 
-    // Only positions of the sequence are read, and only as far as the bias reaches; beyond, all is
-    // hidden.
+    // Only positions of the sequence that are inside the bias are read; all others are hidden.
     template <class BiasElement, class Scores>
     __device__ __forceinline__ void add_bias(Scores& s, int first_row, int first_col,
                                              float factor) const {
@@ -144,13 +144,14 @@ struct ScoreFunction {
             if constexpr (std::is_same_v<BiasElement, bool>) {
                 if (!b) x = -INFINITY;
             } else {
-                // Finite numbers stay finite in base 2, as the most negative one that masks have.
+                // Finite numbers stay finite in base 2, such as the most negative one, which masks
+                // use.
                 const float y = x + factor * ptx::to_float(b);
                 x = y == -INFINITY && ptx::to_float(b) != -INFINITY ? -FLT_MAX : y;
             }
         };
-        // Inside the bias, and with keys side by side, addresses differ by constants, so that many
-        // loads are under way at a time.
+        // Inside the bias, and with contiguous keys, addresses differ by constants, so that many
+        // loads are in flight.
         const bool inside = rows >= Scores::kRows && cols >= Scores::kCols && bias.sizes[3] != 1;
         if (inside && kByQuery) {
 #pragma unroll
@@ -214,7 +215,7 @@ struct ScoreFunction {
     }
 };
 
-// How many of a lane's columns, 0, 1, 8, 9, 16, 17, ..., lie before one.
+// How many of a lane's columns, 0, 1, 8, 9, 16, 17, ..., are before a column.
 __device__ __forceinline__ int columns_before(int column) {
     const uint32_t x = max_of(column, 0);
     return static_cast<int>((x + 7) / 8 + (x + 6) / 8);
@@ -223,9 +224,10 @@ __device__ __forceinline__ int columns_before(int column) {
 // Hides all but the columns in range_of_row(row), an interval of positions; the tile's columns
 // begin at first_col. Rows count from the warp's first.
 //
-// The columns that a lane sees of a row are a run, so they are bits of a word first: the compiler
-// makes seven predicates of it with one instruction (R2P), where comparing takes two for each. But
-// R2P wants all predicates, and a warp of 32 rows has no registers for what they hold meanwhile.
+// The visible columns of a lane's row are a run, so they are first written as bits of a word: from
+// these the compiler makes seven predicates with one instruction (R2P), where comparisons take two
+// instructions each. But R2P needs all predicates, and a warp of 32 rows has no registers for the
+// values that they hold then.
 template <class Scores, class RangeOfRow>
 __device__ __forceinline__ void mask_scores(Scores& s, int first_col, RangeOfRow range_of_row) {
     constexpr int kColumns = 2 * Scores::kN;  // a lane's

@@ -1,4 +1,4 @@
-// Where the sequences of a batch lie in the tensors, dense or packed.
+// Where the sequences of a batch are in the tensors, dense or packed.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace flash_ext {
 // The rows of a tile.
 enum class Rows { kQueries, kKeys };
 
-// One sequence of the batch: where its rows lie in the tensors, and how many it has. A dense batch
-// is indexed by `batch`; packed sequences share batch 0 and begin at a row of their own. The rows
-// of packed tensors before the first sequence and after the last are two more sequences, numbers 0
-// and B + 1, which own no key: so their results come out as zeros.
+// One sequence of the batch: where its rows are in the tensors, and how many it has. A dense batch
+// is indexed by `batch`. Packed sequences share batch 0 and begin at different rows. The rows of
+// packed tensors before the first sequence and after the last are two more sequences, of index 0
+// and B + 1, without keys, so their results are zeros.
 struct Sequence {
     int batch;
     int seq_idx;  // 0 in a dense batch; sequence b of packed ones is number b + 1
@@ -24,9 +24,9 @@ struct Sequence {
     int seqlen_k;  // keys in use
     int rows_k;    // rows of K and V, in use or not
 
-    // Its number in the batch, by which options such as dropout know it.
+    // Its index in the batch, which options such as dropout use.
     FLASH_HOST_DEVICE constexpr int index() const { return seq_idx > 0 ? seq_idx - 1 : batch; }
-    // Is it one of the batch? Otherwise it stands for rows that belong to none.
+    // Is it one of the batch? Otherwise it has the rows that belong to no sequence.
     FLASH_HOST_DEVICE constexpr bool is_owned(const AttentionParams& params) const {
         return params.cu_seqlens_q == nullptr || (seq_idx > 0 && seq_idx <= params.batch);
     }
@@ -36,16 +36,16 @@ FLASH_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
     return min_of(max_of(x, low), high);
 }
 
-// Row offset of packed sequence number `seq_idx`. Nothing outside the tensors is touched, whatever
-// cu_seqlens holds.
+// Row offset of packed sequence `seq_idx`. Nothing outside the tensors is accessed, whatever
+// cu_seqlens contains.
 FLASH_HOST_DEVICE int varlen_begin(const int* cu_seqlens, int seq_idx, int total) {
     return seq_idx == 0 ? 0 : clamp(cu_seqlens[seq_idx - 1], 0, total);
 }
 
-// kMayBeVarlen = false is for kernels that never see packed sequences: there the lengths stay in
-// the constant bank and take no registers.
+// kMayBeVarlen = false is for kernels that never see packed sequences: their lengths stay in the
+// constant bank and take no registers.
 //
-// `number` is from 0 to sequence_count() - 1: the batch, or the order of packed sequences.
+// `number` is from 0 to sequence_count() - 1: the batch, or seq_idx of packed sequences.
 template <bool kMayBeVarlen>
 FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number) {
     Sequence sequence{number, 0, 0, 0, params.seqlen_q, params.seqlen_k, params.seqlen_k};
@@ -67,29 +67,29 @@ FLASH_HOST_DEVICE Sequence sequence_of(const AttentionParams& params, int number
     return sequence;
 }
 
-// How many sequences there are, those of rows that belong to none included.
+// The number of sequences, including those of rows that belong to none.
 FLASH_HOST_DEVICE constexpr int sequence_count(const AttentionParams& params) {
     return params.batch + (params.cu_seqlens_q != nullptr ? 2 : 0);
 }
 
-// How many batches the tensors have: packed sequences are all in one.
+// The number of batches of the tensors: packed sequences are all in one.
 FLASH_HOST_DEVICE constexpr int tensor_batches(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr ? params.batch : 1;
 }
 
-// First row of a sequence's (head, query) statistics such as lse: (B, Hq, Sq), or (Hq, total).
+// The first row of a sequence's (head, query) statistics such as lse: (B, Hq, Sq), or (Hq, total).
 FLASH_HOST_DEVICE int64_t statistics_offset(const AttentionParams& params, const Sequence& sequence,
                                             int head) {
     return (static_cast<int64_t>(sequence.batch) * params.heads_q + head) * params.seqlen_q +
            sequence.q_begin;
 }
 
-// How many rows of statistics there are.
+// The number of rows of statistics.
 FLASH_HOST_DEVICE constexpr int64_t statistics_rows(const AttentionParams& params) {
     return int64_t{tensor_batches(params)} * params.heads_q * params.seqlen_q;
 }
 
-// Keys that a query sees, at most; of packed sequences on average.
+// The largest number of keys that a query sees; of packed sequences on average.
 inline int keys_seen(const AttentionParams& params) {
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     return min_of(params.seqlen_k / sequences, params.window_left + params.window_right + 1);

@@ -1,5 +1,5 @@
-// cp.async: 16-byte copies from global to shared memory that pass the registers by.
-// PTX ISA, "Data movement and conversion instructions: cp.async".
+// cp.async: 16-byte copies from global to shared memory that bypass the registers. PTX ISA, "Data
+// movement and conversion instructions: cp.async".
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's groups are still under way.
+// Waits until at most kPending of this thread's groups are still in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,18 +1,18 @@
 // Programmatic dependent launch: a kernel begins before the one that it follows in its stream has
-// ended. PTX ISA, "Parallel synchronization and communication instructions: griddepcontrol".
-// For sm_90 and later; nothing elsewhere, where kernels never begin early.
+// ended. PTX ISA, "Parallel synchronization and communication instructions: griddepcontrol". For
+// sm_90 and later; no operation on other targets, where no kernel begins early.
 #pragma once
 
 namespace flash_ext::ptx {
 
-// The kernel behind this one may begin, as soon as all CTAs have come here or ended.
+// The next kernel may begin once all CTAs have reached this point or ended.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the kernel before this one has ended and what it wrote can be read.
+// Waits until the previous kernel has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_grid_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

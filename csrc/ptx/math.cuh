@@ -30,7 +30,7 @@ __device__ __forceinline__ float rcp(float x) {
     return y;
 }
 
-// Ones in bits [begin, begin + width), as far as there are such.
+// Ones in bits [begin, begin + width), clipped to 32 bits.
 __device__ __forceinline__ uint32_t bit_range(uint32_t begin, uint32_t width) {
     uint32_t bits;
     asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(bits) : "r"(begin), "r"(width));

@@ -16,7 +16,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
                  : "memory");
 }
 
-// This thread arrives, and the phase lasts until so many bytes have come by TMA besides.
+// This thread arrives. The phase also waits until TMA has brought this number of bytes.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
     asm volatile(
         "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
@@ -24,12 +24,12 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
         : "memory");
 }
 
-// Makes the barriers that this thread has initialised visible to TMA.
+// Makes the barriers that this thread has initialized visible to TMA.
 __device__ __forceinline__ void mbarrier_fence_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// This thread arrives once all cp.async that it has issued so far have written their bytes.
+// This thread arrives when all cp.async that it has issued so far have written their bytes.
 __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -45,8 +45,8 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
     return ended != 0;
 }
 
-// Waits for the end of the phase of this parity; phases alternate between 0 and 1, from 0 on. On a
-// fresh barrier the phase before the first, of parity 1, counts as ended.
+// Waits for the end of the phase of this parity. Parities alternate, 0 first. On a fresh barrier
+// the phase of parity 1 counts as ended.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t ended;
     do {

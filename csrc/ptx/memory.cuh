@@ -19,7 +19,7 @@ __device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, 
 #endif
 }
 
-// Two neighbouring elements (aligned to both of them) in one load.
+// Two adjacent elements (aligned to both of them) in one load.
 template <class Element>
 __device__ __forceinline__ void load_pair(Element (&pair)[2], const Element* p) {
     if constexpr (sizeof(Element) == 4) {
@@ -37,8 +37,8 @@ __device__ __forceinline__ int load_acquire(const int* p) {
     return value;
 }
 
-// Until *p, to which other CTAs add with red_add_release, has come to `count`: what they wrote
-// before is visible then. Sleeps that long between looks.
+// Waits until *p, to which other CTAs add with red_add_release, has reached `count`. What they
+// wrote before is then visible. Sleeps this long between polls.
 __device__ __forceinline__ void wait_for_count(const int* p, int count, int nanoseconds) {
     while (load_acquire(p) < count) __nanosleep(nanoseconds);
 }

@@ -1,4 +1,4 @@
-// setmaxnreg: a warpgroup gives registers back to its CTA, or takes more. PTX ISA, "Miscellaneous
+// setmaxnreg: a warpgroup returns registers to its CTA, or takes more. PTX ISA, "Miscellaneous
 // instructions: setmaxnreg".
 #pragma once
 

@@ -1,5 +1,5 @@
-// TMA: copies of tiles between global and shared memory by TMA, described by a tensor
-// map. PTX ISA, "Data movement and conversion instructions: asynchronous copy".
+// TMA: asynchronous copies between global and shared memory; a tensor map describes the tensor. PTX
+// ISA, "Data movement and conversion instructions: asynchronous copy".
 #pragma once
 
 #include <cuda.h>
@@ -29,7 +29,7 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
         : "memory");
 }
 
-// Orders this thread's ordinary accesses and those of TMA and wgmma: to shared memory,
+// Orders this thread's ordinary accesses with those of TMA and wgmma: to shared memory,
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -38,7 +38,8 @@ __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Consecutive floats from shared to global memory. Closes a group of what this thread has started.
+// Consecutive floats from shared to global memory. Commits this thread's bulk operations as a
+// group.
 __device__ __forceinline__ void bulk_store(float* global, uint32_t shared, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"(shared), "r"(bytes)

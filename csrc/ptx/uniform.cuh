@@ -1,10 +1,10 @@
-// A value that all lanes share, told to the compiler.
+// Tells the compiler that a value is the same in all lanes.
 #pragma once
 
 namespace flash_ext::ptx {
 
-// A warp reduction leaves its result in a uniform register, so what is loaded from memory but equal
-// in all lanes takes none of the lanes' own registers from here on.
+// A warp reduction leaves its result in a uniform register. So a value that was loaded from memory
+// but is equal in all lanes takes no vector register after this.
 __device__ __forceinline__ int warp_uniform(int x) { return __reduce_max_sync(0xffffffff, x); }
 
 }  // namespace flash_ext::ptx

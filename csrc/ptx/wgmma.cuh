@@ -11,12 +11,12 @@
 
 namespace flash_ext::ptx {
 
-// Before the first wgmma that reads registers which this thread has written.
+// Before the first wgmma that reads registers written by this thread.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes a group of the wgmmas issued so far.
+// Commits the wgmmas issued so far as a group.
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -27,7 +27,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that a wgmma has written this register by now: behind the wait for it.
+// Tells the compiler that a wgmma has written this register. Comes after the wait for it.
 __device__ __forceinline__ void warpgroup_fence_operand(float& x) {
     asm volatile("" : "+f"(x)::"memory");
 }

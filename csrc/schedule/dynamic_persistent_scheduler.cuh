@@ -1,4 +1,4 @@
-// Hands out tiles to the CTAs of a persistent grid, whoever is free first.
+// Hands out the tiles of a persistent grid: the CTA that is idle first gets the next tile.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace flash_ext {
 
-// A counter in global memory that needs no initialisation: its upper bits name the launch that it
-// counts for. A CTA that finds another name there starts the count. After the last fetch the count
-// is 0 again, for the replays of a CUDA graph.
+// A counter in global memory that needs no initialization: its upper bits are the epoch of the
+// launch that it counts for. A CTA that finds another epoch there starts the count. After the last
+// fetch the count is 0 again, for the replays of a CUDA graph.
 struct DynamicPersistentScheduler {
     static constexpr int kCountBits = 24;
     static constexpr int kMaxTiles = 1 << kCountBits;
@@ -28,9 +28,9 @@ struct DynamicPersistentScheduler {
         }
     }
 
-    // The next tile; tiles < gridDim.x are each CTA's first, without a fetch. Every CTA fetches
-    // until it gets one >= total, at least once: that makes `total` fetches, and at the last no CTA
-    // has still to start. total < kMaxTiles.
+    // The next tile. Tiles below gridDim.x are the CTAs' first ones and need no fetch. Every CTA
+    // fetches until it gets a tile >= total, so at least once: that makes `total` fetches, and at
+    // the last one every CTA has started. total < kMaxTiles.
     __device__ __forceinline__ int fetch(int total) const {
         if (word == nullptr) return total;
         const auto count = static_cast<int>(atomicAdd(word, 1ull) & (kMaxTiles - 1));
@@ -39,9 +39,9 @@ struct DynamicPersistentScheduler {
     }
 };
 
-// Of a launch in this process.
+// For one launch.
 inline DynamicPersistentScheduler make_dynamic_scheduler(unsigned long long* word) {
-    static_assert(DynamicPersistentScheduler::kCountBits == 24);  // which a name leaves free
+    static_assert(DynamicPersistentScheduler::kCountBits == 24);  // which an epoch leaves free
     return {word, launch_epoch()};
 }
 

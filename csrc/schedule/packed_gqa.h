@@ -1,4 +1,5 @@
-// Heads that share keys, as rows of one tile, which then loads K and V once for all of them.
+// Packed GQA: heads that share keys as rows of one tile, which then loads K and V once for all of
+// them.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@
 
 namespace flash_ext {
 
-// A single query, as in decoding: the heads that share a key head become the rows of one tile,
-// which loads K and V once for all of them. Only where nothing tells these heads or rows apart.
+// A single query, as in decoding: the heads that share a key head become the rows of one tile, by
+// strides alone. Only where no option differs between these heads or rows.
 inline void pack_gqa_view(ForwardParams& params) {
     const int group = params.heads_q / max_of(params.heads_k, 1);
     const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
@@ -31,24 +32,24 @@ inline void pack_gqa_view(ForwardParams& params) {
     params.window_right = BandMask::kUnlimited;
 }
 
-// The Q tiles of a forward pass: `queries` of one of `heads` heads each. The rows of a tile are
-// queries of a query head; or, where heads share keys and queries are few, tiles are folded: a
-// query has 2^pack_gqa_log2 rows, the first of which are the heads of a group, and K and V are
-// loaded once for all of them.
+// The Q tiles of a forward pass: each has `queries` queries of one of `heads` heads. The rows of a
+// tile are queries of one query head. With packed GQA, for few queries whose heads share keys, a
+// query has 2^pack_gqa_log2 rows instead: the first ones are the heads of its group, and K and V
+// are loaded once for all of them.
 struct QueryTiles {
     int heads;
     int queries;
     int pack_gqa_log2 = 0;
 };
 
-// How many there are, of all heads and batches.
+// The number of Q tiles of all heads and batches.
 inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles) {
     return int64_t{tiles.heads} * tensor_batches(params) *
            tile_numbers(params, params.seqlen_q, tiles.queries);
 }
 
-// Tiles of block_q rows, folded if that makes half of them or fewer, and saves more bytes of K and
-// V than results cost, which leave folded tiles in float32 and are read again (combine.cuh).
+// Tiles of block_q rows. GQA is packed if that halves their number at least and saves more bytes of
+// K and V than its results cost, which are written in float32 and read again (combine.cuh).
 inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
     const QueryTiles one_head{params.heads_q, block_q};
     const int group = params.heads_q / max_of(params.heads_k, 1);
@@ -64,7 +65,7 @@ inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool m
     return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? packed : one_head;
 }
 
-// Their order. Heads share K and V, `head_dims` numbers a key.
+// The order of Q tiles. The tiles of a head share K and V, `head_dims` numbers a key.
 inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
                                  int head_dims, int ctas_per_sm) {
     const bool masked = params.window_right < params.seqlen_k;

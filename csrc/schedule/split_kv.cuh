@@ -1,4 +1,4 @@
-// Split-KV: the keys of a Q tile in parts, a CTA's work each, as in Flash-Decoding.
+// Split-KV: the keys of a Q tile in splits, each the work of a CTA, as in Flash-Decoding.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace flash_ext {
 
-// Of `parts` about equal parts of an interval, the one of that number; it may be empty.
+// One of `splits` about equal splits of an interval. It may be empty.
 FLASH_HOST_DEVICE constexpr Interval split_of(Interval all, int split, int splits) {
     const int least = (all.end - all.begin) / splits;
     const int longer = (all.end - all.begin) % splits;  // the first ones, by one
@@ -19,24 +19,24 @@ FLASH_HOST_DEVICE constexpr Interval split_of(Interval all, int split, int split
     return {begin, begin + least + (split < longer)};
 }
 
-// Into how many parts the keys of each Q tile are cut, so that few tiles fill the GPU (as in
-// Flash-Decoding), which works on `at_once` of them at a time: the fewest that come near the least
-// time. Parts of few keys do not pay, the less so the more queries have partial results and the
-// more parts are worked on one after another.
+// The number of splits of the keys of each Q tile, so that few tiles fill a GPU that works on
+// `at_once` of them at a time (Flash-Decoding): the smallest number whose time is near the minimum.
+// Splits have a least number of keys: the more queries have partial results and the more splits run
+// one after another, the larger it is.
 inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_per_tile,
                       int at_once) {
     const int queries = mean_queries(params);
     const int keys = keys_seen(params);
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
     const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
-    // What a tile sees of them in the mean: under a causal mask the first queries see few.
+    // The mean share of the keys that a tile sees: under a causal mask the first queries see few.
     const double share = whole_tiles && params.window_right < params.seqlen_k
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
                              : 1.;
     const int least_keys = !whole_tiles ? 512 : 2 * tiles <= at_once ? 1024 : 2048;
     const auto most =
         static_cast<int>(min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * at_once, tiles)));
-    // In units of the longest tile's.
+    // In units of the time of the longest tile.
     const auto time = [&](int splits) {
         const double rounds = share * tiles * splits / at_once;
         const double price = whole_tiles && splits > 1 ? 1.3 : 1.;

@@ -1,7 +1,7 @@
 // Tiles of `block` rows are numbered per head: in a dense batch separately for each batch, in
-// packed tensors through all sequences, so that the host needs no lengths: sequence `seq_idx`,
-// whose rows begin at `begin`, has the numbers from begin / block + order on, which is at least as
-// many as it has tiles. Grids and workspaces go by these numbers.
+// packed tensors across all sequences, so that the host needs no lengths. Sequence `seq_idx`, whose
+// rows begin at `begin`, has the numbers from begin / block + seq_idx on: at least as many as it
+// has tiles. Grids and workspaces use these numbers.
 #pragma once
 
 #include "problem/params.h"
@@ -20,7 +20,8 @@ FLASH_HOST_DEVICE constexpr int tile_numbers(const AttentionParams& params, int 
                                           : first_tile(rows, params.batch + 1, block) + 1;
 }
 
-// The packed sequence that a tile number belongs to: the last whose first number is not beyond it.
+// The packed sequence that a tile number belongs to: the last one whose first number is not above
+// it.
 FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,
                                     int number) {
     int low = 0;
@@ -36,7 +37,7 @@ FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total,
     return low;
 }
 
-// A tile number taken apart. Tiles past the sequence's end exist where numbers are spare.
+// A tile number as sequence and tile. Padding tiles are past the end of the sequence.
 struct SequenceTile {
     Sequence sequence;
     int tile;

@@ -1,9 +1,9 @@
 // The order of tiles: which one a CTA works on.
 //
-// CTAs start in the order of their linear index. Heads (of all batches, flattened) are cut into
-// sections; within a section the longest tiles of all heads come first, so that no long causal tile
-// starts last, and a section's K and V (or Q and dO) together fit in L2. With one head per section
-// the tiles of a head are neighbours and share its K and V, the best order when all are equally
+// CTAs start in the order of their linear index. Heads (of all batches, flattened) are divided into
+// L2 swizzle groups, whose K and V (or Q and dO) together fit in L2. Within a group the longest
+// tiles of all heads come first, so that no long causal tile starts last. With one head per group
+// the tiles of a head are neighbors and share its K and V: the best order if all tiles are equally
 // long.
 #pragma once
 
@@ -36,8 +36,9 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
     return schedule.tiles * schedule.heads * schedule.batch;
 }
 
-// Host side: heads per section, from the bytes that one head's shared operands take. But a section
-// fills a GPU about `waves` times, or its last tiles would leave much of it idle.
+// Host side: the heads of an L2 swizzle group, from the bytes of the operands that the tiles of a
+// head share. A group has at least about `waves` waves of CTAs: with fewer, its last tiles would
+// leave much of the GPU idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
                               int64_t bytes_per_head, int ctas_per_sm, int waves = 2) {
     constexpr int64_t kL2Share = 32 << 20;  // of 50 MB on an H100 or H200, 40 MB on an A100
@@ -45,17 +46,18 @@ inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
     const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),
                                    ceil_div<int64_t>(l2_group_tiles, max_of(tiles, 1)));
-    const int64_t l2_group = tiles_differ ? min_of(fitting, max_of<int64_t>(total_heads, 1)) : 1;
-    return {tiles, heads, batch, static_cast<int>(l2_group)};
+    const int64_t l2_group_heads =
+        tiles_differ ? min_of(fitting, max_of<int64_t>(total_heads, 1)) : 1;
+    return {tiles, heads, batch, static_cast<int>(l2_group_heads)};
 }
 
-// Do KV tiles see unlike numbers of queries?
+// Do KV tiles see different numbers of queries?
 FLASH_HOST_DEVICE constexpr bool is_masked(const AttentionParams& params) {
     return params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;
 }
 
-// Packed sequences under a mask want larger sections than others: most of a section's work may be
-// a long sequence's, whose longest tiles are a large part of the whole run.
+// Packed sequences under a mask need larger groups: most of a group's work may belong to one long
+// sequence, whose longest tiles are a large part of the whole run.
 FLASH_HOST_DEVICE constexpr int l2_group_waves(const AttentionParams& params, bool masked) {
     return masked && params.cu_seqlens_q != nullptr ? 4 : 2;
 }

@@ -77,8 +77,8 @@ struct ChunkWalk {
 };
 
 // Global to shared, asynchronously where rows are 16-byte aligned: the caller commits and waits as
-// for any cp.async. `aligned` is only looked at when kMayBeUnaligned; then elements are copied one
-// by one.
+// for any cp.async. `aligned` counts only with kMayBeUnaligned; elements of unaligned rows are
+// copied one by one.
 template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
 __device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<const Element>& tile,
                                           bool aligned) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<cons
         });
         return;
     }
-    // Rolled up on purpose: this path is for odd layouts, and unrolled it would double the code.
+    // Not unrolled: this path is for rare layouts, and would double the code.
     const int row_chunks = Tile::kCols / Tile::kChunk;
 #pragma unroll 1
     for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
@@ -109,9 +109,8 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<cons
     }
 }
 
-// Loads the tiles of a tensor one after another, each the one before the last. It keeps the address
-// of this thread's first chunk: a tile then costs one addition instead of the products of its place
-// and the strides.
+// Loads the tiles of a tensor from last to first. It keeps the address of this thread's first
+// chunk: so a tile costs one addition instead of the products of its position and the strides.
 template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
 struct TileCursor {
     using Walk = ChunkWalk<Tile, kThreads>;
@@ -131,8 +130,8 @@ struct TileCursor {
                                                  kAllRows ? Tile::kRows : rows, cols};
             load_tile<Tile, kThreads, true>(shared, tile, aligned);
         } else {
-            // Places in the tile are computed anew for each: kept, they take registers that the
-            // matmuls need.
+            // Positions in the tile are recomputed for each tile: stored, they take registers that
+            // the matmuls need.
             const Walk walk(ptx::not_hoisted(threadIdx.x) % kThreads);
             walk.for_each([&](int row, int col, int offset) {
                 ptx::cp_async_16(
@@ -195,8 +194,8 @@ __device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint
 }
 
 // Sixteen rows from a warp's registers straight to global memory, rounded to Element, in 8-byte
-// stores: neighbouring lanes exchange pairs of columns, after which each has four neighbours, and
-// the four lanes that hold a row fill 32 bytes, a sector.
+// stores: neighboring lanes exchange pairs of columns, after which each has four adjacent columns,
+// and the four lanes that hold a row fill a sector of 32 bytes.
 template <class Element, class Accumulator>
 __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
                                            const Accumulator& acc) {
@@ -221,8 +220,8 @@ __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
     }
 }
 
-// All of a warp's rows in float32 and whole: to row index_of(row) of `target`, if that is not below
-// 0.
+// All of a warp's rows in float32, all columns: to row index_of(row) of `target`, unless that is
+// negative.
 template <class Accumulator, class IndexOf>
 __device__ __forceinline__ void store_rows(float* target, const Accumulator& acc,
                                            IndexOf index_of) {

@@ -53,7 +53,7 @@ enum class Order { kRowsFirst, kColumnsFirst };
 
 // 16x16 blocks of a SharedTile as ldmatrix fragments. One address per lane; a block is reached by
 // an XOR within the atom (the swizzle never carries) and an immediate offset. Columns advance by
-// kColStep blocks, so that several warps can take turns over the columns.
+// kColStep blocks, so that several warps can share the columns, every kColStep-th block each.
 template <class Tile, Order kOrder, bool kTranspose, int kColStep = 1>
 struct SharedBlocks {
     uint32_t lane_address;
@@ -81,7 +81,7 @@ struct SharedBlocks {
     }
 };
 
-// The operands of C(m x n) += A(m x k) B(k x n), named by how the tile is stored.
+// The operands of C(m x n) += A(m x k) B(k x n), named after how the tile is stored.
 template <class Tile>  // A stored [m][k]
 struct AFromRows : SharedBlocks<Tile, Order::kRowsFirst, false> {
     using SharedBlocks<Tile, Order::kRowsFirst, false>::SharedBlocks;
@@ -153,8 +153,8 @@ struct AInRegisters {
     }
 };
 
-// A of which the first kCachedCols columns stay in registers for many matmuls; the rest is fetched
-// each time.
+// An A whose first kCachedCols columns stay in registers for many matmuls. The rest is fetched each
+// time.
 template <class Source, int kRows, int kCachedCols>
 struct ACached {
     static constexpr int kCached = kCachedCols / 16;

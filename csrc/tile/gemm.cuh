@@ -7,7 +7,7 @@
 namespace flash_ext {
 
 // Each B fragment serves all of the warp's rows: with two 16-row blocks per warp, shared memory
-// delivers half as many bytes per multiply.
+// delivers half as many bytes per multiplication.
 template <class Element, int kK, class Accumulator, class A, class B>
 __device__ __forceinline__ void gemm(Accumulator& c, const A& a, const B& b) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Operands of gemm() straight from global memory, element by element: for what is rare, and needs
+// Operands of gemm() straight from global memory, element by element. For rare cases: they need
 // neither shared memory nor another warp. Elements outside the tensor are zeros.
 #pragma once
 
@@ -33,8 +33,7 @@ template <class Element>  // B stored [n][k], as K in Q K^T
 struct BFromGlobalRows {
     GlobalTile<const Element> x;
     __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
-        __syncwarp();  // keeps loads of one block from those of the next, which would take
-                       // registers
+        __syncwarp();  // separates the loads of one block from those of the next, to save registers
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             b[i] = global_pair<false>(x, 16 * n + lane_row() + i / 2 * 8,
@@ -46,8 +45,7 @@ template <class Element>  // B stored [k][n], as V in P V
 struct BFromGlobalColumns {
     GlobalTile<const Element> x;
     __device__ __forceinline__ void load_b(uint32_t (&b)[4], int n, int k) const {
-        __syncwarp();  // keeps loads of one block from those of the next, which would take
-                       // registers
+        __syncwarp();  // separates the loads of one block from those of the next, to save registers
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             b[i] = global_pair<true>(x, 16 * k + lane_col() + i % 2 * 8,

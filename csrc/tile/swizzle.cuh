@@ -1,10 +1,11 @@
-// Where element (row, column) of a 16-bit tile lies in shared memory.
+// Where element (row, column) of a 16-bit tile is in shared memory.
 //
-// A tile is stored as atoms of 64 columns (32 or 16 where the width is no multiple of more), each
-// atom row-major with rows of 128 (64, 32) bytes. Within an atom the 16-byte chunks of a row are
-// permuted by XOR with the row, so that the eight rows an ldmatrix reads at one column, and the
-// chunks of one row that a copy writes, all fall into different banks. TMA and wgmma call these
-// layouts the 128-byte (64-byte, 32-byte) swizzle.
+// A tile is stored as swizzle atoms of 64 columns (32 or 16 where the width is not a multiple of
+// 64). The hardware's atom has eight rows; here it has all rows of the tile, row-major, of 128 (64,
+// 32) bytes. Within an atom the 16-byte chunks of a row are permuted by XOR with the row, so that
+// the eight rows that an ldmatrix reads at one column, and the chunks of one row that a copy
+// writes, are all in different banks. TMA and wgmma call these layouts the 128-byte (64-byte,
+// 32-byte) swizzle.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,10 @@
 // Tensor maps: what TMA needs to know of a tensor, encoded on the host at every call.
 //
-// A tile must end where its sequence ends, even if another sequence follows in memory: the rows
-// beyond arrive as zeros. TMA zero-fills only past a map's bounds, and a map is one for all
-// sequences. So the map's row dimension has a fixed bound kRowBound, and a sequence of n rows is
-// addressed such that its end meets the bound: row i is at coordinate kRowBound - n + i. Two more
-// dimensions lead the address there, counting modulo 2^64:
+// A tile must end where its sequence ends, even if another sequence follows in memory: rows past
+// the end must arrive as zeros. TMA fills with zeros only past a map's bounds, and one map serves
+// all sequences. So the map's row dimension has a fixed bound kRowBound, and a sequence of n rows
+// is addressed such that it ends at the bound: row i has coordinate kRowBound - n + i. Two more
+// dimensions correct the address, modulo 2^64:
 //
 //     dimension   stride in bytes    coordinate
 //     column      2                  first column
@@ -28,12 +28,12 @@ namespace flash_ext {
 
 inline constexpr int kRowBound = 1 << 30;
 
-// The row stride; that of a single row may be 0, but TMA wants a positive one.
+// The row stride. That of a single row may be 0, but TMA needs a positive one.
 FLASH_HOST_DEVICE int64_t row_bytes(const TensorView& view) {
     return max_of<int64_t>(view.row_stride * 2, 16);
 }
 
-// A box is what one instruction loads: so many rows of an atom.
+// A box is what one instruction loads: kBoxRows rows of an atom.
 template <class Tile, int kBoxRows = Tile::kRows>
 cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementType type,
                               int head_dim) {
@@ -67,8 +67,8 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
     };
     CUresult result = try_to_encode();
     if (result == CUDA_ERROR_INVALID_CONTEXT) {
-        // This thread has not used the device yet (autograd has threads of its own). The driver
-        // wants a context, which the runtime would set up at the launch.
+        // This thread has not used the device yet (autograd has its own threads). The driver needs
+        // a context, which the runtime would otherwise create at the launch.
         int device = 0;
         cudaGetDevice(&device);
         cudaSetDevice(device);
@@ -77,7 +77,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// The rows of one head of one sequence: a place from which tiles are loaded.
+// The rows of one head of one sequence, as TMA addresses them.
 struct TensorRows {
     int offset;
     int first;  // the coordinate of row 0
@@ -89,7 +89,7 @@ struct TensorRows {
                                   16)),
           first(kRowBound - rows) {}
 
-    // A box of each atom, to L2, ahead of a load.
+    // Prefetches a box of each atom to L2.
     template <class Tile>
     __device__ __forceinline__ void prefetch(const CUtensorMap& map, int row) const {
 #pragma unroll

@@ -1,4 +1,4 @@
-// How a tensor lies in memory, for the host and the kernels alike.
+// The layout of a tensor in memory, for both the host and the kernels.
 #pragma once
 
 #include <cstdint>

@@ -385,18 +385,18 @@ def draw_descriptor():
         major = left < 400
         svg.text(left, 24, title, 13, bold=True)
         svg.text(left, 44, sub, 12)
-        for panel in range(2):
-            x = left + panel * (w + 16)
+        for atom in range(2):
+            x = left + atom * (w + 16)
             svg.text(x + w / 2, 70, "64 columns", 12, "middle")
             svg.text(x + w / 2, 87, f"of {'k' if major else 'n'}", 12, "middle")
             for group in range(8):
                 svg.rect(x, top + group * h, w, h, "white", GREY)
             if major:
                 for k in range(4):
-                    fill = [SKY, SAND, "white", "white"][k] if panel == 0 else "white"
+                    fill = [SKY, SAND, "white", "white"][k] if atom == 0 else "white"
                     svg.rect(x + k * w / 4, top, w / 4, 8 * h, fill)
                     svg.text(
-                        x + (k + 0.5) * w / 4, top + 4 * h + 5, str(4 * panel + k), 13, "middle"
+                        x + (k + 0.5) * w / 4, top + 4 * h + 5, str(4 * atom + k), 13, "middle"
                     )
             else:
                 for k in range(4):

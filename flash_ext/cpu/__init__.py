@@ -1,7 +1,7 @@
 """The CPU kernels of the ops: FlashAttention 1 and 2 as tile loops in torch.
 
 They are for reading and for testing: `tiled` has the papers' algorithms line by line, `tiling` cuts
-a call into tiles, `mask` and `sequences` say what is visible, as standard attention does too, and
+a call into tiles, `mask` and `sequences` say what is visible, as in standard attention, and
 `checks` refuses wrong arguments.
 """
 

@@ -1,4 +1,4 @@
-"""The argument checks of the CPU kernels. Those of the CUDA kernels are alike: csrc/api/check.h."""
+"""The argument checks of the CPU kernels, as csrc/api/check.h has them for the CUDA kernels."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 
 def _check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
-    """That sequences follow one another within the rows that there are."""
+    """Check that sequences follow one another within the rows of the tensor."""
     previous = 0
     for index, offset in enumerate(cu_seqlens.tolist()):
         if index == 0 and offset != 0:
@@ -114,7 +114,7 @@ def _check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
 
 
 def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
-    """Check what tells the lengths of the sequences. Returns their number, B."""
+    """Check the arguments that give the lengths of the sequences. Returns their number, B."""
     batch = q.shape[0]
     if options.cu_seqlens is not None:
         batch = max(options.cu_seqlens[0].numel() - 1, 0)
@@ -141,7 +141,7 @@ def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
     if bias.dim() != 4:
         refuse("bias", "of shape (batch, heads_q, seqlen_q, seqlen_k), any of them 1", shape)
     wanted = {"batch": batch, "heads_q": q.shape[-2]}
-    if q.dim() == 4:  # packed sequences are of any length, and a bias reaches as far as it likes
+    if q.dim() == 4:  # packed sequences have any length, and a bias may be longer
         wanted |= {"seqlen_q": q.shape[1], "seqlen_k": k.shape[1]}
     for dim, (name, size) in enumerate(wanted.items()):
         if shape[dim] not in (1, size):
@@ -184,7 +184,8 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
         The variant that runs.
 
     Raises:
-        ValueError: an argument is wrong; the message names it, what was wanted and what came.
+        ValueError: an argument is wrong; the message names it, what was expected and what was
+        given.
     """
     _check_variant(options)
     if (options.cu_seqlens_q is None) != (options.cu_seqlens_k is None):

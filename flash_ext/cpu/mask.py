@@ -47,8 +47,8 @@ class Band:
     def hide_(self, tile: Tensor, q0: int, k0: int) -> None:
         """Set to −∞, in place, the scores of a tile whose query does not see the key.
 
-        The tile is (heads, queries, keys), from query q0 and key k0 on. What it held there goes,
-        NaN too. (On a CPU `masked_fill_` takes several times longer.)
+        The tile is (heads, queries, keys), from query q0 and key k0 on. What was there is
+        overwritten, NaN too. (On a CPU `masked_fill_` takes several times longer.)
         """
         _, rows, keys = tile.shape
         aligned = q0 + self.offset - k0  # j − i of a query and the key that it is aligned with

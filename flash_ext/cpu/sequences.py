@@ -1,7 +1,7 @@
-"""Sequences of different lengths: where they lie in packed and padded tensors.
+"""Sequences of different lengths: where they are in packed and padded tensors.
 
-For what takes equal lengths, and so runs one length after the other: standard attention and the CPU
-kernels.
+For code that takes equal lengths, and so runs one length after the other: standard attention and
+the CPU kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """Sequences of equal lengths, neighbours in the batch: a box of the (B, S, H, D) tensors.
+    """Sequences of equal lengths, adjacent in the batch: a box of the (B, S, H, D) tensors.
 
     Packed tensors (total, H, D) take part as one batch element, (1, total, H, D).
     """
@@ -45,7 +45,7 @@ class Span:
         return alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[self.sequences]
 
     def bias_of(self, bias: Tensor) -> Tensor:
-        """Their part of (B|1, Hq|1, Sq|1, Sk|1), a view; it may reach less far than they do."""
+        """Their part of (B|1, Hq|1, Sq|1, Sk|1), a view; it may be shorter than they are."""
         positions = map(slice, self.lengths)
         parts = zip(bias.shape, (self.sequences, slice(None), *positions), strict=True)
         return bias[tuple(slice(None) if size == 1 else part for size, part in parts)]

@@ -1,4 +1,4 @@
-"""FlashAttention 1 and 2 as tile loops in torch: the CPU kernels, readable beside the papers.
+"""FlashAttention 1 and 2 as tile loops in torch: the CPU kernels, to be read with the papers.
 
 FlashAttention-3 is not here: its tile loop is FlashAttention-2's. What it adds (which warps copy,
 which compute, and when) has no counterpart on a CPU.
@@ -51,14 +51,14 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads besides."""
+    """What only the backward pass reads."""
 
     O: Tensor  # noqa: E741
     dO: Tensor
     L: Tensor
     """+∞ for a row that sees no key (its lse is −∞), so that its P = exp(S − L) = 0."""
     dL: Tensor
-    """The gradient of L; 0 for a row that sees no key, whatever came."""
+    """The gradient of L; 0 for a row that sees no key, whatever was given."""
     reference: Tensor | None = None
     """What the scores of a row, and its L, are relative to; 0 for most rows. None: for all."""
 
@@ -76,7 +76,7 @@ def _reciprocal(row_sum: Tensor) -> Tensor:
 
 
 def _exp_(tile: Tensor) -> Tensor:
-    """e to the tile, in place, where `exp_` would take several times longer at −∞ on a CPU.
+    """e to the power of the tile, in place. On a CPU `exp_` takes several times longer at −∞.
 
     In float64, because a factor's rounding error in an exponent grows with the exponent.
     """
@@ -84,7 +84,7 @@ def _exp_(tile: Tensor) -> Tensor:
 
 
 def _dropped(tile: Tensor, kept: Tensor | None) -> Tensor:
-    """The tile ∘ Z_ij, but for the factor 1 / (1 − p)."""
+    """The tile ∘ Z_ij, without the factor 1 / (1 − p)."""
     return tile if kept is None else tile * kept
 
 
@@ -92,7 +92,7 @@ def _probabilities(S_ij: Tensor, saved: Saved, rows: slice) -> Tensor:
     """exp(S − L), in place."""
     if saved.reference is not None:
         reference = saved.reference[:, rows]
-        # Relative to its maximum no score is above 0, but by rounding.
+        # Relative to its maximum no score is above 0, except by rounding.
         S_ij = S_ij.sub_(reference).clamp_(max=torch.where(reference == 0, math.inf, 0.0))
     return _exp_(S_ij.sub_(saved.L[:, rows]))
 
@@ -100,8 +100,8 @@ def _probabilities(S_ij: Tensor, saved: Saved, rows: slice) -> Tensor:
 def _relative_to_maximum(tiling: Tiling, operands: Operands, saved: Saved) -> Saved:
     """With L relative to the row's maximum where it is large.
 
-    In float32 an L of 10⁸ is known to 4, so that exp(S − L) would be wrong by a factor of e⁴. The
-    maximum m is one of the scores, to which the others have exact distances.
+    In float32 an L of 10⁸ is known to within 4, so that exp(S − L) would be wrong by a factor of
+    e⁴. The maximum m is one of the scores, so the differences of the others from it are exact.
     """
     large = saved.L.isfinite() & (saved.L.abs() * torch.finfo(tiling.dtype).eps > 2**-12)
     if not large.any():
@@ -156,7 +156,7 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
 
 
 def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2, Algorithm 1: Q outer, O unnormalised until one rescale at the end.
+    """FlashAttention-2, Algorithm 1: Q outer, O unnormalized until one rescale at the end.
 
     Arguments and results as for `fa1_forward`.
     """
@@ -217,7 +217,7 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
 
 
 def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashAttention-2, Algorithm 2: D first, then KV blocks that need nothing of each other.
+    """FlashAttention-2, Algorithm 2: D first, then KV blocks that are independent.
 
     (Except for the sums into dQ, which the CUDA kernel does with atomics.) Arguments and results as
     for `fa1_backward`.
@@ -248,7 +248,7 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
 
 
 def _delta(saved: Saved) -> Tensor:
-    """D = rowsum(dO ∘ O), less the gradient of L."""
+    """D = rowsum(dO ∘ O), minus the gradient of L."""
     return (saved.dO * saved.O).sum(dim=-1, keepdim=True) - saved.dL
 
 
@@ -311,7 +311,7 @@ def backward(
     need_dbias: bool,
     on_chip: int | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The op bwd, as `forward` is fwd; dbias and dsink are None where the op returns shape (0,)."""
+    """The op bwd, like `forward` for fwd; dbias and dsink are None where its shape is (0,)."""
     dout, q, k, v, out, lse = (
         _as_batch(getattr(tensors, name), options) for name in ("dout", "q", "k", "v", "out", "lse")
     )

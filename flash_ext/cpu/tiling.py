@@ -34,11 +34,11 @@ def block_sizes(on_chip: int, head_dim: int) -> tuple[int, int]:
 
 
 def fast_block_sizes(heads: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(B_r, B_c) for S_ij of `SCORES_BYTES`, over so many heads of all sequences.
+    """(B_r, B_c) for an S_ij of `SCORES_BYTES`, over this number of heads of all sequences.
 
-    Here a step of the algorithms is a call of torch, which itself takes as long as some thousands
-    of scores. So the fewer tiles the better, until they leave the caches. B_c is one to four times
-    B_r. Many heads get 64 × 128 all the same: narrower matrix products are slower.
+    Here a step of the algorithms is a call of torch, whose overhead is that of some thousands of
+    scores. So fewer tiles are better, as long as they fit in the caches. B_c is one to four times
+    B_r. Even many heads get 64 × 128: narrower matrix products are slower.
     """
     scores = max(SCORES_BYTES // (dtype.itemsize * max(heads, 1)), 64 * 128)
     B_r = 1 << (scores.bit_length() - 1) // 2
@@ -65,7 +65,7 @@ class Tiling:
     options: Options
     """With the span's part of alibi_slopes and bias."""
     dbias: Tensor | None
-    """What the bias's gradient is added to, shaped like the span's bias. None: not wanted."""
+    """What the bias's gradient is added to, shaped like the span's bias. None: not requested."""
 
     @classmethod
     def of(
@@ -125,11 +125,11 @@ class Tiling:
 
     @property
     def keep_scale(self) -> float:
-        """1 / (1 − p), by which dropout multiplies what it keeps."""
+        """1 / (1 − p), the factor of entries that dropout keeps."""
         return keep_scale(self.options.dropout_p)
 
     def sink_rows(self) -> Tensor:
-        """The sink of each row of queries, (B·Hk, Sq·G, 1). No sink is one of −∞."""
+        """The sink of each row of queries, (B·Hk, Sq·G, 1); −∞ without one."""
         if self.options.sink is None:
             shape = (self.batch * self.heads_k, self.band.seqlen_q * self.group, 1)
             return torch.full(shape, -math.inf, dtype=self.dtype)
@@ -166,7 +166,7 @@ class Tiling:
         return blocks(*self.band.key_range(q0, q1), self.B_c)
 
     def rows(self, q0: int, q1: int) -> slice:
-        """Where queries [q0, q1) of all heads of a group are among the rows."""
+        """The rows of queries [q0, q1) of all heads of a group."""
         return slice(q0 * self.group, q1 * self.group)
 
     def tile(self, q0: int, q1: int, k0: int, k1: int) -> Tile:
@@ -177,7 +177,7 @@ class Tiling:
 
 @dataclass
 class Tile:
-    """Queries [q0, q1) against keys [k0, k1): what lies between Q_i K_jᵀ and the softmax.
+    """Queries [q0, q1) against keys [k0, k1): what comes between Q_i K_jᵀ and the softmax.
 
     Its arrays are (B·Hk, (q1 − q0)·G, k1 − k0), like S_ij.
     """
@@ -201,7 +201,7 @@ class Tile:
         return slice(self.k0, self.k1)
 
     def scores(self, S_ij: Tensor) -> Tensor:
-        """S_ij from Q_i K_jᵀ, which is overwritten: scale, softcap, ALiBi, bias, mask, in turn."""
+        """S_ij from Q_i K_jᵀ, which is overwritten: scale, softcap, ALiBi, bias, then mask."""
         tiling, options = self.tiling, self.tiling.options
         corners = (self.q0, self.q1, self.k0, self.k1)
         S_ij.mul_(tiling.scale)
@@ -219,11 +219,11 @@ class Tile:
         return S_ij
 
     def scores_gradient(self, dS_ij: Tensor) -> Tensor:
-        """The gradient of τ Q_i K_jᵀ from that of S_ij, which is overwritten. The bias gets its."""
+        """The gradient of τ Q_i K_jᵀ from that of S_ij, in place. Adds to dbias."""
         dbias = self.tiling.dbias
         if dbias is not None:
             dbias_ij = self._part_of(dbias)
-            # A bias need not reach as far as the tile.
+            # A bias may be shorter than the tile.
             reach = zip(dbias.shape[2:], dbias_ij.shape[2:], strict=True)
             queries, keys = (slice(None if size == 1 else part) for size, part in reach)
             dS = self._by_head(dS_ij).flatten(1, 2)[:, :, queries, keys]
@@ -233,7 +233,7 @@ class Tile:
         return dS_ij
 
     def kept(self) -> Tensor | None:
-        """(1 − p) Z_ij: 1 where dropout keeps the entry, else 0. None without dropout."""
+        """(1 − p) Z_ij: 1 where dropout keeps the entry, otherwise 0. None without dropout."""
         tiling = self.tiling
         p, rng_state = tiling.options.dropout_p, tiling.options.rng_state
         if p == 0 or rng_state is None:
@@ -265,7 +265,7 @@ class Tile:
         return bias[:, :, queries, keys]
 
     def _bias(self, bias: Tensor) -> Tensor:
-        """The tile's part of the bias, as numbers; −∞ where the bias does not reach."""
+        """The tile's part of the bias, as numbers; −∞ outside the bias."""
         bias_ij = self._part_of(bias)
         if bias.dtype == torch.bool:
             zeros = torch.zeros_like(bias_ij, dtype=self.tiling.dtype)

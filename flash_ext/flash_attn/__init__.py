@@ -9,26 +9,26 @@ flash-attn's names for them:
     softmax_scale: the factor of the scores; None is 1 / sqrt(D).
     causal: aligned bottom-right, as everywhere in flash_ext.
     window_size: (left, right), both included; below 0 is unlimited, and so is a side of at least Sk
-        (max_seqlen_k of packed sequences, the cache's length of a cache). On the right that is
-        more than what the side reaches where Sq > Sk.
+        (max_seqlen_k of packed sequences, the length of a cache). So where Sq > Sk the right side
+        may reach further than its number says.
     softcap: 0 or less is none.
     alibi_slopes: (Hq) or (B, Hq).
-    dropout_p: the masks are drawn from torch's generator, but are other ones than flash-attn's.
+    dropout_p: the masks come from torch's generator, but differ from flash-attn's.
     deterministic: False follows `torch.are_deterministic_algorithms_enabled()`.
     max_seqlen, max_seqlen_q, max_seqlen_k: not needed; only window_size is compared with them.
     return_attn_probs: return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32,
         (B, Hq, Sq), or (Hq, total_q) of packed sequences, with flash-attn's values: +inf where a
-        query sees no key; and where causal, without a window, meets alibi_slopes, larger by
-        slope · (i + Sk − Sq) than that of `flash_ext.attention`, since key j is given slope · j
-        there, which is as good to the softmax. Unlike there it is differentiable. S_dmask, which
-        flash-attn gives for its own tests, is always empty, of shape (0,).
+        query sees no key; with causal and alibi_slopes, without a window, larger by
+        slope · (i + Sk − Sq) than that of `flash_ext.attention`, since flash-attn adds slope · j
+        to key j, which gives the same softmax. Here it is differentiable. S_dmask, which
+        flash-attn returns for its own tests, is always empty, of shape (0,).
 
-Like there, a last dimension that is not contiguous is copied, and autocast casts neither a cache
-nor inputs that are all float16 or all bfloat16; others, which flash-attn refuses, it does. What is
-not supported raises NotImplementedError before anything runs; wrong arguments raise ValueError or
-RuntimeError.
+As in flash-attn, a last dimension that is not contiguous is copied, and autocast casts neither a
+cache nor inputs that are all float16 or all bfloat16. It casts others, which flash-attn refuses.
+What is not supported raises NotImplementedError before anything runs; wrong arguments raise
+ValueError or RuntimeError.
 
-`__version__` is the flash-attn whose names these are, for code that asks.
+`__version__` is that of the flash-attn with these names, for code that checks it.
 """
 
 from .bert_padding import index_first_axis, pad_input, unpad_input

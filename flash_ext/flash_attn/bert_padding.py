@@ -87,7 +87,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`unpad_input` where several sequences lie one after the other in a row, before the padding.
+    """`unpad_input` where several sequences follow one another in a row, before the padding.
 
     Args:
         hidden_states: (B, S, …), any dtype; differentiable.
@@ -112,7 +112,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put packed tokens (total, …) back into a batch (batch, seqlen, …), which else is 0.
+    """Put packed tokens (total, …) back into a batch (batch, seqlen, …), which is 0 elsewhere.
 
     indices (total), int, are those that `unpad_input` returns. Differentiable.
     """

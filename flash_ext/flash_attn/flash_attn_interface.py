@@ -26,7 +26,7 @@ def _refuse_given(**unsupported: object) -> None:
 
 
 def _unpack(name: str, x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
-    """The q, k and v, or k and v, that lie stacked along a dimension."""
+    """The q, k and v, or k and v, that are stacked along a dimension."""
     require_tensors(**{name: x})
     if x.dim() != dim + 3 or x.shape[dim] != parts:
         before = "batch, seqlen" if dim == 2 else "total"
@@ -43,7 +43,7 @@ def _options(
     alibi_slopes: Tensor | None,
     seqlen_k: int | None,
 ) -> dict[str, Any]:
-    """The options of flash_ext. seqlen_k is the length from which a side of the window is none."""
+    """The options of flash_ext. A side of the window of at least seqlen_k is unlimited."""
     if window_size != (-1, -1):
         left, right = require_pair("window_size", window_size)
         if left < 0 or (seqlen_k is not None and left >= seqlen_k):
@@ -263,7 +263,7 @@ def _append(cache: Tensor, new: Tensor, cache_seqlens: Tensor) -> None:
 
 
 def _check_rows(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
-    """Check the shape of x, in which words are for any size, and that it is like q."""
+    """Check the shape of x, where words stand for any size, and that it is like q."""
     require_tensors(**{name: x})
     same = x.dim() == len(shape) and all(
         isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
@@ -279,7 +279,7 @@ def _check_cache(
 ) -> int:
     """Check the tensors of `flash_attn_with_kvcache`. Returns how many keys are new.
 
-    What the op checks, it says of k and v, by which the caller means others.
+    The op's own checks would name k and v, which mean other tensors to the caller.
     """
     _check_rows("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"), q)
     batch, head_dim = q.shape[0], q.shape[-1]
@@ -353,13 +353,13 @@ def flash_attn_with_kvcache(
 
     Args:
         k_cache, v_cache: (Bc, Sc, Hk, D) and (Bc, Sc, Hk, Dv), Bc at least B: the first B are used.
-        k, v: (B, S_new, Hk, D) and (B, S_new, Hk, Dv), both or neither: written in place behind the
-            cache_seqlens first keys, and seen by q. On CUDA rows past Sc fail in the device. A call
-            that is refused has written nothing, but for one that was compiled.
+        k, v: (B, S_new, Hk, D) and (B, S_new, Hk, Dv), both or neither: written in place after the
+            first cache_seqlens keys, and seen by q. On CUDA rows past Sc fail in the device. A call
+            that raises has written nothing, unless it was compiled.
         cache_seqlens: how many keys the cache holds: an int, or int32 (B). None is all, without k.
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: not supported.
-        rotary_interleaved, num_splits: have no effect: nothing is rotated, and how many parts the
-            keys are split into is chosen for each call.
+        rotary_interleaved, num_splits: have no effect: nothing is rotated, and the number of
+            splits of the keys is chosen for each call.
 
     Returns:
         out (B, Sq, Hq, Dv), with return_softmax_lse (out, softmax_lse), softmax_lse (B, Hq, Sq).
@@ -385,7 +385,7 @@ def flash_attn_with_kvcache(
     with _no_autocast(q):
         given = attention_options(q, **options, seqused_k=used)
         if k is not None and v is not None and lengths is not None:
-            if not is_compiling() and ops.is_real(q):  # where the device can be asked
+            if not is_compiling() and ops.is_real(q):  # where the device can be read
                 ops.check(q, k_cache, v_cache, **given)
             _append(k_cache, k, lengths)
             _append(v_cache, v, lengths)

@@ -1,1 +1,1 @@
-"""flash_ext behind the interfaces of others. Nothing is activated by an import."""
+"""flash_ext under the interfaces of other packages. An import activates nothing."""

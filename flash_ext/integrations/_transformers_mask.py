@@ -1,9 +1,9 @@
 """What the mask function of `transformers.py` gives the models: a description of the mask.
 
-The attention function reads the description. Some models take part of their attention, or all of
-it, from nowhere but themselves, and add the mask to scores. To them the description is the tensor
-that it describes, in the form in which transformers' eager attention has it: they compute what
-they compute with attn_implementation="eager", and say so in a warning.
+The attention function reads the description. Some models compute part of their attention, or all of
+it, by themselves, and add the mask to scores. For them the description acts as the tensor that it
+describes, in the form of transformers' eager attention: they compute the same as with
+attn_implementation="eager", and a warning says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMBINE = ("invert", "and", "rand", "or", "ror", "xor", "rxor")
 class Mask:
     """Which keys each query sees, in fewer than B · Sq · Sk numbers.
 
-    Used as a tensor it is one: (B, 1, Sq, Sk), of `dtype`, 0 where a query sees a key and the least
+    It can be used as a tensor: (B, 1, Sq, Sk), of `dtype`, 0 where a query sees a key and the least
     finite number elsewhere, to be added to the scores.
     """
 
@@ -38,9 +38,9 @@ class Mask:
     """(B, 1, Sq, Sk)."""
     causal: bool
     window: tuple[int, int] = (-1, -1)
-    """Like causal it is aligned bottom-right, as `flash_ext.attention` has it."""
+    """Aligned bottom-right like causal, as in `flash_ext.attention`."""
     seqlen_k: int | None = None
-    """The keys that are aligned so, where not all: nobody sees those after them."""
+    """The keys that are aligned so, where not all: no query sees those after them."""
     padding: Tensor | None = None
     """bool (B, Sk): False hides the key."""
     cu_seqlens: Tensor | None = None
@@ -49,7 +49,7 @@ class Mask:
     """int32: the same as padding. With cu_seqlens (n): 0 where the sequence is padding. Else (B):
     the keys that come before the padding."""
     dense: Tensor | None = None
-    """bool (B, 1, Sq, Sk), all that there is to the mask, where nothing shorter says it."""
+    """bool (B, 1, Sq, Sk), the whole mask, where nothing shorter describes it."""
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
 
@@ -63,7 +63,7 @@ class Mask:
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor, without making it."""
+        """As of a tensor, without creating it."""
         size = torch.Size(self.shape)
         return size if dim is None else size[dim]
 
@@ -102,7 +102,7 @@ class Mask:
         return visible
 
     def as_tensor(self) -> Tensor:
-        """(B, 1, Sq, Sk) of `dtype`, as transformers' eager_mask has it; not to be written to."""
+        """(B, 1, Sq, Sk) of `dtype`, as transformers' eager_mask returns it; read-only."""
         return self._new_tensor() if torch.compiler.is_compiling() else self._tensor
 
     @cached_property

@@ -3,19 +3,19 @@
     q, k, v = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v))  # (B, S, H, D): heads
     out = flash_ext.attention(q, k, v, causal=True)  # Shard(2) too; nothing is communicated
 
-Nothing need be imported or registered: the first call with a DTensor does it. (But for what is in
-`torch.inference_mode` and calls an op itself, or is compiled: import this module before.)
+Nothing need be imported or registered: the first call with a DTensor does it. (Exception: code that
+calls an op itself in `torch.inference_mode`, or is compiled, must import this module first.)
 
-A dimension of the mesh splits the batch or the heads, whichever the first of q, k and v to be split
-says: the other tensors follow, options too, and are redistributed where they are placed otherwise.
-Key heads are split with the query heads they serve, so their number is a multiple of the ranks', or
-1: then every rank has the one, and its gradient is a partial sum. All else is computed on every
-rank alike: heads that do not divide, and splits of the sequence, which are gathered.
+A dimension of the mesh splits the batch or the heads, as in the first of q, k and v that is split.
+The other tensors follow, options too, and are redistributed where their placement differs. Key
+heads are split with the query heads that read them, so their number is a multiple of the number of
+ranks, or 1: then every rank has that head, and its gradient is a partial sum. Everything else is
+computed on every rank: heads that do not divide, and splits of the sequence, which are gathered.
 
-A plain tensor among the arguments is one that every rank has alike. But `rng_state` need not be:
-ranks that compute the same take that of the first of them, so what is replicated is the same on
-each, however their generators were seeded. Each part drops by a mask of its own, so dropout is
-another than that of the whole on one device.
+A plain tensor among the arguments must be the same on every rank. Only `rng_state` may differ:
+ranks that compute the same use that of the first of them, so replicated results are the same on
+each, however their generators were seeded. Each part has its own dropout mask, so dropout differs
+from that of the whole on one device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Role = Literal["batch", "heads"] | None
 
 
 class _Layout:
-    """Where each tensor of one call has its batch and its heads, and what the mesh splits."""
+    """The dimensions of batch and heads in each tensor of one call, and what the mesh splits."""
 
     def __init__(self, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         self.mesh, self.packed = mesh, packed
@@ -58,8 +58,8 @@ class _Layout:
         return None
 
     def _dim(self, name: str, dims: int, role: str) -> int | None:
-        """The dimension of a tensor of so many dimensions that is split; None: it has not one."""
-        if self.packed and role == "batch":  # the sequences lie one after the other
+        """The dimension that is split, of a tensor with `dims` dimensions, or None."""
+        if self.packed and role == "batch":  # the sequences follow one another
             return None
         if name in ABOUT:
             return dim_of(name, dims, role)
@@ -68,7 +68,7 @@ class _Layout:
         return (1 if name in ("lse", "dlse") else 2) - self.packed
 
     def placements(self, name: str, x: Tensor, broadcast: Placement) -> list[Placement]:
-        """Of x, which is q or an option. `broadcast` where it is one for all that is split."""
+        """Of x, which is q or an option. `broadcast` where one value serves all that is split."""
 
         def place(role: Role) -> Placement:
             if role is None:
@@ -86,7 +86,8 @@ class _Layout:
             everywhere = [Replicate()] * self.mesh.ndim
             x = DTensor.from_local(x, self.mesh, everywhere, run_check=False)
         placements = self.placements(name, x, Replicate())
-        # Detached, or torch 2.11 would call detach_ on the result, which DTensors do not have.
+        # Detached: otherwise torch 2.11 would call detach_ on the result, which DTensors do not
+        # have.
         part = x.detach().redistribute(self.mesh, placements).to_local()
         if name == "rng_state":
             part = self._of_first_rank(part)
@@ -97,7 +98,7 @@ class _Layout:
     def _of_first_rank(self, x: Tensor) -> Tensor:
         """x as the first rank has it, along each dimension of the mesh that splits nothing.
 
-        Ranks that compute the same must drop the same, and each drew from a generator of its own.
+        Ranks that compute the same must drop the same, but each has its own generator.
         """
         dims = range(self.mesh.ndim)
         each = x.expand(*(1 for _ in dims), *x.shape)
@@ -106,7 +107,7 @@ class _Layout:
         return every.redistribute(self.mesh, placements).to_local()[(0,) * len(dims)]
 
     def _part(self) -> int:
-        """The number of this rank's part of the whole."""
+        """The index of this rank's part of the whole."""
         number = 0
         for index, (role, here) in enumerate(
             zip(self.roles, self.mesh.get_coordinate() or (), strict=True)
@@ -116,7 +117,7 @@ class _Layout:
         return number
 
     def whole(self, part: Tensor, shape: Sequence[int], placements: list[Placement]) -> Tensor:
-        """The contiguous DTensor of which `part` is this rank's."""
+        """The contiguous DTensor whose part on this rank is `part`."""
         shape = torch.Size(shape)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
@@ -169,7 +170,7 @@ def _bwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None
         gradients_of |= {name: options.get(name) for name in ("bias", "sink")}
         return tuple(
             layout.whole(part, part.shape, [Replicate()] * layout.mesh.ndim)
-            if y is None or part.dim() != y.dim()  # the gradient that there is not, (0,)
+            if y is None or part.dim() != y.dim()  # no gradient, (0,)
             else layout.whole(part, y.shape, layout.placements(name, y, Partial()))
             for part, (name, y) in zip(gradients, gradients_of.items(), strict=True)
         )

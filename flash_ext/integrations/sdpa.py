@@ -8,11 +8,11 @@
 
 It replaces the CUDA kernels of the aten ops that are SDPA's flash backend, and of those below
 `torch.nn.attention.varlen.varlen_attn` and nested tensors, with those of `csrc/api/sdpa.cpp`: there
-is no Python between SDPA and flash_ext's kernels. What flash_ext does not run there
-(dropout, the debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's
-kernels as before. SDPA's choice of a backend stays as it is, so an attn_mask, float32 and head dims
-above 256 go to the others, but for cuDNN's, which comes before the flash backend on Hopper GPUs: it
-is switched off meanwhile.
+is no Python between SDPA and flash_ext's kernels. What flash_ext does not run there (dropout, the
+debug mask, a paged cache, empty tensors, a GPU without the kernel) goes to torch's kernels as
+before. SDPA's choice of a backend does not change, so an attn_mask, float32 and head dims above 256
+go to the other backends. Only cuDNN's, which comes before the flash backend on Hopper GPUs, is
+switched off meanwhile.
 
 One implementation is active in the whole process, all its threads. Blocks of `activated` may be
 nested and may overlap between threads: flash_ext stays active until the last of them has ended.
@@ -87,9 +87,9 @@ def _override(on: bool, with_out: bool) -> None:
 
 
 def _silence_override_warning() -> None:
-    """That a kernel is overridden, which is the purpose, is what the dispatcher warns of, once.
+    """Hide the dispatcher's warning, given once, that a kernel is overridden: this is intended.
 
-    To an override from C++ no filter of Python's applies, so the first is one from Python.
+    Python's filters do not apply to an override from C++, so the first override comes from Python.
     """
     library = Library("flash_ext", "IMPL")
     with warnings.catch_warnings():
@@ -109,10 +109,10 @@ class Handle:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def remove(self) -> None:
-        """End the overrides; a second time it does nothing."""
+        """End the overrides; a second call does nothing."""
         if self._originals is not None:
             _override(False, False)
-            self._originals = None  # with the library go its ops
+            self._originals = None  # its ops go with the library
             torch.backends.cuda.enable_cudnn_sdp(self._cudnn)
 
 
@@ -123,8 +123,8 @@ def _original(name: str) -> Any:
 def _keep_original(library: Library, name: str, signature: str) -> None:
     """Define flash_ext::original… as torch's kernel, for what csrc/api/sdpa.cpp does not run.
 
-    It returns the tensors alone: torch's way from C++ to an op takes the types of the results in
-    reverse order, so all have to be of one type.
+    It returns only the tensors: a call of an op from C++ reads the types of the results in reverse
+    order, so all must have one type.
     """
     original = _original(name)
 
@@ -181,13 +181,13 @@ def _require_api() -> None:
 
 _lock = threading.RLock()
 _blocks: list[str | None] = []
-"""Of each block of `activated` that runs, what was active before the first of them."""
+"""For each block of `activated` that runs: what was active before the first of them."""
 
 
 def activate() -> None:
     """Run the flash backend of SDPA on flash_ext, in the whole process, until `restore`.
 
-    It takes the place of another implementation, if one is active. Twice is as good as once.
+    It replaces another implementation, if one is active. A second call does nothing.
 
     Raises:
         RuntimeError: the CUDA kernels of flash_ext, of SDPA, or torch's interface are missing.
@@ -202,7 +202,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Give SDPA its own kernels back. Nothing happens where flash_ext is not active."""
+    """Restore SDPA's own kernels. Does nothing where flash_ext is not active."""
     _require_api()
     with _lock:
         if attention_backends.current_flash_attention_impl() == NAME:

@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=fa_ext.NAME)
 
 Every model that takes its attention from `transformers.AttentionInterface` can run on it. As with
-SDPA there the mask is the whole truth: it alone says which keys a query sees. What it says is kept
-to or refused, never left out:
+SDPA there, only the mask says which keys a query sees. What it says is followed or refused, never
+ignored:
 
     causal, sliding window, bidirectional: options of the kernels, which take no memory.
     packed sequences (position_ids, cu_seq_lens_q and _k), and padding of causal layers:
@@ -23,9 +23,9 @@ to or refused, never left out:
 A bias is not for fa3: "auto" takes fa2 then. Attention probabilities are never returned.
 
 A model that computes attention by itself, as bloom and longformer do, gets the mask of eager
-attention where it asks for a mask's numbers: its results are right, no faster, and a warning says
-so. What a model tells its eager attention, and what keys it adds after its mask was made, is kept
-to or refused.
+attention where it reads a mask's numbers: its results are right but no faster, and a warning says
+so. What a model tells its eager attention, and keys that it adds after its mask was made, are
+followed or refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NAME = "fa_ext"
 its own flash-attn backends and looks for that package, so it is not "flash_ext"."""
 
 _UNSUPPORTED = ("output_attentions", "head_mask", "indices", "block_indices", "cache")
-"""Keywords of models that change or ask for more than this computes: sparse and paged attention.
+"""Keywords of models that need something that this does not compute: sparse and paged attention.
 `_refused` finds others."""
 
 
@@ -60,7 +60,7 @@ _UNSUPPORTED = ("output_attentions", "head_mask", "indices", "block_indices", "c
 
 
 def _variables(function: Any, code: Any) -> dict[str, Any]:
-    """What function closes over, by name, where it was compiled from this code."""
+    """The closure of function, by name, if it was compiled from this code."""
     if getattr(function, "__code__", None) is not code:
         return {}
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -73,8 +73,8 @@ _PACKED = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
 def _packed_ids(mask_function: Callable[..., Any]) -> Tensor | None:
     """The sequence of each token, (B, S), where transformers found packed position_ids.
 
-    It tells that by nothing but the mask's function, an `and_masks` of two. Where a release writes
-    this otherwise None is found, and the mask becomes a dense one.
+    Only the mask's function tells that, an `and_masks` of two. Where a release writes this
+    differently the result is None, and the mask becomes a dense one.
     """
     parts = _variables(mask_function, _AND).get("mask_functions", ())
     found = [_variables(part, _PACKED).get("packed_sequence_mask") for part in parts]
@@ -83,7 +83,7 @@ def _packed_ids(mask_function: Callable[..., Any]) -> Tensor | None:
 
 
 def _values_unknown(device: torch.device | str) -> bool:
-    """Whether the host cannot look at tensors: under torch.compile, in a CUDA graph's capture."""
+    """Whether the host cannot read tensors: under torch.compile, in a CUDA graph's capture."""
     if torch.compiler.is_compiling():
         return True
     return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -98,7 +98,7 @@ def _inspect_padding(visible: Tensor) -> tuple[bool, bool, bool]:
 
 
 def _sequences(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cu_seqlens, int32 (n + 1), of the stretches alike in ids (B, S), and the first of each."""
+    """cu_seqlens, int32 (n + 1), of the stretches of equal ids in (B, S), and the first of each."""
     starts = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
     first = starts.nonzero().flatten()
     return F.pad(first, (0, 1), value=starts.numel()).int(), first
@@ -167,7 +167,7 @@ def mask(
         # An empty cache has room for later keys.
         return described(causal, seqlen_k=q_length if causal and q_length > 1 else None)
 
-    # The last query is the last key but with static caches, which have room for later tokens.
+    # The last query is the last key, except with static caches, which have room for later tokens.
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     same_tokens = aligned and q_length == kv_length > 1
     unknown = _values_unknown(device)
@@ -176,8 +176,8 @@ def mask(
         if use_vmap or not same_tokens:
             return dense()
         if unknown:
-            # What a function closes over is not to be had then. But without vmap there is no more
-            # to those that are an `and_masks`.
+            # A function's closure cannot be read then. But without vmap there is no more to those
+            # that are an `and_masks`.
             maybe_packed = getattr(mask_function, "__code__", None) is _AND
         else:
             ids = _packed_ids(mask_function)
@@ -237,7 +237,7 @@ _refused_in: dict[str, frozenset[str]] = {}
 def _refused(source: str) -> frozenset[str]:
     """Keywords that mean something to attention in the module of this name, and nothing here.
 
-    Models hand on keywords of all kinds, and attention needs few of them: those that their own
+    Models pass on keywords of all kinds, and attention needs few of them: those that their own
     eager attention names.
     """
     if source not in _refused_in:
@@ -252,9 +252,9 @@ def _refused(source: str) -> frozenset[str]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _only_eager(source: str) -> bool:
-    """Whether the models in the module of this name know eager attention alone.
+    """Whether the models in the module of this name know only eager attention.
 
-    Then they know no mask as nothing that is hidden, and their layers' is_causal was never read.
+    For them no mask means that nothing is hidden, and their layers' is_causal was never read.
     """
     models = [
         x
@@ -403,7 +403,7 @@ def attention_forward(
     cu_seqlens: tuple[Tensor, Tensor] | None = None
     seqused_k = rule.seqused_k
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        # Of packed sequences a dense mask is causal as well, and offsets say the rest.
+        # A dense mask of packed sequences is causal as well, and the offsets say the rest.
         other = visible is not None or (rule.dense is not None and not rule.causal)
         if other or rule.padding is not None:
             raise ValueError("flash_ext: cu_seq_lens_q goes with no padding and no 4-D mask")
@@ -430,7 +430,7 @@ def attention_forward(
 
 
 def register() -> None:
-    """Make `NAME` an attention implementation of transformers. Nothing is used until it is named.
+    """Make `NAME` an attention implementation of transformers. It is used only where it is named.
 
     Raises:
         RuntimeError: a transformers whose mask functions are called otherwise.

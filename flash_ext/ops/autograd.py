@@ -36,7 +36,7 @@ def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
     )
 
 
-# In the order of the node of node.py: checkpointing may recompute the one for the other.
+# In the order of the node of node.py: checkpointing may recompute one in place of the other.
 _SAVED_BY_NODE = (
     *("bias", "k", "q", "v", "cu_seqlens_k", "cu_seqlens_q", "lse", "out"),
     *("seqused_k", "alibi_slopes"),
@@ -55,7 +55,7 @@ class _Forward(torch.autograd.Function):
         bias: Tensor | None,
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """bias and sink are among the options, and here for autograd to see them."""
+        """bias and sink are among the options too; as arguments autograd sees them."""
         with below_autograd():
             out, lse = _fwd(q, k, v, **options)
         saved = {"k": k, "q": q, "v": v, "lse": lse, "out": out}
@@ -142,12 +142,12 @@ register_autograd_kernel(library, bwd, _bwd_autograd)
 node.define(library, _record_backward)
 
 
-# --- Autocast ---
-# q, k and v alone: lse, slopes, sink and bias are float32 on purpose. The gradients need none.
+# --- Autocast --- Only of q, k and v: lse, slopes, sink and bias are meant to be float32. Gradients
+# need no cast.
 
 
 def autocast_tensors(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's type, but for those in float64."""
+    """The tensors in autocast's type, except those in float64."""
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 

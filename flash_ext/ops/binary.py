@@ -1,4 +1,4 @@
-"""The CUDA kernels: whether they are there, and what they were compiled for."""
+"""The CUDA kernels: whether they are present, and what they were compiled for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _hidden_binary() -> Path | None:
 
 
 def _load_binary() -> str | None:
-    """Load the CUDA kernels. Returns why they are missing, None where they are there."""
+    """Load the CUDA kernels. Returns why they are missing, or None."""
     if not _BINARY.exists():
         if hidden := _hidden_binary():
             return (
@@ -46,7 +46,7 @@ def _load_binary() -> str | None:
 
 
 cuda_missing = _load_binary()
-"""In what state the CUDA kernels are, and what to do; None where they are loaded."""
+"""The state of the CUDA kernels, and what to do; None where they are loaded."""
 
 
 def cuda_targets() -> str | None:

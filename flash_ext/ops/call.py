@@ -25,7 +25,7 @@ node_forward = node.find() if cuda_missing is None else None
 
 
 def is_real(x: Tensor) -> bool:
-    """Whether x has elements that a kernel could read: `check` wants it."""
+    """Whether x has elements that a kernel could read: `check` needs them."""
     return not (x.is_meta or is_fake(x))
 
 
@@ -37,7 +37,7 @@ def autocasts(x: Tensor) -> bool:
 def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:
     """`fwd` for callers in Python, quicker. Without need_lse, lse may have no gradient.
 
-    Where a call would first come to its Autocast and Autograd kernels this goes there itself: the
+    Where a call would first reach its Autocast and Autograd kernels this calls them directly: the
     dispatcher's way into Python and back takes longer than a launch.
     """
     if is_compiling() or in_transforms() or in_function_mode():

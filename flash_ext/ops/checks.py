@@ -1,4 +1,4 @@
-"""What is checked of arguments in Python before an op sees them, and how a refusal reads."""
+"""The checks of arguments in Python, before an op sees them, and the messages of errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def refuse(argument: str, wanted: str, got: object) -> NoReturn:
-    """Raise the ValueError that names the argument, what was wanted and what came."""
+    """Raise the ValueError that names the argument, what was expected and what was given."""
     if isinstance(got, torch.dtype):
         got = dtype_name(got)
     raise ValueError(f"flash_ext: {argument} must be {wanted}, got {got}")
 
 
 def require_tensors(**arguments: Any) -> None:
-    """Refuse what is no dense tensor, whose attributes and ops would fail without naming it."""
+    """Refuse what is not a dense tensor: its attributes and ops would fail without naming it."""
     for name, x in arguments.items():
         if isinstance(x, Tensor):
             if x.is_nested:

@@ -13,7 +13,7 @@ from .schemas import library
 
 
 def _require_one_device(q: Tensor, **others: Any) -> None:
-    """The dispatcher brings a call here too where one tensor of many is a meta tensor."""
+    """The dispatcher also comes here if only one of the tensors is a meta tensor."""
     for name, x in others.items():
         if isinstance(x, Tensor):
             require_device(name, x, q)

@@ -1,7 +1,7 @@
 """FLOPs of the ops for `torch.utils.flop_counter.FlopCounterMode`, by the rule of SDPA's formulas.
 
-That is two matmuls forward and five backward over whole rows of scores: what a mask leaves out is
-counted. Packed sequences count by their own lengths, where these can be read.
+That is two matmuls forward and five backward over whole rows of scores: masked scores count too.
+Packed sequences count with their own lengths, where these can be read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _sequences(q: Tensor, k: Tensor, options: dict[str, Any]) -> Iterator[tuple[
 
 
 def _scores(q: Tensor, k: Tensor, options: dict[str, Any]) -> int:
-    """How many scores there are, of all heads."""
+    """The number of scores, of all heads."""
     return int(q.shape[-2] * sum(rows * columns for rows, columns in _sequences(q, k, options)))
 
 

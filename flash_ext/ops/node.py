@@ -1,9 +1,9 @@
-"""An autograd node in C++, for calls that want out alone and no gradient of a sink, nor dropout.
+"""An autograd node in C++, for calls that need only out, no gradient of a sink and no dropout.
 
-A node in Python (`torch.autograd.Function`) takes the host longer than a small call's kernels, and
-the stable ABI has no other. ATen has an op for kernels of other packages, with a generated node;
-on CUDA nobody else's are there. The node hands tensors on as they are, so these have flash_ext's
-layout, and `csrc/api/node.cpp` gives the op the kernels of `fwd` and `bwd`.
+A node in Python (`torch.autograd.Function`) takes the host longer than the kernels of a small call,
+and the stable ABI has no other. ATen has an op for kernels of other packages, with a generated
+node; on CUDA no other package has kernels for it. The node passes tensors unchanged, so they have
+flash_ext's layout, and `csrc/api/node.cpp` gives the op the kernels of `fwd` and `bwd`.
 
     node_options_CUDA(*, options) -> float
 
@@ -15,7 +15,7 @@ them by a number that goes there as dropout_p.
 has the arguments of ATen's backward op. It is what modes see of the node's backward pass, below
 autograd; `node_bwd_recorded` is the same where a graph of the gradients is wanted.
 
-The node's lse is a constant to autograd, so `ops.forward` calls it for callers that want out alone.
+The node's lse is a constant to autograd, so `ops.forward` uses it for callers that need only out.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _BACKWARD_SCHEMA = (
     "Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias)"
 )
 _PLAIN = {"causal", "scale"}
-"""The options that ATen's op has itself."""
+"""The options that ATen's op has too."""
 _PYTHON_ONLY = {"sink", "dropout_p", "rng_state"}
 """Those that only the node in Python has."""
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
-    """Whether a call of plain tensors is for the node. Modes are to see flash_ext's own ops."""
+    """Whether a call of plain tensors is for the node. Modes must see flash_ext's own ops."""
     if not (
         torch.is_grad_enabled()
         and q.is_cuda
@@ -76,7 +76,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
 def find(device: str = "CUDA") -> Callable[..., tuple[Tensor, Tensor]] | None:
     """(q, k, v, options) -> (out, lse) for calls that `takes` is true of; out has the node.
 
-    None where torch has ATen's op no more, or has changed it.
+    None where torch no longer has ATen's op, or has changed it.
     """
     try:
         ops = [getattr(torch.ops.aten, name).default for name in (NAME, f"{NAME}_backward")]

@@ -1,8 +1,8 @@
 """The options of the ops, described once: schemas, checks, explain and tables derive from here.
 
 A new option is a field of `Options`, a key of `flash_ext.functional.AttentionOptions` and a
-parameter of `attention_options` beside it; then whatever computes it: standard attention, the tile
-loops of `flash_ext.cpu`, and csrc/.
+parameter of `attention_options` beside it; then comes what computes it: standard attention, the
+tile loops of `flash_ext.cpu`, and csrc/.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256
 Others are padded to the first that holds them."""
 
 FA3_ROW_BYTES = 16
-"""fa3 takes rows of q, k and v that start and end on boundaries of so many bytes, as TMA does."""
+"""fa3 takes rows of q, k and v that start and end on boundaries of this many bytes, as TMA does."""
 
 # The kernels have scale · log2(e), softcap · log2(e), its inverse and scale / softcap in float32:
 # within these bounds they are finite.
@@ -34,7 +34,7 @@ _MIN_SOFTCAP = 2.0**-126
 
 @dataclass(frozen=True)
 class About:
-    """What is known of an option beside its name, type and default."""
+    """What is known of an option apart from its name, type and default."""
 
     meaning: str
     """One line, for tables and for the help of `python -m flash_ext`."""
@@ -63,7 +63,7 @@ def _option(default: Any, meaning: str, **more: Any) -> Any:
 class Options:
     """Keyword options of `torch.ops.flash_ext.fwd`, `bwd` and `check`, with their defaults.
 
-    See `flash_ext.attention` for their meaning. There, `window` is one pair and the rest is alike.
+    See `flash_ext.attention` for their meaning. There, `window` is one pair; the rest is the same.
     """
 
     scale: float | None = _option(None, "factor of the scores; None: 1 / sqrt(D)")
@@ -139,7 +139,7 @@ TENSOR_OPTIONS = frozenset(name for name, x in FIELDS.items() if "Tensor" in str
 
 
 def dim_of(name: str, dims: int, what: str) -> int | None:
-    """Which dimension of an option, a tensor of so many dimensions, is "batch" or "heads"."""
+    """Which dimension of an option, a tensor with `dims` dimensions, is "batch" or "heads"."""
     present = ABOUT[name].dims[-dims:]
     return present.index(what) if what in present else None
 
@@ -161,7 +161,7 @@ _SCHEMA_TYPES = {
     "float": "float",
     "float | None": "float?",
     "bool": "bool",
-    "int": "SymInt",  # a window that changes need not be compiled for each value
+    "int": "SymInt",  # so that a new window needs no compilation
     "str": "str",
     "Tensor | None": "Tensor?",
 }

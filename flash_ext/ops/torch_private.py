@@ -1,9 +1,9 @@
 """Every private name of torch that flash_ext uses, and what it does where torch lacks one.
 
 Any release of torch may rename a private name. So they are looked up here, when flash_ext is
-imported, and nowhere else. None is needed: without one the public way is taken, which gives the
-same results but takes the host longer in every call (docs/notes/011-host-time.md). What has no
-public way is refused by torch then, and said below: gradients by torch.func, compiled autograd.
+imported, and nowhere else. None is required: without one, public functions give the same results
+but take more host time in every call (docs/notes/011-host-time.md). Where no public function exists
+torch refuses the call; the comments below say where: gradients by torch.func, compiled autograd.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _perhaps() -> bool:
-    """For what is unknown: a call that takes it for true goes to the dispatcher, which knows."""
+    """Stands for an unknown state: a call that takes it as true goes to the dispatcher."""
     return True
 
 
@@ -75,14 +75,14 @@ def _is_fake(x: Tensor) -> bool:
 
 
 is_fake: Callable[[Tensor], bool] = _find("torch._subclasses.fake_tensor.is_fake") or _is_fake
-"""Whether a tensor is one of a compiler's, without values."""
+"""Whether a tensor is a compiler's, without values."""
 
 
 # --- Ops ---
 
 
 def entry(op: Any) -> Callable[..., Any]:
-    """An OpOverload by a shorter way, without OpOverload.__call__."""
+    """Calls an OpOverload directly, without OpOverload.__call__."""
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
 
 
@@ -112,11 +112,11 @@ def _skip_next_autograd_kernel() -> Iterator[None]:
 
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = _guard or _skip_next_autograd_kernel
-"""Within this an op's call passes by its Autograd kernel, given to `register_autograd_kernel`."""
+"""Within this an op skips its Autograd kernel, that of `register_autograd_kernel`."""
 
 
 def _after_autograd(keys: Any) -> Any:
-    """Of the dispatch keys of a call those that come after its Autograd key."""
+    """The dispatch keys of a call that come after its Autograd key."""
     reached = False
     while not reached:
         key = keys.highestPriorityTypeId()
@@ -144,14 +144,14 @@ def register_autograd_kernel(library: Library, op: Any, kernel: Callable[..., An
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply, for an op's Autograd kernel.
 
-    `apply` itself would take the transforms of torch.func off the arguments one by one. An Autograd
-    kernel is called by the dispatcher, which has done it: only the innermost transform is left, and
-    those farther out are to record the op within. So under transforms this applies a Function of a
-    single level, as torch does in an Autograd kernel of its own, and elsewhere it leaves out what
-    `apply` does for transforms, which takes longer than a launch.
+    `apply` itself would remove the transforms of torch.func from the arguments one by one. Before
+    an Autograd kernel the dispatcher has done this: only the innermost transform is left, and the
+    outer ones must record the op inside. So under transforms this applies a Function of a single
+    level, as torch does in its own Autograd kernels. Elsewhere it skips what `apply` does for
+    transforms, which takes longer than a launch.
 
-    Where torch lacks what this takes it is function.apply, which torch.func refuses. Where
-    in_transforms is unknown it is a single level always, which compiled autograd refuses.
+    Where torch lacks the names for this it is function.apply, which torch.func refuses. Where
+    in_transforms is unknown it always has a single level, which compiled autograd refuses.
     """
     if None in (_single_level, _allow_single_level, _set_tangents_enabled):
         return function.apply
@@ -198,7 +198,7 @@ _call_rule = _find("torch._functorch.autograd_function.custom_function_call_vmap
 
 
 def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) -> None:
-    """Let `torch.vmap` call `rule`. Where torch lacks what this takes, it runs one by one instead.
+    """Let `torch.vmap` call `rule`. Where torch lacks the names for this, elements run one by one.
 
     Args:
         library: the library of the op.

@@ -1,7 +1,7 @@
 """`torch.vmap` of the ops: the mapped dimension becomes part of the batch, in one call.
 
-Where the batch cannot hold it (packed sequences, a sink of its own for each element, dropout whose
-masks would be others, gradients that are summed over the batch) the elements run one by one.
+Where the batch cannot hold it (packed sequences, a different sink for each element, dropout, whose
+masks would differ, gradients that are summed over the batch) the elements run one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .torch_private import register_vmap_kernel
 _OF_BATCH = {name for name, about in ABOUT.items() if "batch" in about.dims}
 
 Dims = Any
-"""Of each tensor the mapped dimension, or None; of the options a dict of these."""
+"""The mapped dimension of each tensor, or None; for the options a dict of these."""
 
 
 def _folded(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
@@ -69,7 +69,7 @@ def _together(op: Any, size: int, tensors: Any, dims: Any, options: Any, option_
         ),
         **_folded_options(options, option_dims, size, batch),
     )
-    # (0,) is a gradient that there is not.
+    # (0,) stands for no gradient.
     split = tuple(x if x.dim() == 1 else x.unflatten(0, (size, batch)) for x in results)
     return split, tuple(None if x.dim() == 1 else 0 for x in results)
 
@@ -99,7 +99,7 @@ def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callabl
 
 
 def _sums_gradients(options: dict[str, Any]) -> bool:
-    """Whether bwd returns gradients of a sink or of a bias, which may be one for all of a batch."""
+    """Whether bwd returns gradients of a sink or of a bias, which may be summed over the batch."""
     bias = options.get("bias")
     dbias = bias is not None and options.get("need_dbias", True) and bias.is_floating_point()
     return dbias or options.get("sink") is not None

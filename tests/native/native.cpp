@@ -107,10 +107,10 @@ struct Batch {
         return {number(s), s.batch, s.q_begin, s.k_begin, s.seqlen_q, s.seqlen_k, s.rows_k};
     }
 
-    std::vector<Facts> sequences(bool may_be_packed) const {
+    std::vector<Facts> sequences(bool may_be_varlen) const {
         std::vector<Facts> all;
         for (int i = 0; i < sequence_count(params); ++i)
-            all.push_back(facts(may_be_packed ? sequence_of<true>(params, i)
+            all.push_back(facts(may_be_varlen ? sequence_of<true>(params, i)
                                               : sequence_of<false>(params, i)));
         return all;
     }
@@ -286,8 +286,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
               const QueryTiles tiles = query_tiles(params, tuning::kForwardBlockQ, true);
               return std::make_pair(tiles.pack_gqa_log2, tile_count(params, tiles));
           });
-    m.def("split_of", [](Pair all, int part, int parts) {
-        return pair_of(split_of(interval_of(all), part, parts));
+    m.def("split_of", [](Pair all, int split, int splits) {
+        return pair_of(split_of(interval_of(all), split, splits));
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {

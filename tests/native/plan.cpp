@@ -98,7 +98,7 @@ cudaError_t sanitize_cu_seqlens(const BackwardParams&, int*, int*, cudaStream_t)
     return note("sanitize_cu_seqlens");
 }
 
-// About as much as the kernels take.
+// About what the kernels take.
 template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes() {
     return 100'000;

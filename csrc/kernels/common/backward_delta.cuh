@@ -10,7 +10,7 @@
 
 namespace flash_ext {
 
-// Eight elements of a row from `col` on; those past the last are zeros.
+// Eight elements of a row, from `col` on. Elements past the row's end are zeros.
 template <class Element>
 __device__ __forceinline__ uint4 load_chunk(const GlobalTile<const Element>& tile, int row, int col,
                                             bool aligned) {
@@ -42,7 +42,7 @@ template <class Config>
 __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                                                 const QTileWalk& walk) {
     constexpr int kChunks = Config::kBlockQ / 4;
-    // A matter of registers: with two stages there is none to spare over the loop.
+    // With two stages no register is left for it over the loop.
     const int thread = Config::kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
     if (thread >= 3 * kChunks) return;
     const BackwardParams& params = cta.params;
@@ -52,17 +52,16 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                            : thread < 2 * kChunks ? params.delta
                                                   : params.reference) +
                           first;
-    // In shared memory one follows the other.
+    // In shared memory the three follow one another.
     ptx::cp_async_16(ptx::shared_address(cta.lse_log2(walk.step)) + thread * 16,
                      source + thread % kChunks * 4, true);
 }
 
 inline constexpr int kPreprocessThreads = 256;
 
-// The pass before the main kernels, a CTA per Q tile: row statistics, and zeros in
-// params.dq_semaphore and, if that is wanted, in dq_accum, of kSumCols columns; none where that is
-// 0. A row takes as many lanes as it has 16-byte chunks. Where lse is large, references
-// (large_lse.cuh).
+// The preprocess pass, a CTA per Q tile: row statistics; where kSumCols > 0 also zeros in
+// params.dq_semaphore and, with params.dq_accum_zeroed, in dq_accum, which has kSumCols columns. A
+// row takes as many lanes as it has 16-byte chunks. Where lse is large, references (large_lse.cuh).
 template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
 __global__ void __launch_bounds__(kPreprocessThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
     backward_preprocess_kernel(const __grid_constant__ BackwardParams params) {

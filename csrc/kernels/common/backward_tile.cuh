@@ -1,13 +1,13 @@
-// One (Q tile, KV tile) step of the backward pass, shared by FA1 (algorithm 4) and FA2 (algorithm
-// 2), which differ in their loops and in how dQ reaches HBM.
+// One iteration, over a Q tile and a KV tile, of the backward pass. FA1 (algorithm 4) and FA2
+// (algorithm 2) share it: they differ in their loops and in how dQ reaches HBM.
 //
 // Everything is computed transposed, rows are keys:
 //     S^T  = K Q^T                 P^T  = 2^(S^T scale - lse), scale and lse in base 2
 //     dP^T = V dO^T                dS^T = P^T * (dP^T - delta)
 //     dV  += P^T dO                dK  += dS^T Q
 //     dQ   = dS K
-// so that P^T and dS^T come out of the tensor cores in the layout in which dV and dK take them as
-// operands. Only dS goes through shared memory for everyone, because dQ sums over keys.
+// so that P^T and dS^T leave the tensor cores in the layout in which dV and dK take them as
+// operands. Only dS always goes through shared memory, because dQ sums over keys.
 //
 // Warps: kWarpsKV x kWarpsD. A warp owns kKeysPerWarp rows of the KV tile and every kWarpsD-th
 // 16-column block of their dK and dV, in registers. With kWarpsD = 1, P^T and dS^T never leave the
@@ -76,8 +76,8 @@ struct BackwardConfig {
     static constexpr int kTileCoord = kWorkIndex + 16;
     static constexpr int kSharedBytes = kTileCoord + static_cast<int>(sizeof(TileCoord));
 
-    // dQ is computed in parts, where a warp's columns of it do not fit its registers beside dK and
-    // dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
+    // dQ is computed in column parts where a warp's columns do not fit in registers together with
+    // dK and dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
     static constexpr int kDQParts = kTuning.dq_parts;
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQParts>;
 
@@ -104,14 +104,14 @@ __device__ __forceinline__ constexpr int dq_fragment(int m, int n) {
     return (m * Config::DQ::kN + n) * 128;
 }
 
-// The inner loop's order: the Q tiles that see the KV tile, for each query head of the group in
-// turn.
+// The order of the inner loop: the Q tiles that see the KV tile, for one query head of the group
+// after another.
 struct QTileWalk {
     Interval q_tiles;
     int last_head;
     int head;
     int q_tile;
-    int step = 0;  // tells the stages in shared memory apart
+    int step = 0;  // selects the stage in shared memory
 
     __device__ __forceinline__ QTileWalk(Interval q_tiles_, int first_head, int heads)
         : q_tiles(q_tiles_),
@@ -183,7 +183,7 @@ struct BackwardTile {
         load_tile<VTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
     }
 
-    // Where Q and dO of a step lie. With a single stage it is always the same place.
+    // The address of Q and dO of an iteration. With a single stage it is always the same.
     __device__ __forceinline__ uint32_t q_tile_at(int step) const {
         return smem + Config::kQ + step % Config::kStages * QTile::kBytes;
     }
@@ -209,8 +209,8 @@ struct BackwardTile {
         return lse_log2(step) + 2 * Config::kBlockQ;
     }
 
-    // P^T of the warp's keys and queries. Padded queries are not masked: their lse is +inf, which
-    // makes their P zero.
+    // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
+    // +inf, which makes their P zero.
     __device__ __forceinline__ void compute_p(Scores& rP, const QTileWalk& walk,
                                               int first_key) const {
         rP.clear();
@@ -223,8 +223,8 @@ struct BackwardTile {
             return mask.is_full(tile_interval(walk.q_tile, Config::kBlockQ),
                                 {first_key, first_key + Config::kBlockKV});
         };
-        const bool large_lse = params.large_lse.is_raised();  // anew each time: registers are short
-        // The order decides whether ptxas finds registers.
+        const bool large_lse = params.large_lse.is_raised();  // read each time, to save registers
+        // The order decides whether ptxas spills.
         if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
             if (large_lse) [[unlikely]]
                 for_each_with_query<Rows::kKeys, Scores>(
@@ -238,8 +238,8 @@ struct BackwardTile {
                                   kGeneral ? 1.f : params.scale_log2);
     }
 
-    // dS^T from P^T: the gradient of Q K^T scale, or, if not kThroughSoftcap, that of the scores
-    // which softcap has squashed. Dropout turns P into the factor of dO in dV.
+    // dS^T from P^T: the gradient of Q K^T scale, or, without kThroughSoftcap, that of the scores
+    // after softcap. With dropout P becomes the factor of dO in dV.
     template <bool kThroughSoftcap = true>
     __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
                                                int first_key) const {
@@ -252,7 +252,7 @@ struct BackwardTile {
             return;
         }
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
-        // p). dV's factor waits until its end, and so does a part of dS's
+        // p). dV is multiplied by its factor at the end, and dS^T Q and dS K by a part of dS's
         // (BackwardParams::ds_factor).
         const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
@@ -283,7 +283,7 @@ struct BackwardTile {
         }
     }
 
-    // What other warps need of P^T and dS^T. A barrier must follow before they use it.
+    // Stores what other warps need of P^T and dS^T. They may use it after a barrier.
     __device__ __forceinline__ void share_p_ds(const Scores& rP, const Scores& rdS) const {
         store_to_shared<Element, PTile>(smem + Config::kDS, rdS, warp_key, warp_query() / 16);
         if constexpr (!kInRegisters)
@@ -312,8 +312,8 @@ struct BackwardTile {
         }
     }
 
-    // A part of dQ of this step, without the factor scale: dS K over all keys of the tile. A
-    // barrier must follow before dS is overwritten.
+    // A column part of dQ of this iteration, without the factor scale: dS K over all keys of the
+    // tile. A barrier must follow before dS is overwritten.
     template <int kPart>
     __device__ __forceinline__ void compute_dq(DQ& rdQ) const {
         const int warp_m = warp_id() / Config::kWarpsN;
@@ -325,8 +325,8 @@ struct BackwardTile {
         gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kPart*(DQ::kN / 2)>{k});
     }
 
-    // dK and dV to HBM by way of the K and V tiles; zeros for rows that are not in use. All warps
-    // have left the loop.
+    // dK and dV to HBM, through the memory of the K and V tiles; zeros for rows that are not in
+    // use. All warps have left the loop.
     __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
@@ -366,8 +366,8 @@ struct BackwardTile {
     }
 };
 
-// dq_accum to dQ: the factor scale, the element type, and rows in their order. One CTA per Q tile,
-// its warps laid out as those that wrote the tile.
+// The postprocess pass, dq_accum to dQ: the factor scale, the element type, and the order of rows.
+// One CTA per Q tile, with the warp layout of those that wrote the tile.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
     backward_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {

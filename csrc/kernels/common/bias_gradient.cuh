@@ -3,8 +3,8 @@
 //
 // One CTA per tile of dbias. It recomputes S and dP of every tile of scores that the tile of dbias
 // was added to, in a fixed order, and sums their dS in registers: no atomics, nothing of size Sq x
-// Sk in memory but dbias itself, and the same bits every time. lse and delta are those that the
-// variant's backward left in its workspace. The steps, warps and shared memory are those of
+// Sk in memory except dbias itself, and the same bits every time. lse and delta come from the
+// workspace of the variant's backward. Iterations, warps and shared memory are those of
 // backward_tile.cuh.
 #pragma once
 
@@ -20,12 +20,12 @@ using BiasGradientConfig =
     BackwardConfig<Element, kHeadDim, kHeadDimV, Features::kGeneral,
                    tuning::small_fa2_backward({kHeadDim, kHeadDimV}, Features::kGeneral)>;
 
-// How many tiles of dbias there are in a dimension.
+// The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
     return size == 1 ? 1 : ceil_div(size, block);
 }
 
-// Positions begin to end - 1 of a dimension contribute to number `own` of dbias's.
+// Positions begin to end - 1 of a dimension contribute to position `own` of dbias.
 FLASH_HOST_DEVICE constexpr Interval contributing(int size, int own, int count) {
     return size == 1 ? Interval{0, count} : Interval{own, min_of(own + 1, count)};
 }
@@ -38,7 +38,7 @@ struct BiasGradient {
 
     const BackwardParams& params;
 
-    // Everything that one tile of scores is computed from, into shared memory.
+    // Loads everything that one tile of scores is computed from.
     static __device__ __forceinline__ void load(const Tile& cta, const QTileWalk& walk,
                                                 int first_key) {
         cta.load_kv(first_key);
@@ -72,7 +72,7 @@ struct BiasGradient {
                 const QTileWalk walk({q_tile, q_tile + 1}, head_q, 1);
                 load(cta, walk, first_key);
                 ptx::cp_async_wait<0>();
-                __syncthreads();  // the tiles and the statistics are there
+                __syncthreads();  // the tiles and the statistics have landed
                 Scores rP, rdS;
                 cta.compute_p(rP, walk, first_key);
                 cta.template compute_ds<false>(rdS, rP, walk, first_key);
@@ -87,7 +87,7 @@ struct BiasGradient {
         }
     }
 
-    // A tile of dbias from the warps' sums, by way of shared memory as [query][key].
+    // A tile of dbias from the warps' sums, through shared memory as [query][key].
     __device__ __forceinline__ void store(const Scores& sum, int batch, int head, int q_tile,
                                           int kv_tile) const {
         auto* sSum = reinterpret_cast<float*>(dynamic_shared());
@@ -103,7 +103,7 @@ struct BiasGradient {
                     const int query = warp_query + 8 * n + lane_col() + i % 2;
                     sSum[query * Config::kBlockKV + key] = sum.v[m][n][i];
                 }
-        __syncthreads();  // the sums of all warps are there
+        __syncthreads();  // the sums of all warps are complete
 
         const Bias& bias = params.bias;
         const int queries = bias.sizes[2] == 1 ? 1 : Config::kBlockQ;

@@ -1,11 +1,11 @@
-// One result from those of splits of the keys, as in Flash-Decoding (Dao et al. 2023):
+// Combines the results of splits of the keys into one, as in Flash-Decoding (Dao et al. 2023):
 //
 //     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    lse = m scale + log(l)
 //     O = sum_p 2^((m_p - m) scale) l_p / l O_p
 //
-// The parts are attention over some of the keys each, in float32, with the row maxima m_p and sums
-// l_p of their softmax. A part in which a row sees no key has l_p = 0 and does not count. Each row
-// is a warp's. One that a part has marked is computed anew (recompute_rows.cuh).
+// Split p is attention over some of the keys, in float32, with the row maxima m_p and sums l_p of
+// its softmax. A split in which a row sees no key has l_p = 0 and does not count. A warp computes a
+// row. Rows that a split has marked are recomputed (recompute_rows.cuh).
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -46,17 +46,17 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 7)
         return;
     }
     max = finite_max(warp_max(max));
-    // Of a part: 2^((m_p - m) scale) l_p.
+    // The weight of a split: 2^((m_p - m) scale) l_p.
     const auto share = [&](int64_t index) {
-        const PartialStatistics split = params.statistics_partial[index];
-        return ptx::ex2((split.max - max) * scale) * split.sum;
+        const PartialStatistics partial = params.statistics_partial[index];
+        return ptx::ex2((partial.max - max) * scale) * partial.sum;
     };
     float sum = 0.f;
     for (int split = lane; split < params.num_splits; split += 32) sum += share(split * rows + row);
     sum = warp_sum(sum);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
 
-    // A lane has pairs of neighbouring columns.
+    // A lane has pairs of adjacent columns.
     constexpr int kPairs = ceil_div(kHeadDimV, 64);
     float2 out[kPairs] = {};
 #pragma unroll 8
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 7)
     Element* target =
         row_pointer<Element>(params.out, static_cast<int>(flat_head / params.heads_q),
                              row % params.seqlen_q, static_cast<int>(flat_head % params.heads_q));
-    const bool paired = params.head_dim_v % 2 == 0;  // else every other row begins within a pair
+    const bool paired =
+        params.head_dim_v % 2 == 0;  // otherwise every other row begins inside a pair
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
         const int col = 2 * (i * 32 + lane);

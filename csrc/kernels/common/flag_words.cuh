@@ -1,4 +1,4 @@
-// The words are zeros when the library is loaded, and hold the names of launches afterwards. So a
+// The words are zeros when the library is loaded, and hold epochs of launches afterwards. So a
 // launch needs neither memory of its own for its flag nor a pass that clears it.
 #pragma once
 

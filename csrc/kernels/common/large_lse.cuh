@@ -1,15 +1,15 @@
-// Before a backward: rows whose lse is too large for P = 2^(S scale - lse), see kLargeExponent. lse
-// itself is rounded so much then that it no longer tells P: that of 10^8 is known to 4. Such a row
-// gets a reference r, the maximum of its scores, and an lse relative to it,
+// Part of the preprocess pass: rows whose lse is too large for P = 2^(S scale - lse), see
+// kLargeExponent. lse itself is then rounded too much to give P: an lse of 10^8 is known to within
+// 4. Such a row gets a reference r, the maximum of its scores, and an lse relative to it,
 //
 //     lse' = log2 sum_j 2^((S_j - r) scale),    P = 2^((S - r) scale - lse')
 //
-// for which its Q K^T is computed once more, by the same sums of products as in the backward, so
+// For these its Q K^T is computed once more, by the same sums of products as in the backward, so
 // that S - r is exact where it counts. A flag tells the backward kernels that there are such rows:
-// they subtract the references where they mask scores, and treat every tile as a masked one.
+// they subtract the references where they mask scores, and treat every tile as masked.
 //
-// Not for fa3 with softcap: its kernels have no register for the reference where they find tanh
-// again, and take caps only that keep scores small.
+// Not for fa3 with softcap: its kernels have no register for the reference where they recompute
+// tanh, and accept only caps that keep scores small.
 #pragma once
 
 #include "kernels/common/recompute_rows.cuh"
@@ -17,12 +17,12 @@
 
 namespace flash_ext {
 
-// Of an lse in base 2. A row without keys has an infinite one.
+// For an lse in base 2. That of a row without keys is infinite.
 __device__ __forceinline__ bool is_large_lse(float lse_log2) {
     return is_large(lse_log2) && fabsf(lse_log2) != INFINITY;
 }
 
-// Of 16 rows, of which a lane has two: the maximum and sum of their softmax.
+// The maximum and sum of the softmax of 16 rows; a lane has two of them.
 template <class Element, bool kGeneral>
 __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParams& params,
                                                              const Sequence& sequence, int head,
@@ -49,7 +49,7 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
 }
 
 // Finds the reference and the relative lse of the CTA's queries whose lse is large, at the end of
-// the preprocess pass. It derives everything from the CTA's index again: what stayed in registers
+// the preprocess pass. It recomputes everything from the CTA's index: values kept in registers
 // would lower the occupancy of the whole pass.
 template <class Element, bool kGeneral, int kBlockQ>
 __device__ __forceinline__ void split_large_lse(const BackwardParams& params) {

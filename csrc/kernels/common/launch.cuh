@@ -15,8 +15,8 @@
 namespace flash_ext {
 
 // launch(element tag, features constant) with the compile-time values of this call. kForms are the
-// forms that the kernel has, kGeneral the last of them; the next stands in for one that it has not,
-// and for those before `least`.
+// forms of the kernel, kGeneral the last. The next form stands in for one that the kernel does not
+// have, and for those before `least`.
 template <Features... kForms, class Launch>
 void dispatch_kernel(const AttentionParams& params, Launch launch,
                      Features least = Features::kPlain) {
@@ -48,10 +48,10 @@ cudaError_t launch_fitting(Launch launch) {
     return Large::kSharedBytes <= current_device().shared_bytes ? launch(Large{}) : launch(Small{});
 }
 
-// Launches nothing on an empty grid, which is no error: an empty tensor has no tiles. More than 48
-// KB of shared memory must be asked for, once per kernel and device. `pdl`: the kernel may begin
-// before the one that it follows has ended (ptx/grid_dependency.cuh), for which it must be that of
-// a build for sm_90 or later: another does not wait.
+// An empty grid launches nothing and is no error: an empty tensor has no tiles. More than 48 KB of
+// shared memory must be requested, once per kernel and device. `pdl`: programmatic dependent
+// launch, the kernel may begin before the previous one has ended (ptx/grid_dependency.cuh). It must
+// then be code for sm_90 or later: other code does not wait.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
                           cudaStream_t stream, bool pdl = false) {
@@ -68,7 +68,7 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
             __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
         }
         if (status != cudaSuccess) {
-            cudaGetLastError();  // clears it, lest the next launch report it
+            cudaGetLastError();  // clears the error, which the next launch would otherwise report
             return status;
         }
     }

@@ -1,10 +1,10 @@
-// Online softmax that looks for a new maximum only where it is needed.
+// Online softmax with a stale maximum, retried with the current one where it must be.
 //
-// Any number near the row's maximum will do as m, since P, l and O share it
-// (OnlineSoftmax::kRescaleThreshold). So a step first takes the m that it has: P = 2^(S scale - m
-// scale), and l's share of the step is the proof. As long as that stays below kLimit no element was
-// far above m, and the maximum of the tile, with its comparisons and shuffles, was not needed.
-// Otherwise the step is done again, with the maximum; S is kept for that.
+// Any m near the row's maximum gives the same result, since P, l and O share it
+// (OnlineSoftmax::kRescaleThreshold). So an iteration first uses the stale m: P = 2^(S scale - m
+// scale). Then it checks the sum of P, which l needs anyway. If that is at most kLimit no element
+// was far above m, and the maximum of the tile, with its comparisons and shuffles, was not needed.
+// Otherwise the iteration is retried with the maximum; S is still there.
 #pragma once
 
 #include "kernels/common/softmax.cuh"
@@ -14,10 +14,10 @@ namespace flash_ext {
 
 template <class Element, int kCols>
 struct OptimisticSoftmax : OnlineSoftmax<16> {
-    // No P passes it then, and fp16 holds it.
+    // Then no P exceeds it, and fp16 holds it.
     static constexpr float kLimit = 4096.f;
 
-    // What O must be multiplied by to keep in step with row_max.
+    // The factor of O after a change of row_max.
     struct Rescaling {
         bool needed = false;  // by any row of the warp
         float factor[2];
@@ -33,7 +33,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         }
     };
 
-    // From scores to P; l, and what O must be multiplied by. `fresh`: m is not known yet.
+    // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet.
     __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
                                               RegisterOperand<kCols>& p, float scale, bool fresh) {
         Rescaling rescaling;
@@ -54,7 +54,7 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     }
 
  private:
-    // row_max and row_sum move on to the scores' maximum.
+    // Updates row_max and row_sum to the maximum of the scores.
     __device__ __forceinline__ Rescaling advance(const RegisterTile<16, kCols>& s, float scale) {
         Rescaling rescaling;
         rescaling.needed = true;

@@ -1,8 +1,8 @@
 // Recomputes rows whose scores are too large for P's one FMA (kLargeExponent): from global memory,
-// by a warp, with P = 2^((S - m) scale). Slow, but no model that works has such scores.
+// by one warp, with P = 2^((S - m) scale). Slow, but no working model has such scores.
 //
-// Kernels find such a row when they store it. They store a mark in place of its statistics, and
-// recompute it after their last tile; the rows of splits are left to the combine kernel.
+// A kernel finds such a row when it stores it. It stores a mark in place of the row's statistics,
+// and recomputes the row after its last tile. Rows of splits are recomputed by the combine kernel.
 #pragma once
 
 #include "kernels/common/softmax.cuh"
@@ -25,8 +25,8 @@ __device__ __forceinline__ bool is_marked(float statistic) {
     return __float_as_uint(statistic) - kMark < kMarkWarps;
 }
 
-// Must a row with this maximum and lse be recomputed? A row without keys need not be. An lse that
-// is infinite or NaN may come from an earlier maximum that was large.
+// Must a row with this maximum and lse be recomputed? Not a row without keys. An infinite or NaN
+// lse may come from an earlier, large maximum.
 __device__ __forceinline__ bool needs_recomputing(float max, float lse) {
     return !(fabsf(lse) <= kLargeExponent * kLn2) && max != -INFINITY;
 }
@@ -56,8 +56,8 @@ __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const Params& par
     return rS;
 }
 
-// Computes out and lse of the rows, of 16, whose bits are set in `wanted`. Not for the general
-// kernels: their scores include the scale, so the product with it is not rounded.
+// Computes out and lse of those of 16 rows whose bits are set in `wanted`. Not for the general
+// kernels: their scores include the scale, so the exponent needs no product that is rounded.
 template <class Element>
 __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
                                                const Sequence& sequence, int head, int first_query,
@@ -86,7 +86,7 @@ __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
             gV.data += first_col;
             gemm<Element, 16>(rO, AFromRegisters<Element, decltype(rS)>{rS},
                               BFromGlobalColumns<Element>{gV});
-            // Inputs with NaN come here too, and their rows are NaN after a few keys.
+            // Rows with NaN inputs come here too: they are NaN after a few keys.
             const auto is_lost = [&](int i) {
                 return softmax.row_sum[0][i] != softmax.row_sum[0][i] ||
                        !(wanted >> (lane_row() + 8 * i) & 1);
@@ -131,11 +131,11 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& params, i
 }
 
 // Recomputes those of `rows` rows of a head, at most 16, that this warp has marked. `row` counts
-// from the first row of the tensors, through all packed sequences.
+// from the first row of the tensors, across packed sequences.
 template <class Element>
 __device__ __noinline__ void recompute_marked(const ForwardParams& params, int flat_head, int row,
                                               int rows, int warp) {
-    __syncwarp();  // its lanes have written all results
+    __syncwarp();  // all lanes have written their results
     const float* lse = params.lse + int64_t{flat_head} * params.seqlen_q + row;
     const int lane = lane_id();
     const bool marked = lane < rows && __float_as_uint(lse[lane]) == __float_as_uint(mark_of(warp));

@@ -1,8 +1,8 @@
-// Offsets of packed sequences made monotone: each at least as large as the one before, and inside
-// the tensor. Offsets that have a meaning stay as they are.
+// Makes the offsets of packed sequences monotone: each at least as large as the one before, and
+// inside the tensor. Valid offsets do not change.
 //
-// Other kernels need no such care: whatever the offsets, they stay inside the tensors. But in the
-// deterministic backward CTAs wait for each other, and where sequences overlap or tiles are missing
+// Other kernels need no such pass: with any offsets, they stay inside the tensors. But in the
+// deterministic backward CTAs wait for each other: where sequences overlap or tiles are missing,
 // one might wait forever.
 #pragma once
 
@@ -21,15 +21,15 @@ __global__ void sanitize_cu_seqlens_kernel(const __grid_constant__ BackwardParam
     const int lane = threadIdx.x;
     int largest = 0;
     for (int first = 0; first <= params.batch; first += 32) {
-        const int seq_idx = first + lane;  // of an offset
-        int x = seq_idx <= params.batch ? varlen_begin(cu_seqlens, seq_idx + 1, total) : 0;
+        const int i = first + lane;  // of an offset
+        int x = i <= params.batch ? varlen_begin(cu_seqlens, i + 1, total) : 0;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int before = __shfl_up_sync(0xffffffff, x, distance);
             if (lane >= distance) x = max_of(x, before);
         }
         x = max_of(x, largest);
-        if (seq_idx <= params.batch) offsets[seq_idx] = x;
+        if (i <= params.batch) offsets[i] = x;
         largest = __shfl_sync(0xffffffff, x, 31);
     }
 }

@@ -3,8 +3,8 @@
 // softmax's denominator alone. lse and delta are those that the preprocess pass has left; rows that
 // belong to no query have lse = +inf there.
 //
-// A head's rows are cut into tuning::kSinkParts parts, summed by a CTA each; a second pass adds the
-// parts up, in order: the same bits every time.
+// A head's rows are divided into tuning::kSinkParts parts, each summed by a CTA. A second pass adds
+// the partial sums in order: the same bits every time.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kSinkThreads)
 
     __shared__ float sums[kSinkThreads / 32];
     if (lane_id() == 0) sums[warp_id()] = sum;
-    __syncthreads();  // the sums of all warps are there
+    __syncthreads();  // the sums of all warps are complete
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < kSinkThreads / 32; ++warp) sum += sums[warp];
     params.dsink_partial[blockIdx.x] = sum * params.ds_factor;

@@ -8,9 +8,9 @@
 
 namespace flash_ext {
 
-// Natural logarithm of the sum of e^s over scores s with the maximum `max`, from the sum of
-// 2^((s - max) scale); scale includes log2(e). Only a row without keys has the sum 0, because its
-// maximum contributes 1 to any other. A NaN stays.
+// Natural logarithm of the sum of e^s over scores s with the maximum `max`, from the sum of 2^((s -
+// max) scale); scale includes log2(e). Only a row without keys has the sum 0: in any other row the
+// maximum contributes 1. A NaN stays a NaN.
 __device__ __forceinline__ float log_sum_exp(float max, float sum, float scale) {
     return sum == 0.f ? -INFINITY : max * (scale * kLn2) + log2f(sum) * kLn2;
 }
@@ -26,7 +26,7 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// And over all lanes.
+// Reductions over all lanes.
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int offset = 16; offset > 2; offset /= 2)
@@ -40,13 +40,13 @@ __device__ __forceinline__ float warp_sum(float x) {
     return quad_sum(x);
 }
 
-// A row without keys has no maximum; any finite number keeps -inf - max from becoming NaN.
+// A row without keys has no maximum; any finite number prevents -inf - max from becoming NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
 // Exponents are one FMA each, s scale - max_scaled. The product max_scaled = max scale is rounded,
-// by up to 2^-24 of itself: an error below 2^-12 in the exponent up to this bound, far beyond the
-// scores of a model that works, but infinities and zeros for scores in the millions. There the
-// scores are made relative to the maximum first: (s - max) scale has no such error.
+// by up to 2^-24 of itself. Up to this bound, far beyond the scores of a working model, that is an
+// error below 2^-12 in the exponent; for scores in the millions it would give infinities and zeros.
+// Beyond the bound the maximum is subtracted first: (s - max) scale has no such error.
 inline constexpr float kLargeExponent = 4096.f;
 
 __device__ __forceinline__ bool is_large(float exponent) {
@@ -66,8 +66,9 @@ __device__ __forceinline__ float row_maximum(const Scores& s, int m, int i) {
 template <int kRows>
 struct OnlineSoftmax {
     static constexpr int kM = kRows / 16;
-    // The maximum may lag behind by this many powers of two before O is rescaled: the result is the
-    // same, since numerator and denominator share it, and most tiles need no rescaling at all.
+    // O is rescaled only when scores exceed the stale maximum by this many powers of two. The
+    // result is the same, since numerator and denominator share it, and most tiles need no
+    // rescaling.
     static constexpr float kRescaleThreshold = 8.f;
 
     float row_max[kM][2];  // -inf until the row has seen a key
@@ -83,8 +84,7 @@ struct OnlineSoftmax {
             }
     }
 
-    // A score that every row has before its first key, with the value 0: it counts in the sum
-    // alone.
+    // A score that every row has before its first key, with the value 0: it counts only in the sum.
     __device__ __forceinline__ void begin_with(float score) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
@@ -97,8 +97,8 @@ struct OnlineSoftmax {
         row_sum[m][i] = lane_col() == 0 ? 1.f : 0.f;
     }
 
-    // Replaces scores s by p = 2^(s * scale - row_max * scale), and keeps O and the sums in step.
-    // kRelative: as (s - row_max) * scale, and with a maximum that does not lag.
+    // Replaces scores s by p = 2^(s * scale - row_max * scale), and updates O and the sums.
+    // kRelative: with the exponent (s - row_max) * scale, and never with a stale maximum.
     template <bool kRelative = false, class Scores, class Output>
     __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
         float tile_max[kM][2];
@@ -144,7 +144,7 @@ struct OnlineSoftmax {
             }
     }
 
-    // After the last tile: row_sum of the whole row in every lane of its quad.
+    // After the last tile: row_sum becomes that of the whole row, in every lane of its quad.
     __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int m = 0; m < kM; ++m)

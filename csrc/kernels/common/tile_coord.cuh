@@ -1,5 +1,5 @@
-// What a CTA works on, kept in shared memory: what the loop needs for a moment only, or the
-// epilogue alone, would otherwise hold registers that the matmuls need.
+// The tile coordinates of a CTA, stored in shared memory. What the loop needs briefly, or only the
+// epilogue, would otherwise hold registers that the matmuls need.
 #pragma once
 
 #include "problem/sequences.cuh"
@@ -13,7 +13,7 @@ struct TileCoord {
     int first_row;  // of the CTA's tile within the sequence
 };
 
-// At `offset` in shared memory. One thread writes it, and a barrier follows.
+// At `offset` in shared memory. One thread writes it; a barrier must follow.
 __device__ __forceinline__ TileCoord& shared_tile_coord(int offset) {
     return *reinterpret_cast<TileCoord*>(dynamic_shared() + offset);
 }

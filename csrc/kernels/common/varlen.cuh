@@ -1,5 +1,5 @@
-// Sequences that were loaded from memory, in registers that a warp shares: the loops of the kernels
-// have no others to spare.
+// Sequences that were loaded from memory, in uniform registers: the loops of the kernels have no
+// vector registers left for them.
 #pragma once
 
 #include "problem/sequences.cuh"

@@ -2,13 +2,13 @@
 //
 // Loop order: one CTA per (batch, KV head), sequential over KV tiles; inner loop over the Q tiles
 // that see the KV tile, for each query head of the group. dQ is read from and written to HBM, in
-// float32, at every step; delta = rowsum(dO * O), which the paper computes in the loop, comes from
-// a pass before it (backward_delta.cuh). Only this CTA ever touches its heads' dQ, so there are no
-// atomics and the result is deterministic by construction. The steps, warps and shared memory are
-// those of backward_tile.cuh.
+// float32, at every iteration; delta = rowsum(dO * O), which the paper computes in the loop, comes
+// from the preprocess pass (backward_delta.cuh). No other CTA touches the dQ of its heads, so there
+// are no atomics and the result is deterministic. Iterations, warps and shared memory are those of
+// backward_tile.cuh.
 //
-// Barriers, per Q tile: the first says that its Q, dO, lse and delta are there for all threads and
-// that all warps have left the tile before; the second that dS is complete.
+// Barriers, per Q tile: after the first, its Q, dO, lse and delta have landed for all threads and
+// all warps have left the previous tile; after the second, dS is complete.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
@@ -23,10 +23,10 @@ struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeature
                                           tuning::fa1_backward({kHeadDim, kHeadDimV})> {
     using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
                                 tuning::fa1_backward({kHeadDim, kHeadDimV})>;
-    // The old dQ_i is fetched into shared memory. Where it is computed in parts (d 256) there is no
-    // room for it, nor is it faster.
+    // The old dQ_i is fetched into shared memory. Where dQ is computed in column parts (d 256)
+    // there is no room for it, and it is not faster.
     static constexpr bool kFetchesDQ = Base::kDQParts == 1;
-    static constexpr int kOldDQ = Base::kTileCoord;  // which this kernel does not keep
+    static constexpr int kOldDQ = Base::kTileCoord;  // which this kernel does not store
     static_assert(kOldDQ % 16 == 0);
     static constexpr int kSharedBytes = kOldDQ + (kFetchesDQ ? Base::kBlockQ * kHeadDim * 4 : 0);
 };
@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
     load_statistics<Config>(cta, walk);
 }
 
-// Where this lane keeps a fragment of the old dQ_i in shared memory.
+// Where a fragment of the old dQ_i of this lane is in shared memory.
 template <class Config>
 __device__ __forceinline__ float4* old_dq(int m, int n) {
     return reinterpret_cast<float4*>(dynamic_shared() + Config::kOldDQ) +
@@ -48,7 +48,7 @@ __device__ __forceinline__ float4* old_dq(int m, int n) {
 }
 
 // Fetches this lane's fragments of the old dQ_i, which no other lane uses, during the matmuls.
-// On their way to registers they would hold these up, as in fa1/forward.cuh.
+// Loads to registers would stall these, as in fa1/forward.cuh.
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
     const float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile, 0);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const Q
     ptx::cp_async_commit();
 }
 
-// Line 21: a part of dQ_i to HBM after adding what was there.
+// Line 21: adds a column part of dQ_i to that in HBM.
 template <class Config>
 __device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const QTileWalk& walk,
                                           const typename Config::DQ& rdQ, int part) {
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         sequence_of<Config::kMayBeVarlen>(params, blockIdx.x / params.heads_k).rows_k;
 
     for (int first_key = 0; first_key < rows_k; first_key += Config::kBlockKV) {
-        // Made anew for each KV tile: what the inner loop does not need is not carried through it.
+        // Recomputed for each KV tile: what the inner loop does not need takes no register over it.
         const int flat_head = ptx::not_hoisted(blockIdx.x);
         const int head_k = flat_head % params.heads_k;
         const Tile cta(params,
@@ -100,14 +100,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         rdK.clear();
         rdV.clear();
         QTileWalk walk(q_tiles, head_k * group, group);
-        __syncthreads();  // dK and dV of the KV tile before have left shared memory
+        __syncthreads();  // dK and dV of the previous KV tile have left shared memory
         cta.load_kv(first_key);
         if (!walk.done()) load_q_tile<Config>(cta, walk);
         ptx::cp_async_commit();
 
         while (!walk.done()) {
             ptx::cp_async_wait<0>();
-            __syncthreads();  // this Q tile is there; all warps have left the one before
+            __syncthreads();  // this Q tile has landed; all warps have left the previous one
             const QTileWalk next = walk.next();
             if (!next.done()) load_q_tile<Config>(cta, next);
             ptx::cp_async_commit();
@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
         ptx::cp_async_wait<0>();
         __syncthreads();  // all warps have left the K and V tiles
-        // Its place is found anew, lest it stays in registers over the loop.
+        // The tile coordinates are recomputed: otherwise they would stay in registers over the
+        // loop.
         if constexpr (Config::kGeneral) {
             Tile(params, cta.sequence, ptx::not_hoisted(head_k)).store_dk_dv(rdK, rdV, first_key);
         } else {

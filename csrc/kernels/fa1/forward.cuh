@@ -1,7 +1,7 @@
 // FlashAttention-1 forward (Dao et al. 2022, algorithm 2).
 //
 // Loop order: one CTA per (batch, head); outer loop over KV tiles, inner loop over Q tiles. O (in
-// float32), l and m live in HBM and are read and written at every step; O is kept normalised.
+// float32), l and m are in HBM and are read and written at every iteration; O is always normalized.
 //
 //     for each KV tile j:
 //         for each Q tile i that sees it:
@@ -16,26 +16,26 @@
 //
 // with scale in base 2.
 //
-// Warps: two teams of four, which share the KV tile and take turns over the Q tiles, so that one
-// team's matmuls overlap with the other's traffic. Within a team K and V are split across the warps
+// Warps: two teams of four share the KV tile and alternate over the Q tiles, so that one team's
+// matmuls overlap with the other's memory traffic. Within a team K and V are split across the warps
 // (split-K): each computes the scores of its own keys and a partial product with its own rows of V.
-// Row maxima, row sums and partial products must therefore be exchanged through shared memory,
-// which is what FlashAttention-2 does away with. Each warp sums up and owns a quarter of the
-// columns of every atom of O; O_i in HBM is laid out as its owners' fragments.
+// So row maxima, row sums and partial products must be exchanged through shared memory, which
+// FlashAttention-2 avoids. Each warp sums and owns a quarter of the columns of every swizzle atom
+// of O; O_i in HBM has the layout of its owners' fragments.
 //
-// A warp meets the columns of an atom in an order of its own: the t-th quarter belongs to warp
-// (w ^ t), so its own is the first, and what it hands on and gets is the same in every warp.
+// Warp w visits the columns of an atom in its own order: the t-th quarter belongs to warp (w ^ t).
+// So its own quarter is the first, and the code of the exchange is the same in every warp.
 //
 // Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
 // [to warp][t - 1][its columns], the O_i fetched ahead, maxima and sums [warp][kBlockQ], the m_i
 // and l_i fetched ahead.
 //
-// Barriers (of a team, but for the KV tiles' own) stand commented in the code. cp.async groups are
-// committed in the order Q with m and l, O chunk 0, O chunk 1, ... of each step, so that counting
-// them tells what has landed.
+// Barriers (of a team, except those of the KV tiles) are explained in the code. cp.async groups are
+// committed in the order Q with m and l, O chunk 0, O chunk 1, ... of each iteration, so that the
+// number of pending groups tells what has landed.
 //
-// All that a step needs from HBM goes through cp.async, also what only one lane uses. A load into a
-// register would hold up the matmuls: a warp can tell few loads apart, so that waiting for an
+// All that an iteration needs from HBM goes through cp.async, even what only one lane uses. A load
+// to a register would stall the matmuls: a warp has few scoreboards for loads, so waiting for an
 // operand from shared memory may mean waiting for HBM.
 #pragma once
 
@@ -74,13 +74,14 @@ struct Fa1ForwardConfig {
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
 
-    // Columns of the partial products exchanged at a time, an atom, and a warp's own among them.
+    // Columns of the partial products that are exchanged at a time, an atom, and a warp's own
+    // columns of them.
     static constexpr int kExchangeCols = VTile::kAtomCols;
     static constexpr int kChunks = VTile::kAtoms;
     using Owned = RegisterTile<kBlockQ, kExchangeCols / kTeamWarps>;
     static constexpr int kOwnedBytes = Owned::kM * Owned::kN * 32 * 16;
 
-    // Offsets in shared memory; those of the second part count from the team's.
+    // Offsets in shared memory; from kQ on relative to the team's memory.
     static constexpr int kK = 0;
     static constexpr int kV = kK + KTile::kBytes;
     static constexpr int kTeam = kV + VTile::kBytes;
@@ -170,7 +171,7 @@ struct Fa1Forward {
         load_tile<QTile, Config::kTeamThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
-    // Fetches this lane's part of a chunk of O_i. Only this lane ever uses it.
+    // Fetches this lane's part of a chunk of O_i. No other lane uses it.
     __device__ __forceinline__ void load_old(int q_tile, int chunk) const {
         const float* global = old_global(q_tile, chunk);
         const uint32_t shared = ptx::shared_address(old_shared(chunk)) + lane_id() * 16;
@@ -192,7 +193,7 @@ struct Fa1Forward {
                              statistics_global(q_tile) + chunk * 4, true);
     }
 
-    // m_i and l_i; those of a Q tile that no KV tile has visited yet were not fetched.
+    // m_i and l_i. At the first visit of a Q tile they were not fetched.
     __device__ __forceinline__ void read_statistics(bool first_visit, RowValues& row_max,
                                                     RowValues& row_sum) const {
         for_each_row([&](int m, int i, int row) {
@@ -201,8 +202,8 @@ struct Fa1Forward {
         });
     }
 
-    // Scores are in units of the exponent's base 2 once multiplied by this. The general kernel does
-    // so at once (a scale may be zero or negative), the plain one inside the exponent.
+    // The factor from scores to exponents of 2. The general kernel multiplies the scores at once
+    // (its scale may be zero or negative), the plain one inside the exponent.
     __device__ __forceinline__ float score_scale() const {
         return kGeneral ? 1.f : params.scale_log2;
     }
@@ -287,7 +288,8 @@ struct Fa1Forward {
             rO, rP, BSkipping<VColumns, kChunk * Config::kExchangeCols / 16>{v});
     }
 
-    // Hands a chunk of the partial product to the warps that own its columns; own is this warp's.
+    // Gives a chunk of the partial product to the warps that own its columns; `own` receives this
+    // warp's.
     __device__ __forceinline__ void exchange(const Product& rO, Owned& own) const {
 #pragma unroll
         for (int t = 0; t < Config::kTeamWarps; ++t)
@@ -305,7 +307,7 @@ struct Fa1Forward {
                 }
     }
 
-    // What the other warps handed over is added to own.
+    // Adds what the other warps have given to `own`.
     __device__ __forceinline__ void collect(Owned& own) const {
 #pragma unroll
         for (int t = 1; t < Config::kTeamWarps; ++t)
@@ -356,8 +358,8 @@ struct Fa1Forward {
         });
     }
 
-    // Lines 13 and 16: the factors of the old O_i and of the step's product; m_i and l_i brought up
-    // to date.
+    // Lines 13 and 16: the factors of the old O_i and of this iteration's product; updates m_i and
+    // l_i.
     __device__ __forceinline__ void update_statistics(const RowValues& tile_max, RowValues& row_max,
                                                       RowValues& row_sum, RowValues& old_factor,
                                                       RowValues& new_factor) const {
@@ -381,7 +383,7 @@ struct Fa1Forward {
         });
     }
 
-    // m_i and l_i to HBM, after the last visit the logsumexp. Every warp has them; one writes.
+    // m_i and l_i to HBM; at the last visit the logsumexp. Every warp has them, one writes.
     __device__ __forceinline__ void store_statistics(int q_tile, bool last_visit,
                                                      const RowValues& row_max,
                                                      const RowValues& row_sum) const {
@@ -422,7 +424,7 @@ struct Fa1Forward {
         return reinterpret_cast<float*>(team_memory + Config::kSum);
     }
 
-    // Where warp `owner` finds what warp (owner ^ t) hands to it.
+    // Where warp (owner ^ t) stores what it gives to warp `owner`.
     __device__ __forceinline__ char* partial(int owner, int t) const {
         return team_memory + Config::kPartial +
                (owner * (Config::kTeamWarps - 1) + t - 1) * Config::kOwnedBytes;
@@ -450,7 +452,7 @@ struct Fa1Forward {
         return reinterpret_cast<float4*>(owned + (m * Owned::kN + n) * 512 + lane_id() * 16);
     }
 
-    // own = combine(own, what lies in shared memory, m, i) for each element.
+    // own = combine(own, element in shared memory, m, i) for each element.
     template <class Combine>
     static __device__ __forceinline__ void add(Owned& own, char* shared, Combine combine) {
 #pragma unroll
@@ -499,13 +501,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
         const Interval q_tiles = tiles_of(
             cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
-        // The KV tiles that a Q tile sees, hence which of its visits is the first and the last.
+        // The KV tiles that a Q tile sees, which tells the first visit and the last.
         const auto seen_by = [&](int q_tile) {
             return tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
                             Config::kBlockKV);
         };
         if (q_tiles.empty()) continue;
-        __syncthreads();  // all warps have left the KV tile before; its O, m and l are written
+        __syncthreads();  // all warps have left the previous KV tile; its O, m and l are written
         cta.load_kv(kv_tile);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -534,7 +536,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             RowValues tile_max, row_max, row_sum, old_factor, new_factor;
             cta.read_statistics(first_visit, row_max, row_sum);
             cta.compute_scores(rS, q_tile, kv_tile);
-            cta.team_barrier();  // the maxima of all keys are there; Q, m and l have been read
+            cta.team_barrier();  // the maxima of all keys are complete; Q, m and l have been read
             if (next < q_tiles.end) cta.load_q(next);
             if (next_has_old) cta.load_statistics(next);
             ptx::cp_async_commit();
@@ -544,9 +546,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 typename Kernel::Product rO;
                 typename Config::Owned own;
                 cta.template multiply_v<chunk>(rO, rP);
-                if (chunk > 0) cta.team_barrier();  // the chunk before has been collected
+                if (chunk > 0) cta.team_barrier();  // the previous chunk has been collected
                 cta.exchange(rO, own);
-                cta.team_barrier();  // all partial products, and the sums, are there
+                cta.team_barrier();  // all partial products, and the sums, are complete
                 if (chunk == 0)
                     cta.update_statistics(tile_max, row_max, row_sum, old_factor, new_factor);
                 cta.collect(own);
@@ -596,7 +598,7 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
         };
-        // The larger the KV tile, the fewer times O goes through HBM; what fits depends on the GPU.
+        // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
         status = launch_fitting<Large, Small>(launch);
     });
     return status;

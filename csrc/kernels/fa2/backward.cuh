@@ -1,19 +1,19 @@
 // FlashAttention-2 backward (Dao 2023, algorithm 2).
 //
-// Loop order: delta = rowsum(dO * O) in a pass of its own; then one CTA per (KV tile, KV head,
+// Loop order: delta = rowsum(dO * O) in the preprocess pass; then one CTA per (KV tile, KV head,
 // batch), inner loop over the Q tiles that see the KV tile, for each query head of the group. dK
-// and dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; a last
-// pass converts it. The steps, warps and shared memory are those of backward_tile.cuh.
+// and dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; the
+// postprocess pass converts it. Iterations, warps and shared memory are those of backward_tile.cuh.
 //
-// Barriers, per Q tile, beside those that the comments in the loop name: the first says that its Q,
-// lse and delta have landed for all threads and that all warps have left the tile before, so that
-// dS and the next tile's stage may be overwritten. With two stages a whole tile is fetched ahead.
-// With one, which makes room for larger tiles, each load goes behind the matmuls that do not need
-// its tile: dO of this step behind S^T = K Q^T, Q of the next behind dQ = dS K.
+// Barriers, per Q tile, in addition to those that the comments in the loop name: after the first,
+// its Q, lse and delta have landed for all threads and all warps have left the previous tile, so
+// that dS and the next tile's stage may be overwritten. With two stages a whole tile is fetched
+// ahead. With one, which makes room for larger tiles, each load is hidden by a matmul that does not
+// need its tile: dO of this iteration by S^T = K Q^T, Q of the next by dQ = dS K.
 //
 // Deterministic mode: KV tiles add their dQ in ascending order. dq_semaphore[Q tile] counts those
-// that have; a CTA waits for its turn. CTAs take their work by work index, so all that a CTA waits
-// for are already running and none waits forever.
+// that have added; a CTA waits until it is next. CTAs fetch their work indices in order, so all
+// CTAs that a CTA waits for are already running, and none waits forever.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
@@ -49,7 +49,7 @@ struct DQSemaphore {
 
     __device__ __forceinline__ void wait() const {
         if (threadIdx.x == 0) ptx::wait_for_count(counter(), mine(), 64);
-        __syncthreads();  // what the earlier CTAs added is visible to all threads
+        __syncthreads();  // what the earlier CTAs have added is visible to all threads
     }
 
     __device__ __forceinline__ void end() const {
@@ -76,17 +76,17 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
     using Tile = BackwardTile<Config>;
-    // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
-    // from overlapping that with the matmul before; but not where it would spill there.
+    // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
+    // overlapping that matmul with the previous one. Where that would spill, it comes first.
     constexpr bool kWaitFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
-    // What the stores at the end need of the place lies in shared memory, where registers are
-    // short. ptxas decides: with 64 columns sm_90 spills without it, sm_80 with it.
+    // The tile coordinates that the stores at the end need are in shared memory where registers are
+    // short. This depends on ptxas: with 64 columns sm_90 spills without it, sm_80 with it.
     constexpr bool kTileCoordInShared = Config::kHeadDim > 64 || kCudaArch >= 900;
     int linear = blockIdx.x;
     if (params.deterministic) {
         int* work_index = reinterpret_cast<int*>(dynamic_shared() + Config::kWorkIndex);
         if (threadIdx.x == 0) *work_index = atomicAdd(params.dq_semaphore, 1);
-        __syncthreads();  // the work index is fetched
+        __syncthreads();  // the work index has been fetched
         linear = ptx::warp_uniform(*work_index);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     while (!walk.done()) {
         ptx::cp_async_wait<0>();
-        __syncthreads();  // this Q tile has landed; all warps have left the one before
+        __syncthreads();  // this Q tile has landed; all warps have left the previous one
         const QTileWalk next = walk.next();
         if constexpr (Config::kStages == 1) {
             cta.load_do(walk);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     ptx::cp_async_wait<0>();
-    __syncthreads();  // all warps have left the K and V tiles; the place is there
+    __syncthreads();  // all warps have left the K and V tiles; the tile coordinates are stored
     if constexpr (kTileCoordInShared) {
         Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
     } else {
@@ -192,8 +192,8 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     const int group = params.heads_q / params.heads_k;
     const bool masked = is_masked(params);
     const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
-    // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run side by
-    // side, the less they wait for each other.
+    // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run at the
+    // same time, the less they wait for each other.
     const int64_t bytes_per_head =
         int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group;
     params.schedule =

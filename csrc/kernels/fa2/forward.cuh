@@ -1,7 +1,8 @@
 // FlashAttention-2 forward (Dao 2023, algorithm 1).
 //
 // Loop order: one CTA per (Q tile, head, batch); inner loop over KV tiles, last to first, so that
-// the tiles which need masking at the diagonal come first.
+// the tiles at the diagonal, which need masking, come first.
+//
 // Warps: each owns kRowsPerWarp rows of the Q tile and sees all of K and V (split-Q): S, P and O of
 // a row never leave the warp, and the warps exchange nothing.
 //
@@ -13,21 +14,22 @@
 //         O = 2^((m - m_new) scale) O + P V_j   P from registers
 //     O = O / l,  lse = m scale + log(l)        one rescale, at the end
 //
-// m need not be the maximum, only near it: it may lag until P would pass 2^8
-// (OnlineSoftmax::kRescaleThreshold), which saves most rescalings of O and changes no result, since
+// m need not be the maximum, only near it: it may be stale until P would exceed 2^8
+// (OnlineSoftmax::kRescaleThreshold). This saves most rescalings of O and changes no result, since
 // l and O share the same m. A warp that ends with an m too large for P's one FMA (kLargeExponent)
-// does such rows again.
+// recomputes such rows.
 //
-// Where tiles are too few to fill the GPU, a CTA takes a part of its Q tile's keys (Flash-Decoding,
-// Dao et al. 2023) and leaves O / l and lse of its own in float32, of which combine.cuh makes one
-// result. The plain form has no parts: the packed one stands in for it.
+// Where tiles are too few to fill the GPU, a CTA takes a split of its Q tile's keys
+// (Flash-Decoding, Dao et al. 2023) and stores its O / l, row maxima and row sums in float32;
+// combine.cuh combines the splits. The plain form has no splits: the varlen form stands in for it.
 //
 // Shared memory: Q [kBlockQ][D], then a pipeline of stages, each a V tile and a K tile
-// [kBlockKV][D], swizzled, its mbarriers, and the CTA's place.
-// Pipeline: a stage holds V of one step of the loop and K of the next, so a step waits once, before
-// P V, for what it and the next Q K^T need. A stage is free when all warps have read its K: the
-// copy into it, at the end of a step, waits for that and for no more, so the warps drift apart by
-// up to half a step and one's softmax runs beside another's matmuls.
+// [kBlockKV][D], swizzled, its mbarriers, and the CTA's tile coordinates.
+//
+// Pipeline: a stage holds V of one iteration and K of the next, so an iteration waits once, before
+// P V, for what it and the next Q K^T need. A stage is free when all warps have read its K. The
+// copy to it, at the end of an iteration, waits only for that: so warps may drift apart by up to
+// half an iteration, and the softmax of one runs beside the matmuls of another.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -68,7 +70,7 @@ struct ForwardConfig {
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
     using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using OTile = SharedTile<kBlockQ, kHeadDimV>;  // leaves through Q's memory
+    using OTile = SharedTile<kBlockQ, kHeadDimV>;  // is stored through Q's memory
     // The loop loads one stage ahead.
     using KVPipeline = CpAsyncPipeline<2, KTile::kBytes + VTile::kBytes, kThreads>;
 
@@ -78,8 +80,8 @@ struct ForwardConfig {
         TileCoord tile_coord;
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
-    // Whether the loop too reads the CTA's place from there. It costs a wait a tile, up to 5 %
-    // where an SM has one CTA; but registers that hold the place would spill here.
+    // Whether the loop, too, reads the CTA's tile coordinates from shared memory. It costs a wait
+    // per tile, up to 5 % where an SM has one CTA; but here registers that hold them would spill.
     static constexpr bool kTileCoordInLoop = kFeatures == Features::kVarlen && kHeadDim == 128;
 
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
@@ -126,8 +128,8 @@ struct Fa2Forward {
         return shared_storage<SharedStorage>();
     }
 
-    // Of CTA number `linear`. The last tile of a sequence comes first: under a causal mask it is
-    // the longest.
+    // Of CTA `linear`. The last tile of a sequence comes first: under a causal mask it is the
+    // longest.
     static __device__ __forceinline__ TileCoord tile_coord_of(const ForwardParams& params,
                                                               int linear) {
         WorkTile work = work_tile(linear, params.schedule);
@@ -139,7 +141,7 @@ struct Fa2Forward {
         return {sequence, work.head, (last - tile) * Config::kBlockQ};
     }
 
-    // The same CTA, from the place that it has kept.
+    // The same CTA, from its tile coordinates in shared memory.
     static __device__ __forceinline__ Fa2Forward from_shared(const ForwardParams& params) {
         return Fa2Forward(params, storage().tile_coord);
     }
@@ -148,8 +150,8 @@ struct Fa2Forward {
         return Config::kMayHaveSplits && params.num_splits > 1;
     }
 
-    // The split of the keys that this CTA takes. Computed where it is needed: kept, it would take a
-    // register over the loop.
+    // The split of the keys that this CTA takes. Recomputed where it is needed: stored, it would
+    // take a register over the loop.
     __device__ __forceinline__ int split() const {
         if (!has_splits(params)) return 0;
         const int linear = ptx::not_hoisted(blockIdx.x);
@@ -174,7 +176,7 @@ struct Fa2Forward {
         load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
-    // From here on, each load_k or load_v loads the tile before the last one.
+    // From here on, each load_k or load_v loads the tile before the one that was loaded last.
     __device__ __forceinline__ void start_kv(int kv_tile) {
         const int64_t row = int64_t{sequence.k_begin} + kv_tile * Config::kBlockKV;
         const auto tile = [&](const TensorView& view) {
@@ -241,8 +243,8 @@ struct Fa2Forward {
                                         BFromColumns<VTile>(sV(stage)));
     }
 
-    // O / l to HBM by way of the warp's own rows of the Q tile, and the logsumexp; or those of a
-    // part of the keys, straight from registers. True where rows of this lane are marked.
+    // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
+    // split of the keys, straight from registers. Returns whether rows of this lane are marked.
     __device__ __forceinline__ bool store(Output& rO, const Softmax& softmax,
                                           float exponent_scale) const {
         const int first_row = first_query + warp_row;
@@ -296,7 +298,8 @@ struct Fa2Forward {
     }
 
  private:
-    // Of this CTA, what follows from its place would otherwise stay in registers over the loop.
+    // This CTA, with values that depend on its tile coordinates recomputed: otherwise these would
+    // stay in registers over the loop.
     __device__ __forceinline__ Fa2Forward in_loop() const {
         if constexpr (Config::kTileCoordInLoop) return from_shared(params);
         Fa2Forward cta = *this;
@@ -325,7 +328,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         cta.pipeline.init();
         cta.storage().tile_coord = tile_coord;
     }
-    __syncthreads();  // the pipeline's barriers and the place are there
+    __syncthreads();  // the pipeline's barriers and the tile coordinates are written
     cta.load_q();
     if (!kv_tiles.empty()) {
         cta.start_kv(last);
@@ -352,7 +355,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
 
-    uint32_t stage = 0;  // has K of the step; the next one has V
+    uint32_t stage = 0;  // has K of the iteration; the next one has V
     for (int kv_tile = last; kv_tile >= kv_tiles.begin; --kv_tile, ++stage) {
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tile, stage);
