@@ -65,6 +65,8 @@ struct Forward {
     int block_kv;
     int q_register_cols = 0;  // so many columns of Q stay in registers
     int ctas_per_sm = 1;
+
+    constexpr bool operator==(const Forward&) const = default;
 };
 
 // Two 16-row blocks a warp while O and S fit in its 255 registers a lane, one beyond. As many keys
@@ -181,6 +183,8 @@ struct Backward {
     int ctas_per_sm = 1;
     int dq_parts = 1;  // dQ is computed in so many column parts, to save registers
     int stages = 2;    // Q tiles in shared memory, with their dO
+
+    constexpr bool operator==(const Backward&) const = default;
 };
 
 // Computing delta in the loop takes registers.

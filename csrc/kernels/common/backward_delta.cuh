@@ -173,12 +173,8 @@ cudaError_t launch_prepare(const BackwardParams& params, cudaStream_t stream) {
         stream);
 }
 
-// For FA1 and FA2.
-template <class Config>
-cudaError_t launch_prepare(BackwardParams params, cudaStream_t stream) {
-    params.dq_zeros = true;
-    return launch_prepare<typename Config::Element, Config::kGeneral, 64, Config::kHeadDimV,
-                          Config::kHeadDim>(params, stream);
-}
+// For FA1 and FA2, whose pass is the same. It is compiled once for both, by backward_prepare.cuh;
+// `general`: is their kernel the general one?
+cudaError_t backward_prepare(BackwardParams params, bool general, cudaStream_t stream);
 
 }  // namespace flash_ext

@@ -75,6 +75,7 @@ __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* ac
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
+    if (!may_run<Config>()) return;
     using Tile = BackwardTile<Config>;
     // The wait for the turn comes behind the matmul of dQ, or its branch would keep the compiler
     // from overlapping that with the matmul before; but not where it would spill there.
@@ -202,7 +203,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
                       params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
                       section_fillings(params, masked));
 
-    cudaError_t status = launch_prepare<Config>(params, stream);
+    cudaError_t status = backward_prepare(params, Config::kGeneral, stream);
     if (status == cudaSuccess && params.deterministic)
         status = cudaMemsetAsync(params.turn, 0, (1 + q_tiles) * sizeof(int), stream);
     if (status == cudaSuccess)

@@ -76,6 +76,9 @@ struct ForwardConfig {
     static constexpr int kPlace = kQBytes + StageRing::kBytes;
     static constexpr int kSharedBytes = kPlace + static_cast<int>(sizeof(Place));
 
+    static constexpr bool kForLessMemory =
+        kTuning != tuning::fa2_forward({kHeadDim, kHeadDimV}, kFeatures);
+
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
 };
@@ -301,6 +304,7 @@ struct Fa2Forward {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
+    if (!may_run<Config>()) return;
     using Kernel = Fa2Forward<Config>;
     const Place place = Kernel::place_of(params, blockIdx.x);
     Kernel cta(params, place);
