@@ -265,7 +265,7 @@ def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
             assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])
 
 
-@pytest.mark.parametrize("cols, panel_cols", ((64, 64), (96, 32), (80, 16)))
+@pytest.mark.parametrize("cols, panel_cols", ((64, 64), (32, 32), (96, 32), (80, 16)))
 def test_swizzles_are_those_of_the_hardware(cols: int, panel_cols: int, native: ModuleType) -> None:
     """Of 128, 64, 32 bytes: bits 4 to 6 (5, 4) of the address are XORed with bits 7 to 9 (8, 7)."""
     panel, _, offsets = native.layout(64, cols)
