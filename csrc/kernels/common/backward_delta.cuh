@@ -102,7 +102,7 @@ inline constexpr int kPrepareThreads = 256;
 template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
 __global__ void __launch_bounds__(kPrepareThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params) {
-    constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
+    constexpr int kLanes = kHeadDimV <= 32 ? 4 : kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
     static_assert(kHeadDimV <= kLanes * 8);
     constexpr int kRowsPerPass = kPrepareThreads / kLanes;
     constexpr int kPasses = kBlockQ / kRowsPerPass;
