@@ -367,11 +367,12 @@ def parts_of(native: ModuleType, variant: str, p: Problem) -> int:
 
 
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
-    reaching = [
-        p for p in long_sequences("cuda")
-        if p.head_dim == 64 and p.seqlen_k >= native.long_keys and query_tiles(p) > SMS
-    ]  # fmt: skip
-    assert {p.layout for p in reaching} >= {"bshd", "packed"}
+    for d in (32, 64):
+        reaching = [
+            p for p in long_sequences("cuda")
+            if p.head_dim == d and p.seqlen_k >= native.long_keys and query_tiles(p) > SMS
+        ]  # fmt: skip
+        assert {p.layout for p in reaching} >= {"bshd", "packed"}
     many = [p for p in long_sequences("cuda") if p.seqlen_q >= native.many_queries]
     assert {(p.layout, p.loss) for p in many if p.head_dim == 128} >= {
         ("bshd", "both"), ("packed", "both"),

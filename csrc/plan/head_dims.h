@@ -15,7 +15,7 @@ struct HeadDims {
 
 // Pairs with kernels of their own; any other up to the last is padded, inside the kernel, to the
 // first of these that holds it.
-inline constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128},
+inline constexpr HeadDims kHeadDims[] = {{32, 32},   {64, 64},   {96, 96},  {128, 128},
                                          {192, 128}, {192, 192}, {256, 256}};
 // No std::size: <iterator> takes every file that is compiled for a GPU a second longer.
 inline constexpr int kHeadDimPairs = sizeof(kHeadDims) / sizeof(HeadDims);

@@ -357,7 +357,7 @@ def draw_swizzle():
     svg = Svg("swizzle", 330, "Where the 16-byte chunks of a row lie")
     for left, chunks, title, xor, pitch in [
         (60, 8, "128-byte swizzle: atoms of 64 columns", lambda r: r & 7, 128),
-        (530, 4, "64-byte swizzle (d 96)", lambda r: (r >> 1) & 3, 64),
+        (530, 4, "64-byte swizzle (d 32, d 96)", lambda r: (r >> 1) & 3, 64),
     ]:
         w, h, top = 50, 26, 64
         svg.text(left, 24, title, 13, bold=True)
