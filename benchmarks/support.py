@@ -252,7 +252,6 @@ def head_dims(ask: Ask) -> Iterator[Call]:
 
 def features() -> dict[str, Feature]:
     """The rows, in the order of the table."""
-    sizes = ", ".join(str(d) if d == v else f"{d}/{v}" for d, v in flash_ext.KERNEL_DIMS)
     largest = max(d for d, _ in flash_ext.KERNEL_DIMS)
     return {
         "float16": Feature(),
@@ -260,9 +259,7 @@ def features() -> dict[str, Feature]:
         "float32, float64": Feature(
             lambda a: (a.dense(dtype=x) for x in (torch.float32, torch.float64))
         ),
-        f"every head dim from 1 to {largest} (kernels for {sizes}; others padded inside)": Feature(
-            head_dims
-        ),
+        f"every head dim from 1 to {largest}": Feature(head_dims),
         "head dim of v unlike q's": Feature(
             lambda a: (a.dense(*x) for x in ((192, 128), (128, 64), (40, 256), (64, 1)))
         ),

@@ -50,6 +50,7 @@ from flash_ext.ops.options import ABOUT, FA3_ROW_BYTES
 __all__ = [
     "CPU_VARIANTS",
     "KERNEL_DIMS",
+    "SQUARE_DIMS",
     "LAYOUTS",
     "UNALIGNED_LAYOUTS",
     "VARIANTS",
@@ -76,6 +77,8 @@ __all__ = [
     "standard_attention",
     "unsupported_reason",
 ]
+
+SQUARE_DIMS = tuple(d for d, dv in KERNEL_DIMS if d == dv)
 
 LAYOUTS = (
     "bshd",  # rows padded with NaN, strides and offset multiples of 8 elements

@@ -18,6 +18,7 @@ import torch
 from attention_testing import (
     KERNEL_DIMS,
     LAYOUTS,
+    SQUARE_DIMS,
     VARIANTS,
     Expected,
     Problem,
@@ -67,7 +68,7 @@ def head_dims_and_lengths(device: str) -> Iterator[Problem]:
 
 def windows(device: str) -> Iterator[Problem]:
     """Every window, with Sq below, at and above Sk: wholly masked rows and tiles on both sides."""
-    dims = (40, 64, 128, 256) if device == "cuda" else (40, 64)
+    dims = (32, 40, 64, 128, 256) if device == "cuda" else (40, 64)
     grid = itertools.product(WINDOWS, WINDOW_SHAPES[device], dims)
     return alternate(Problem(1, *lengths, head_dim=d, window=w) for w, lengths, d in grid)
 
@@ -82,7 +83,7 @@ def windows_with_causal(device: str) -> Iterator[Problem]:
 
 def layouts(device: str) -> Iterator[Problem]:
     """Every layout of the inputs in memory, aligned and not."""
-    dims = (24, 40, 59, 64, 96, 128, 192, 256) if device == "cuda" else (40, 59, 64)
+    dims = (24, 40, 59, *SQUARE_DIMS) if device == "cuda" else (40, 59, 64)
     lengths = ((130, 197), (197, 130)) if device == "cuda" else ((70, 97),)
     grid = itertools.product(LAYOUTS, dims, lengths, MASKS)
     for index, (layout, d, (sq, sk), mask) in enumerate(grid):
@@ -94,7 +95,7 @@ def layouts(device: str) -> Iterator[Problem]:
 
 def head_groups(device: str) -> Iterator[Problem]:
     """Multi-head, grouped and multi-query attention, with more than one batch."""
-    dims = (64, 128, 256) if device == "cuda" else (64,)
+    dims = (32, 64, 128, 256) if device == "cuda" else (64,)
     groups = ((1, 1), (5, 5), (6, 2), (6, 1), (16, 4))
     for heads, d, dtype, mask in itertools.product(groups, dims, HALF_TYPES, MASKS):
         yield Problem(3, 100, 150, *heads, d, dtype, **mask)
@@ -102,7 +103,7 @@ def head_groups(device: str) -> Iterator[Problem]:
 
 def dropout(device: str) -> Iterator[Problem]:
     """Dropout with each kind of mask; the reference drops the same elements."""
-    dims = (32, 40, 64, 96, 128, 160, 192, 256) if device == "cuda" else (40, 64)
+    dims = (24, 40, 160, *SQUARE_DIMS) if device == "cuda" else (40, 64)
     lengths = ((113, 203), (256, 130)) if device == "cuda" else ((65, 130),)
     masks = (*MASKS, {"window": (33, 9)})
     grid = itertools.product((0.17, 0.5), dims, lengths, masks)
@@ -122,7 +123,7 @@ def scales(device: str) -> Iterator[Problem]:
 
 def losses(device: str) -> Iterator[Problem]:
     """The loss uses out, lse or both; from lse alone dv is exactly 0."""
-    dims = (40, 64, 128, 192, 256) if device == "cuda" else (40, 64)
+    dims = (24, 40, 64, 128, 192, 256) if device == "cuda" else (40, 64)
     for loss, d, mask, dtype in itertools.product(
         ("out", "lse", "both"), dims, (*MASKS, {"window": (20, 3)}), HALF_TYPES
     ):
@@ -131,17 +132,22 @@ def losses(device: str) -> Iterator[Problem]:
 
 def long_sequences(device: str) -> Iterator[Problem]:
     """Many tiles in both directions; one problem as long as the longest of the peers' tests."""
-    dims = (64, 96, 128, 192, 256) if device == "cuda" else (64,)
+    dims = SQUARE_DIMS if device == "cuda" else (64,)
     masks = (*MASKS, {"window": (300, 0)})
     grid = itertools.product(LONG[device], dims, masks)
     yield from alternate(Problem(1, *pair, head_dim=d, **mask) for pair, d, mask in grid)
     if device == "cuda":
         for d, mask, dtype in itertools.product((64, 128), MASKS, HALF_TYPES):
             yield Problem(1, 4224, 4224, 2, 1, d, dtype, **mask)
-        # From 8,192 keys on fa3 has other tiles at head dim 64, where there are enough of them, and
-        # from 8,192 queries on in the backward at 128.
+        # From 8,192 keys on fa3 has other tiles at head dims 32 and 64, where there are enough of
+        # them, and from 8,192 queries on in the backward at 128.
         for mask, layout in itertools.product(MASKS, ("bshd", "packed")):
-            for d, heads, loss in ((64, 4, "out"), (128, 2, "out"), (128, 2, "both")):
+            for d, heads, loss in (
+                (32, 4, "out"),
+                (64, 4, "out"),
+                (128, 2, "out"),
+                (128, 2, "both"),
+            ):
                 yield Problem(1, 8200, 8250, heads, 1, d, layout=layout, loss=loss, **mask)
         yield Problem(1, 8200, 4000, 2, 1, 128, window=(300, 100), seqused_k=(3900,))
 
@@ -149,7 +155,7 @@ def long_sequences(device: str) -> Iterator[Problem]:
 def one_query(device: str) -> Iterator[Problem]:
     """Decoding with grouped heads: those of a group are rows of one tile, but where an option tells
     them apart."""
-    dims = (64, 96, 128, 192, 256, 40) if device == "cuda" else (64,)
+    dims = (*SQUARE_DIMS, 24, 40) if device == "cuda" else (64,)
     options = (
         {},
         {"causal": True},
@@ -173,7 +179,7 @@ def one_query(device: str) -> Iterator[Problem]:
 def few_queries(device: str) -> Iterator[Problem]:
     """So few queries of grouped heads that fa3 packs them: the rows of a tile are the heads of a
     group. Groups that fill eight rows and that do not, queries that fill tiles and that do not."""
-    dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72))
+    dims = (*KERNEL_DIMS, (40, 72), (24, 24))
     options = (
         {},
         {"causal": True},
@@ -205,7 +211,7 @@ def few_queries(device: str) -> Iterator[Problem]:
 def few_tiles(device: str) -> Iterator[Problem]:
     """So few tiles of queries and so many keys that fa2 and fa3 split the keys: splits of different
     lengths, some without a key that a row sees."""
-    dims = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 72), (59, 37))
+    dims = (*KERNEL_DIMS, (40, 72), (59, 37), (24, 24))
     options = (
         {},
         {"causal": True},
@@ -228,7 +234,7 @@ def few_tiles(device: str) -> Iterator[Problem]:
 
 
 def many_tiles(device: str) -> Iterator[Problem]:
-    """So many tiles of 128 queries that fa3 uses larger ones at head dim 64."""
+    """So many tiles of 128 queries that fa3 uses larger ones at head dims 32 and 64."""
     options = (
         *MASKS,
         {"window": (300, 40)},
@@ -238,7 +244,7 @@ def many_tiles(device: str) -> Iterator[Problem]:
         {"layout": "odd_row", "causal": True},
     )
     batch, heads, *lengths = (4, 8, 1000, 1010) if device == "cuda" else (4, 2, 70, 80)
-    for d, dtype, option in itertools.product((64, 40), HALF_TYPES, options):
+    for d, dtype, option in itertools.product((24, 32, 40, 64), HALF_TYPES, options):
         yield Problem(batch, *lengths, heads, heads // 2, d, dtype, **option)
 
 
@@ -253,8 +259,8 @@ def empty(device: str) -> Iterator[Problem]:
 PAIRS_OF_DIMS = {
     "cpu": ((40, 40), (64, 64), (64, 24), (40, 72)),
     "cuda": (
-        *((d, d) for d in (40, 64, 96, 128, 192, 256)),
-        *((192, 128), (64, 128), (128, 64), (96, 256), (40, 72)),
+        *((d, d) for d in (24, 40, *SQUARE_DIMS)),
+        *((192, 128), (32, 64), (64, 128), (128, 64), (96, 256), (40, 72)),
     ),
 }
 
@@ -285,7 +291,7 @@ def each_option(device: str) -> Iterator[Problem]:
 def sinks(device: str) -> Iterator[Problem]:
     """So many heads that the rule can judge dsink, which has one number for each."""
     dims = (
-        ((40, 40), (64, 128), (128, 128), (192, 128), (256, 256))
+        ((24, 24), (40, 40), (64, 128), (128, 128), (192, 128), (256, 256))
         if device == "cuda"
         else ((24, 40),)
     )
@@ -332,7 +338,7 @@ def option_pairs(device: str) -> Iterator[tuple[int, dict]]:
 
 def pairs_of_options(device: str) -> Iterator[Problem]:
     """All pairs of options, head dims in rotation."""
-    dims = (40, 64, 96, 128, 192, 256) if device == "cuda" else (40, 64)
+    dims = (40, *SQUARE_DIMS) if device == "cuda" else (40, 64)
     for index, fields in option_pairs(device):
         # Prime to the other cycles, so that all dims and types meet all options.
         dim, dtype = dims[index % 7 % len(dims)], HALF_TYPES[index % 3 % 2]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from attention_testing import (
     LAYOUTS,
+    SQUARE_DIMS,
     VARIANTS,
     Inputs,
     Problem,
@@ -40,7 +41,7 @@ SEQUENCES = {
 
 def patterns(device: str) -> Iterator[Problem]:
     """Every way to broadcast, dense and packed; head dims, types and masks in rotation."""
-    dims = (40, 64, 96, 128, 192, 256) if device == "cuda" else (24, 64)
+    dims = (40, *SQUARE_DIMS) if device == "cuda" else (24, 64)
     lengths = (150, 290) if device == "cuda" else (70, 130)
     masks = (*MASKS, {"window": (33, 9)})
     grid = itertools.product(BIAS_PATTERNS, SEQUENCES.values(), ("input", "float32"))
@@ -58,7 +59,7 @@ def patterns(device: str) -> Iterator[Problem]:
 
 def layouts(device: str) -> Iterator[Problem]:
     """Every layout of the bias in memory; in "bhsd" its last stride is not 1."""
-    dims = (40, 64, 128) if device == "cuda" else (40,)
+    dims = (24, 40, 64, 128) if device == "cuda" else (40,)
     types = ("input", "float32", "bool")
     for index, (layout, d, bias_type) in enumerate(itertools.product(LAYOUTS, dims, types)):
         dtype = HALF_TYPES[index % 2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_testing import (
+    SQUARE_DIMS,
     VARIANTS,
     Problem,
     assert_all_bitwise_equal,
@@ -47,7 +48,7 @@ REPEATED = [
     *(pytest.param("cpu", 3, problem) for problem in every_option((40,))),
     *(
         pytest.param("cuda", 1000, problem, marks=pytest.mark.gpu)
-        for problem in every_option((40, 64, 96, 128, 192, 256))
+        for problem in every_option((40, *SQUARE_DIMS))
     ),
     *(
         pytest.param("cuda", runs, problem, marks=pytest.mark.gpu)
@@ -98,7 +99,7 @@ def test_every_run_has_the_same_bits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize("head_dim", SQUARE_DIMS)
 @pytest.mark.parametrize("bias", ("", "1hqk", "b11k"))
 def test_most_repeats_while_the_device_is_full(bias: str, head_dim: int, variant: str) -> None:
     """More CTAs than the device holds at once; only dq may vary, and only without deterministic."""

@@ -6,6 +6,7 @@ Would catch a wrong CUDA_HOME that passes for "no nvcc", and a reason that only 
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -113,3 +114,21 @@ def test_a_wrong_cuda_home_is_an_error(source: Path) -> None:
     assert done.returncode != 0
     assert "CUDA_HOME=/nowhere has no bin/nvcc" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_fa3_is_compiled_for_its_own_target_alone() -> None:
+    without_idle_targets = runpy.run_path(str(ROOT / "csrc/build/nvcc_strict.py"))[
+        "without_idle_targets"
+    ]
+    older = "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+    hopper = "-gencode=arch=compute_90a,code=sm_90a"
+
+    def targets(name: str, *wanted: str) -> list[str]:
+        command = ["nvcc", "-c", f"/fa3_/csrc/instantiate/{name}.cu", "-o", "fa3_x.o", *wanted]
+        left = without_idle_targets(command)
+        assert left[:5] == command[:5]
+        return left[5:]
+
+    assert targets("fa3_forward_64", older, hopper) == [hopper]
+    assert targets("fa3_forward_64", older) == [older]  # the launchers must be there
+    assert targets("fa2_forward_64", older, hopper) == [older, hopper]

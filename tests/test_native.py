@@ -265,7 +265,7 @@ def test_no_bank_conflicts(cols: int, native: ModuleType) -> None:
             assert conflict_free([offsets[first_row + r][first + c] for r, c in cells])
 
 
-@pytest.mark.parametrize("cols, atom_cols", ((64, 64), (96, 32), (80, 16)))
+@pytest.mark.parametrize("cols, atom_cols", ((64, 64), (32, 32), (96, 32), (80, 16)))
 def test_swizzles_are_those_of_the_hardware(cols: int, atom_cols: int, native: ModuleType) -> None:
     """Of 128, 64, 32 bytes: bits 4 to 6 (5, 4) of the address are XORed with bits 7 to 9 (8, 7)."""
     atom, _, offsets = native.layout(64, cols)
@@ -367,11 +367,12 @@ def splits_of(native: ModuleType, variant: str, p: Problem) -> int:
 
 
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
-    reaching = [
-        p for p in long_sequences("cuda")
-        if p.head_dim == 64 and p.seqlen_k >= native.long_keys and query_tiles(p) > SMS
-    ]  # fmt: skip
-    assert {p.layout for p in reaching} >= {"bshd", "packed"}
+    for d in (32, 64):
+        reaching = [
+            p for p in long_sequences("cuda")
+            if p.head_dim == d and p.seqlen_k >= native.long_keys and query_tiles(p) > SMS
+        ]  # fmt: skip
+        assert {p.layout for p in reaching} >= {"bshd", "packed"}
     many = [p for p in long_sequences("cuda") if p.seqlen_q >= native.many_queries]
     assert {(p.layout, p.loss) for p in many if p.head_dim == 128} >= {
         ("bshd", "both"), ("packed", "both"),

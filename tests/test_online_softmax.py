@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_testing import (
+    KERNEL_DIMS,
     VARIANTS,
     Inputs,
     Problem,
@@ -63,7 +64,7 @@ def growing(problem: Problem, step: int, block: int, who: str, device: str) -> I
 
 def cases() -> Iterator[tuple[Problem, int, int, str]]:
     """Every step with every block, masks, head dims, types and rows in rotation."""
-    dims = ((64, 64), (128, 128), (40, 40), (256, 256), (192, 128), (96, 96), (192, 192), (128, 64))
+    dims = ((64, 32), (24, 24), (40, 40), (128, 64), *KERNEL_DIMS)
     grid = itertools.product(STEPS, BLOCKS, WHO)
     for index, (step, block, who) in enumerate(grid):
         d, dv = dims[index % len(dims)]

@@ -387,7 +387,9 @@ def test_values_of_another_width_are_columns_of_wider_ones(
     assert_same(outputs(problem, narrow, variant), (out[..., :head_dim_v], lse))
 
 
-@pytest.mark.parametrize("head_dims", ((17, 161), (192, 192), (256, 256), (64, 64), (128, 128)))
+@pytest.mark.parametrize(
+    "head_dims", ((17, 161), (24, 24), (64, 64), (128, 128), (192, 192), (256, 256))
+)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_gradients_where_softcap_saturates(
     head_dims: tuple[int, int], dtype: torch.dtype, variant: str, device: str

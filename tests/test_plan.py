@@ -238,7 +238,7 @@ def test_every_head_dim_takes_its_kernels(head_dims: tuple[int, int], native: Mo
 def test_gradients_of_options_follow(native: ModuleType) -> None:
     p = problem(native, seqlen_q=9, seqlen_k=9, bias=True, sink=True, varlen=True)
     assert p.backward("fa2").launches == [
-        "fa2_backward<64, 64>", "bias_gradient<64, 64>", "sink_gradient",
+        "fa2_backward<64, 64>", "bias_gradient", "sink_gradient",
     ]  # fmt: skip
     p.deterministic = True
     assert p.backward("fa2").launches[0] == "sanitize_cu_seqlens"

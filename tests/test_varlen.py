@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from attention_testing import (
+    KERNEL_DIMS,
     VARIANTS,
     Inputs,
     Problem,
@@ -57,7 +58,7 @@ NOTHING = {
 
 def packed(device: str) -> Iterator[Problem]:
     """Every kind of batch with every mask; head dims and tails in rotation."""
-    dims = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 128))
+    dims = ((40, 40), (24, 24), (64, 128), (64, 32), *KERNEL_DIMS)
     masks = (*MASKS, {"window": (33, 9)})
     repeats = range(4 if device == "cuda" else 1)
     for index, ((lengths_q, lengths_k), mask, _) in enumerate(
@@ -80,7 +81,7 @@ def packed_with_options(device: str) -> Iterator[Problem]:
         {"dropout_p": 0.3, "window": (40, 10)},
         {"layout": "packed", "alibi": "h", "causal": True},
     )
-    dims = (64, 128, 40, 256, 96) if device == "cuda" else (64, 40)
+    dims = (64, 128, 40, 256, 96, 32, 24) if device == "cuda" else (64, 40)
     grid = itertools.product(BATCHES.values(), options)
     for index, ((lengths_q, lengths_k), option) in enumerate(grid):
         d = dims[index % len(dims)]
@@ -89,7 +90,7 @@ def packed_with_options(device: str) -> Iterator[Problem]:
 
 def used_keys(device: str) -> Iterator[Problem]:
     """Fewer keys than there are: none, some, all, more than there are (clamped), below 0."""
-    dims = (40, 64, 128, 192, 256) if device == "cuda" else (64,)
+    dims = (24, 40, 64, 128, 192, 256) if device == "cuda" else (64,)
     masks = (*MASKS, {"window": (33, 9)}, {"window": (-1, -1), "sink": True, "dropout_p": 0.2})
     sequences = (
         {"batch": 6, "seqlen_q": 70, "seqlen_k": 140},

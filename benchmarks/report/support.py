@@ -52,5 +52,7 @@ def support_section() -> str:
         if (result := common.read_json(folder / "support.json"))
     ]
     lines += [table(["", *head, *(f"{v}, CPU" for v in flash_ext.CPU_VARIANTS)], rows)]
+    sizes = ", ".join(str(d) if d == v else f"{d}/{v}" for d, v in flash_ext.KERNEL_DIMS)
+    lines += [f"Head dims with kernels: {sizes}; others are padded inside to the next."]
     lines += [f"({number}) {reason.rstrip('.')}." for reason, number in notes.items()]
     return "\n\n".join(lines)

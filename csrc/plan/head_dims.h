@@ -2,8 +2,6 @@
 // tests/native) the tests and benchmarks.
 #pragma once
 
-#include <iterator>
-
 namespace flash_ext {
 
 // Head dims of Q and K, and of V and the output.
@@ -17,9 +15,10 @@ struct HeadDims {
 
 // Pairs that have kernels. Any other pair up to the last is padded, inside the kernel, to the first
 // of these that holds it.
-inline constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128},
+inline constexpr HeadDims kHeadDims[] = {{32, 32},   {64, 64},   {96, 96},  {128, 128},
                                          {192, 128}, {192, 192}, {256, 256}};
-inline constexpr int kHeadDimPairs = std::size(kHeadDims);
+// No std::size: <iterator> takes every file that is compiled for a GPU a second longer.
+inline constexpr int kHeadDimPairs = sizeof(kHeadDims) / sizeof(HeadDims);
 inline constexpr int kMaxHeadDim = kHeadDims[kHeadDimPairs - 1].qk;
 
 // The index in kHeadDims of the pair to which a call's is padded, or -1.

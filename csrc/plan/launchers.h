@@ -28,7 +28,6 @@ cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
 cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
 
 // After a variant's backward, whose workspace they read.
-template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
 

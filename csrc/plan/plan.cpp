@@ -1,6 +1,5 @@
 #include "plan/plan.h"
 
-#include "plan/dispatch.h"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "plan/variant_table.h"
@@ -61,10 +60,7 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
         params.cu_seqlens_k = plan.offsets_k;
     }
     if (status == cudaSuccess) status = row_of(plan.variant).backward(params, stream);
-    if (status == cudaSuccess && params.dbias != nullptr)
-        status = dispatch_head_dims(
-            pad_head_dims({params.head_dim, params.head_dim_v}),
-            [&](auto dim, auto dim_v) { return bias_gradient<dim, dim_v>(params, stream); });
+    if (status == cudaSuccess && params.dbias != nullptr) status = bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status;
 }

@@ -44,6 +44,7 @@ struct Fa1Forward {
 };
 
 inline constexpr Fa1Forward kFa1Forward[] = {
+    {.head_dims = {32, 32}, .block_q = 16, .block_kv = 512, .small_block_kv = 512},
     {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 256},
     {.head_dims = {96, 96}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
     {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
@@ -65,6 +66,8 @@ struct Forward {
     int block_kv;
     int q_register_cols = 0;  // number of columns of Q that stay in registers
     int ctas_per_sm = 1;
+
+    constexpr bool operator==(const Forward&) const = default;
 };
 
 // Two 16-row blocks a warp where O and S fit in 255 registers a lane, otherwise one. As many keys a
@@ -80,6 +83,9 @@ struct Fa2Forward {
 };
 
 inline constexpr Fa2Forward kFa2Forward[] = {
+    {.head_dims = {32, 32},
+     .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 3},
+     .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2}},
     {.head_dims = {64, 64},
      .plain = {.rows_per_warp = 32, .warps = 4, .block_kv = 128, .ctas_per_sm = 2},
      .general = {.rows_per_warp = 32, .warps = 4, .block_kv = 64, .ctas_per_sm = 2}},
@@ -145,6 +151,11 @@ struct Fa3ForwardRow {
 };
 
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
+    {.head_dims = {32, 32},
+     .few_queries =
+         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
+     .long_keys = {.consumers = 4, .block_kv = 80, .k_stages = 4, .v_stages = 4},
+     .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4}},
     {.head_dims = {64, 64},
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
@@ -181,6 +192,8 @@ struct Backward {
     int ctas_per_sm = 1;
     int dq_parts = 1;  // number of column parts in which dQ is computed, to save registers
     int stages = 2;    // Q tiles in shared memory, with their dO
+
+    constexpr bool operator==(const Backward&) const = default;
 };
 
 // Computing delta in the loop takes registers.
@@ -190,6 +203,7 @@ struct Fa1Backward {
 };
 
 inline constexpr Fa1Backward kFa1Backward[] = {
+    {.head_dims = {32, 32}, .all = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {64, 64}, .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {96, 96}, .all = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
@@ -216,6 +230,9 @@ struct Fa2Backward {
 };
 
 inline constexpr Fa2Backward kFa2Backward[] = {
+    {.head_dims = {32, 32},
+     .general = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8},
+     .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
     {.head_dims = {64, 64},
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8},
      .plain = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .ctas_per_sm = 2}},
@@ -271,6 +288,8 @@ struct Fa3BackwardRow {
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
+    {.head_dims = {32, 32},
+     .usual = {.block_q = 128, .q_stages = 3, .do_stages = 3, .ping_pong = true}},
     {.head_dims = {64, 64},
      .usual = {.block_q = 128, .q_stages = 3, .do_stages = 2, .ping_pong = true}},
     {.head_dims = {128, 128},

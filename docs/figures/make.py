@@ -91,26 +91,24 @@ def tunings():
     """(name, d, dv, consumers, block_kv, q, k, v stages, turns) as csrc/plan/tuning.h has them."""
     source = (ROOT / "csrc/plan/tuning.h").read_text()
     table = source.split("kFa3Forward[] = {")[1].split("\n};\n")[0]
-    defaults = {"q_stages": "2", "take_turns": "false"}
-    rows = [
-        defaults | dict(re.findall(r"\.(\w+) = (\w+)", row))
-        for row in re.findall(r"\{(\.consumers[^}]*)\}", table)
-    ]
-    numbers = ("consumers", "block_kv", "q_stages", "k_stages", "v_stages")
-    found = [(*(int(row[x]) for x in numbers), row["take_turns"]) for row in rows]
     keys = f"{int(source.split('kLongKeys = ')[1].split(';')[0]):,}"
-    names = [
-        ("64, few queries or options", 64, 64),
-        (f"64, from {keys} keys on", 64, 64),
-        ("64, otherwise", 64, 64),
-        ("96", 96, 96),
-        ("128", 128, 128),
-        ("192 / 128", 192, 128),
-        ("192", 192, 192),
-        ("256", 256, 256),
-    ]
-    assert len(found) == len(names), "the shape of kFa3Forward in tuning.h has changed"
-    return [(*name, *numbers) for name, numbers in zip(names, found, strict=True)]
+    uses = {
+        "few_queries": "few queries or options",
+        "long_keys": f"from {keys} keys on",
+        "usual": "otherwise",
+    }
+    defaults = {"q_stages": "2", "take_turns": "false"}
+    numbers = ("consumers", "block_kv", "q_stages", "k_stages", "v_stages")
+    found = []
+    for row in table.split(".head_dims = ")[1:]:
+        d, dv = map(int, re.match(r"\{(\d+), (\d+)\}", row).groups())
+        tiles = re.findall(r"\.(\w+) =\s+\{(\.consumers[^}]*)\}", row)
+        for use, fields in tiles:
+            tile = defaults | dict(re.findall(r"\.(\w+) = (\w+)", fields))
+            name = f"{d}" if d == dv else f"{d} / {dv}"
+            name += f", {uses[use]}" if len(tiles) > 1 else ""
+            found.append((name, d, dv, *(int(tile[x]) for x in numbers), tile["take_turns"]))
+    return found
 
 
 def shared_memory(tuning):
@@ -259,7 +257,14 @@ def draw_shared_memory():
         x = float(left)
         for letter, count, size in shared_memory(tuning)[:3]:
             for slot in range(count):
-                svg.box(x, y, size * scale, 28, f"{letter}{slot}", colors[letter])
+                svg.box(
+                    x,
+                    y,
+                    size * scale,
+                    28,
+                    f"{letter}{slot}" if size > 5120 else letter,
+                    colors[letter],
+                )
                 x += size * scale
         svg.rect(x, y, 2, 28, INK)
     limit = left + SHARED_LIMIT * scale
@@ -352,7 +357,7 @@ def draw_swizzle():
     svg = Svg("swizzle", 330, "Where the 16-byte chunks of a row lie")
     for left, chunks, title, xor, pitch in [
         (60, 8, "128-byte swizzle: atoms of 64 columns", lambda r: r & 7, 128),
-        (530, 4, "64-byte swizzle (d 96)", lambda r: (r >> 1) & 3, 64),
+        (530, 4, "64-byte swizzle (d 32, d 96)", lambda r: (r >> 1) & 3, 64),
     ]:
         w, h, top = 50, 26, 64
         svg.text(left, 24, title, 13, bold=True)

@@ -19,7 +19,7 @@ VARIANTS = ("fa1", "fa2", "fa3")
 CPU_VARIANTS = ("fa1", "fa2")
 """Those with CPU kernels, oldest first; "auto" means the last. fa3 is fa2 scheduled for Hopper."""
 
-KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+KERNEL_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """Head dims, of q and of v, with CUDA kernels, as csrc/ has them (tests/test_native.py compares).
 Others are padded to the first that holds them."""
 

@@ -16,6 +16,7 @@
 #include "plan/dispatch.h"
 #include "plan/head_dims.h"
 #include "plan/launchers.h"
+#include "plan/tuning.h"
 #include "problem/mask.cuh"
 
 namespace py = pybind11;
@@ -85,10 +86,7 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams, cudaStream_t) {
     return note("fa3_backward_wide", kHeadDim, kHeadDimV);
 }
-template <int kHeadDim, int kHeadDimV>
-cudaError_t bias_gradient(BackwardParams, cudaStream_t) {
-    return note("bias_gradient", kHeadDim, kHeadDimV);
-}
+cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
 cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
@@ -126,17 +124,18 @@ std::vector<const void*> instantiated_for_all_head_dims() {
             (all.push_back(reinterpret_cast<const void*>(functions)), ...);
         };
         keep(&fa1_forward<kD, kDv>, &fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>,
-             &fa1_backward<kD, kDv>, &fa2_backward<kD, kDv>, &bias_gradient<kD, kDv>,
-             &fa1_forward_shared_bytes<kD, kDv>, &fa2_forward_shared_bytes<kD, kDv>,
-             &fa1_backward_shared_bytes<kD, kDv>, &fa2_backward_shared_bytes<kD, kDv>);
+             &fa1_backward<kD, kDv>, &fa2_backward<kD, kDv>, &fa1_forward_shared_bytes<kD, kDv>,
+             &fa2_forward_shared_bytes<kD, kDv>, &fa1_backward_shared_bytes<kD, kDv>,
+             &fa2_backward_shared_bytes<kD, kDv>);
+        constexpr HeadDims kFa3 = tuning::fa3_backward_head_dims(kHeadDims[i]);
+        if constexpr (tuning::is_fa3_backward_wide(kFa3)) {
+            keep(&fa3_backward_wide<kFa3.qk, kFa3.v>);
+        } else {
+            keep(&fa3_backward<kFa3.qk, kFa3.v>);
+        }
     });
     return all;
 }
-template cudaError_t fa3_backward<64, 64>(BackwardParams, cudaStream_t);
-template cudaError_t fa3_backward<128, 128>(BackwardParams, cudaStream_t);
-template cudaError_t fa3_backward_wide<192, 128>(BackwardParams, cudaStream_t);
-template cudaError_t fa3_backward_wide<192, 192>(BackwardParams, cudaStream_t);
-template cudaError_t fa3_backward_wide<256, 256>(BackwardParams, cudaStream_t);
 
 namespace {
 

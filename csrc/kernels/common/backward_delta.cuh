@@ -65,7 +65,7 @@ inline constexpr int kPreprocessThreads = 256;
 template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
 __global__ void __launch_bounds__(kPreprocessThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
     backward_preprocess_kernel(const __grid_constant__ BackwardParams params) {
-    constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
+    constexpr int kLanes = kHeadDimV <= 32 ? 4 : kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
     static_assert(kHeadDimV <= kLanes * 8);
     constexpr int kRowsPerPass = kPreprocessThreads / kLanes;
     constexpr int kPasses = kBlockQ / kRowsPerPass;
@@ -137,12 +137,8 @@ cudaError_t launch_preprocess(const BackwardParams& params, cudaStream_t stream)
         stream);
 }
 
-// For FA1 and FA2.
-template <class Config>
-cudaError_t launch_preprocess(BackwardParams params, cudaStream_t stream) {
-    params.dq_accum_zeroed = true;
-    return launch_preprocess<typename Config::Element, Config::kGeneral, 64, Config::kHeadDimV,
-                             Config::kHeadDim>(params, stream);
-}
+// For FA1 and FA2, whose pass is the same. It is compiled once for both, by
+// backward_preprocess.cuh; `general`: is their kernel the general one?
+cudaError_t backward_preprocess(BackwardParams params, bool general, cudaStream_t stream);
 
 }  // namespace flash_ext

@@ -53,6 +53,8 @@ struct BackwardConfig {
     static constexpr int kBlockKV = kKeysPerWarp * kWarpsKV;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr int kStages = kTuning.stages;
+    static constexpr bool kForLessMemory =  // of fa2
+        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures);
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using DOTile = SharedTile<kBlockQ, kHeadDimV>;

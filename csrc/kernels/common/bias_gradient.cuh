@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/common/backward_tile.cuh"
+#include "plan/dispatch.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
@@ -157,16 +158,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     gradient.store(sum, batch_own, head_own, q_tile, kv_tile);
 }
 
-template <int kHeadDim, int kHeadDimV>
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
-        using Config = BiasGradientConfig<decltype(element), kHeadDim, kHeadDimV>;
-        const int (&sizes)[4] = params.bias.sizes;
-        const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
-                             bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];
-        status = launch_kernel<bias_gradient_kernel<Config>>(ctas, Config::kThreads,
-                                                             Config::kSharedBytes, params, stream);
+    const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
+    dispatch_head_dims(padded, [&](auto dim, auto dim_v) {
+        dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
+            using Config = BiasGradientConfig<decltype(element), dim.value, dim_v.value>;
+            const int (&sizes)[4] = params.bias.sizes;
+            const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
+                                 bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];
+            status = launch_kernel<bias_gradient_kernel<Config>>(
+                ctas, Config::kThreads, Config::kSharedBytes, params, stream);
+        });
     });
     return status;
 }

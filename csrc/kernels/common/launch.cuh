@@ -42,6 +42,13 @@ constexpr int largest_of_forms(Value value) {
 
 inline int multiprocessors() { return current_device().multiprocessors; }
 
+// May this kernel run on the GPU that it is compiled for? sm_90 always has the shared memory of the
+// larger config. To be asked in the kernel: code that is never run costs time and bytes in a build.
+template <class Config>
+__device__ constexpr bool may_run() {
+    return !(Config::kForLessMemory && kCudaArch == 900);
+}
+
 // launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {

@@ -155,7 +155,7 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        status = launch_preprocess<Config>(params, stream);
+        status = backward_preprocess(params, Config::kGeneral, stream);
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,

@@ -69,6 +69,7 @@ struct Fa1ForwardConfig {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = kBlockKV_;
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
+    static constexpr bool kForLessMemory = kBlockKV != kTuning.block_kv;
 
     using QTile = SharedTile<kBlockQ, kHeadDim>;
     using KTile = SharedTile<kBlockKV, kHeadDim>;
@@ -493,6 +494,7 @@ struct Fa1Forward {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fa1_forward_kernel(const __grid_constant__ ForwardParams params) {
+    if (!may_run<Config>()) return __trap();
     using Kernel = Fa1Forward<Config>;
     using RowValues = typename Kernel::RowValues;
     const Kernel cta(params, blockIdx.x);

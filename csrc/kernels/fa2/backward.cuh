@@ -75,6 +75,7 @@ __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* ac
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
+    if (!may_run<Config>()) return __trap();
     using Tile = BackwardTile<Config>;
     // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
     // overlapping that matmul with the previous one. Where that would spill, it comes first.
@@ -202,7 +203,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
                       params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
                       l2_group_waves(params, masked));
 
-    cudaError_t status = launch_preprocess<Config>(params, stream);
+    cudaError_t status = backward_preprocess(params, Config::kGeneral, stream);
     if (status == cudaSuccess && params.deterministic)
         status = cudaMemsetAsync(params.dq_semaphore, 0, (1 + q_tiles) * sizeof(int), stream);
     if (status == cudaSuccess)

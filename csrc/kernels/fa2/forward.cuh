@@ -84,6 +84,9 @@ struct ForwardConfig {
     // per tile, up to 5 % where an SM has one CTA; but here registers that hold them would spill.
     static constexpr bool kTileCoordInLoop = kFeatures == Features::kVarlen && kHeadDim == 128;
 
+    static constexpr bool kForLessMemory =
+        kTuning != tuning::fa2_forward({kHeadDim, kHeadDimV}, kFeatures);
+
     static_assert(kBlockKV % 16 == 0 && kRowsPerWarp % 16 == 0);
     static_assert(kBlockQ == tuning::kForwardBlockQ);
 };
@@ -316,6 +319,7 @@ struct Fa2Forward {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_forward_kernel(const __grid_constant__ ForwardParams params) {
+    if (!may_run<Config>()) return __trap();
     using Kernel = Fa2Forward<Config>;
     const TileCoord tile_coord = Kernel::tile_coord_of(params, blockIdx.x);
     Kernel cta(params, tile_coord);

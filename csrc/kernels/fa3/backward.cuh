@@ -18,14 +18,14 @@
 //     dS'   = P' * dP'             when dP' is there
 //     dQ    = dS K                 wgmma, asynchronous
 //
-// What has no matmul of its own runs beside the other consumer's; at head dim 64 they begin their
-// steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through shared
-// memory, and each consumer computes a half of dQ: at head dim 128 half of its columns, as dQ^T,
-// which takes the registers of S, at 64 half of its rows. dQ is summed over CTAs in float32 in HBM:
-// a consumer leaves its part in shared memory, in fragment order, and a producer adds it by TMA. A
-// pass before the kernel makes lse, delta and zeros of it, a pass after it converts it, head by
-// head on the SMs that have no more tiles. Short sequences need no zeros: the first KV tile of each
-// head comes well before the others, and stores.
+// What has no matmul of its own runs beside the other consumer's; up to head dim 64 they begin
+// their steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through
+// shared memory, and each consumer computes a half of dQ: at head dim 128 half of its columns, as
+// dQ^T, which takes the registers of S, at 32 and 64 half of its rows. dQ is summed over CTAs in
+// float32 in HBM: a consumer leaves its part in shared memory, in fragment order, and a producer
+// adds it by TMA. A pass before the kernel makes lse, delta and zeros of it, a pass after it
+// converts it, head by head on the SMs that have no more tiles. Short sequences need no zeros: the
+// first KV tile of each head comes well before the others, and stores.
 //
 // Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
 // part of dQ; the pipeline of KV tiles' descriptions (KeyTile).
@@ -124,12 +124,14 @@ struct Fa3BackwardConfig {
     static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
 
     // A consumer's part of dQ has wgmma's 64 rows: of dQ^T, which are columns of dQ, at head dim
-    // 128, and then it may have any 8 n queries; of the queries at 64.
+    // 128, and then it may have any 8 n queries; of the queries at 32 and 64.
     static constexpr bool kTransposeDQ = kHeadDim == 64 * kConsumers;
     static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
     using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
     // Do registers hold dS^T until dK takes it? Else it comes from shared memory.
-    static constexpr bool kHoldDS = kBlockQ <= 80;
+    static constexpr bool kHoldDS = kBlockQ <= 80 || kHeadDim <= 32;
+    // Does dQ take the registers of S? Gradients of 32 columns leave room for both.
+    static constexpr bool kDQTakesScores = kHeadDim > 32;
 
     struct SharedStorage {
         typename KPipeline::Stages k;
@@ -552,7 +554,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
                 Scores rS, rdP;
                 Operand rP, rdS;
-                auto& rdQ = reinterpret_cast<DQ&>(rS);  // S is used up by then
+                DQ own_rdQ;
+                auto& rdQ = Config::kDQTakesScores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
 
                 const auto issue_scores = [&] {
                     q_pipeline.consumer_wait(q);

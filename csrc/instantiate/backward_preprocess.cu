@@ -1,0 +1,1 @@
+#include "kernels/common/backward_preprocess.cuh"
