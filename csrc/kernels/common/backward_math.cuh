@@ -34,12 +34,11 @@ __device__ __forceinline__ void for_each_with_query(const float* numbers, Visit 
         for (int n = 0; n < Scores::kN; ++n) {
             const float2 pair = column_pair(numbers, n);
 #pragma unroll
-            for (int m = 0; m < Scores::kM; ++m)
+            for (int e = 0; e < 2; ++e)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    visit(m, n, 2 * i, pair.x);
-                    visit(m, n, 2 * i + 1, pair.y);
-                }
+                for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) visit(m, n, 2 * i + e, e == 0 ? pair.x : pair.y);
         }
     }
 }
