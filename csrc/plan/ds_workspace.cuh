@@ -8,7 +8,7 @@
 
 namespace flash_ext {
 
-// Where the dS of one query head of a dense batch lies in memory (fa3/backward_product.cuh): in
+// Where the dS of one query head of a dense batch lies in memory (fa3/backward_dq_gemm.cuh): in
 // tiles of 64 x 64 16-bit numbers, Q tile by Q tile. Tiles above the diagonal have no memory where
 // a mask hides them all.
 struct DSWorkspaceTiles {

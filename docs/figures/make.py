@@ -97,7 +97,7 @@ def tunings():
         "long_keys": f"from {keys} keys on",
         "usual": "otherwise",
     }
-    defaults = {"q_stages": "2", "take_turns": "false"}
+    defaults = {"q_stages": "2", "ping_pong": "false"}
     numbers = ("consumers", "block_kv", "q_stages", "k_stages", "v_stages")
     found = []
     for row in table.split(".head_dims = ")[1:]:
@@ -107,7 +107,7 @@ def tunings():
             tile = defaults | dict(re.findall(r"\.(\w+) = (\w+)", fields))
             name = f"{d}" if d == dv else f"{d} / {dv}"
             name += f", {uses[use]}" if len(tiles) > 1 else ""
-            found.append((name, d, dv, *(int(tile[x]) for x in numbers), tile["take_turns"]))
+            found.append((name, d, dv, *(int(tile[x]) for x in numbers), tile["ping_pong"]))
     return found
 
 

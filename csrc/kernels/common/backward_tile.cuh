@@ -65,18 +65,23 @@ struct BackwardConfig {
     static constexpr int kWarpsN = KTile::kBlocksPerAtom;
     static constexpr int kWarpsM = kWarps / kWarpsN;
 
-    // Offsets in shared memory.
-    static constexpr int kK = 0;
-    static constexpr int kV = kK + KTile::kBytes;
-    static constexpr int kDS = kV + VTile::kBytes;
-    static constexpr int kP = kDS + PTile::kBytes;
-    static constexpr int kQ = kP + (kWarpsD > 1 ? PTile::kBytes : 0);
-    static constexpr int kDO = kQ + kStages * QTile::kBytes;
-    static constexpr int kStatistics = kDO + kStages * DOTile::kBytes;  // lse, delta, reference
-    static constexpr int kStatisticsBytes = 3 * kBlockQ * 4;
-    static constexpr int kWorkIndex = kStatistics + kStages * kStatisticsBytes;
-    static constexpr int kTileCoord = kWorkIndex + 16;
-    static constexpr int kSharedBytes = kTileCoord + static_cast<int>(sizeof(TileCoord));
+    // What comes with a Q tile: a number for each of its queries.
+    struct Statistics {
+        float lse_log2[kBlockQ];
+        float delta[kBlockQ];
+        float reference[kBlockQ];
+    };
+    struct SharedStorage {
+        char k[KTile::kBytes];
+        char v[VTile::kBytes];
+        char ds_p[kWarpsD > 1 ? 2 : 1][PTile::kBytes];  // dS^T and, where warps share it, P^T
+        char q[kStages][QTile::kBytes];
+        char dout[kStages][DOTile::kBytes];
+        Statistics statistics[kStages];
+        alignas(16) int work_index;
+        alignas(16) TileCoord tile_coord;
+    };
+    static constexpr int kSharedBytes = sizeof(SharedStorage);
 
     // dQ is computed in column parts where a warp's columns do not fit in registers together with
     // dK and dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
@@ -146,6 +151,7 @@ struct BackwardTile {
     using GradientK = RegisterTile<Config::kKeysPerWarp, Config::kHeadDim / Config::kWarpsD>;
     using GradientV = RegisterTile<Config::kKeysPerWarp, Config::kHeadDimV / Config::kWarpsD>;
     using DQ = typename Config::DQ;
+    using SharedStorage = typename Config::SharedStorage;
     static constexpr bool kGeneral = Config::kGeneral;
     static constexpr bool kInRegisters = Config::kWarpsD == 1;  // P^T and dS^T, for dV and dK
 
@@ -181,16 +187,27 @@ struct BackwardTile {
                                                    params.head_dim);
         const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
                                                    params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kGeneral>(smem + Config::kK, gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(smem + Config::kV, gV, params.aligned);
+        load_tile<KTile, Config::kThreads, kGeneral>(k_tile(), gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(v_tile(), gV, params.aligned);
     }
 
-    // The address of Q and dO of an iteration. With a single stage it is always the same.
+    // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they
+    // are always the same.
+    __device__ __forceinline__ uint32_t k_tile() const {
+        return smem + offsetof(SharedStorage, k);
+    }
+    __device__ __forceinline__ uint32_t v_tile() const {
+        return smem + offsetof(SharedStorage, v);
+    }
+    __device__ __forceinline__ uint32_t ds_tile() const {
+        return smem + offsetof(SharedStorage, ds_p);
+    }
+    __device__ __forceinline__ uint32_t p_tile() const { return ds_tile() + PTile::kBytes; }
     __device__ __forceinline__ uint32_t q_tile_at(int step) const {
-        return smem + Config::kQ + step % Config::kStages * QTile::kBytes;
+        return smem + offsetof(SharedStorage, q) + step % Config::kStages * QTile::kBytes;
     }
     __device__ __forceinline__ uint32_t do_tile_at(int step) const {
-        return smem + Config::kDO + step % Config::kStages * DOTile::kBytes;
+        return smem + offsetof(SharedStorage, dout) + step % Config::kStages * DOTile::kBytes;
     }
 
     __device__ __forceinline__ void load_q(const QTileWalk& walk) const {
@@ -200,15 +217,13 @@ struct BackwardTile {
         load_rows<DOTile>(do_tile_at(walk.step), params.dout, params.head_dim_v, walk);
     }
 
-    __device__ __forceinline__ float* lse_log2(int step) const {
-        return reinterpret_cast<float*>(dynamic_shared() + Config::kStatistics +
-                                        step % Config::kStages * Config::kStatisticsBytes);
+    __device__ __forceinline__ typename Config::Statistics& statistics(int step) const {
+        return shared_storage<SharedStorage>().statistics[step % Config::kStages];
     }
-    __device__ __forceinline__ float* delta(int step) const {
-        return lse_log2(step) + Config::kBlockQ;
-    }
+    __device__ __forceinline__ float* lse_log2(int step) const { return statistics(step).lse_log2; }
+    __device__ __forceinline__ float* delta(int step) const { return statistics(step).delta; }
     __device__ __forceinline__ float* reference(int step) const {
-        return lse_log2(step) + 2 * Config::kBlockQ;
+        return statistics(step).reference;
     }
 
     // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
@@ -216,7 +231,7 @@ struct BackwardTile {
     __device__ __forceinline__ void compute_p(Scores& rP, const QTileWalk& walk,
                                               int first_key) const {
         rP.clear();
-        gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(smem + Config::kK, warp_key),
+        gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
                                         BFromRows<QTile>(q_tile_at(walk.step), warp_query()));
         const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
         if constexpr (kGeneral)
@@ -247,7 +262,7 @@ struct BackwardTile {
                                                int first_key) const {
         const float* delta_of_query = delta(walk.step) + warp_query();
         rdS.clear();  // dP^T first
-        gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(smem + Config::kV, warp_key),
+        gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
                                          BFromRows<DOTile>(do_tile_at(walk.step), warp_query()));
         if constexpr (!kGeneral) {
             softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
@@ -287,9 +302,9 @@ struct BackwardTile {
 
     // Stores what other warps need of P^T and dS^T. They may use it after a barrier.
     __device__ __forceinline__ void share_p_ds(const Scores& rP, const Scores& rdS) const {
-        store_to_shared<Element, PTile>(smem + Config::kDS, rdS, warp_key, warp_query() / 16);
+        store_to_shared<Element, PTile>(ds_tile(), rdS, warp_key, warp_query() / 16);
         if constexpr (!kInRegisters)
-            store_to_shared<Element, PTile>(smem + Config::kP, rP, warp_key, warp_query() / 16);
+            store_to_shared<Element, PTile>(p_tile(), rP, warp_key, warp_query() / 16);
     }
 
     // dV += P^T dO
@@ -299,7 +314,7 @@ struct BackwardTile {
         if constexpr (kInRegisters) {
             gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
         } else {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(smem + Config::kP, warp_key), dO);
+            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(p_tile(), warp_key), dO);
         }
     }
 
@@ -310,7 +325,7 @@ struct BackwardTile {
         if constexpr (kInRegisters) {
             gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
         } else {
-            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(smem + Config::kDS, warp_key), q);
+            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(ds_tile(), warp_key), q);
         }
     }
 
@@ -321,8 +336,8 @@ struct BackwardTile {
         const int warp_m = warp_id() / Config::kWarpsN;
         const int warp_n = warp_id() % Config::kWarpsN;
         using KColumns = BFromColumns<KTile, Config::kWarpsN>;
-        const AFromColumns<PTile> dS(smem + Config::kDS, 0, warp_m * DQ::kM);
-        const KColumns k(smem + Config::kK, 0, warp_n);
+        const AFromColumns<PTile> dS(ds_tile(), 0, warp_m * DQ::kM);
+        const KColumns k(k_tile(), 0, warp_n);
         rdQ.clear();
         gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kPart*(DQ::kN / 2)>{k});
     }
@@ -333,8 +348,8 @@ struct BackwardTile {
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
         if constexpr (kGeneral) rdV.scale(params.keep_scale);
-        store_to_shared<Element, KTile, Config::kWarpsD>(smem + Config::kK, rdK, warp_key, warp_d);
-        store_to_shared<Element, VTile, Config::kWarpsD>(smem + Config::kV, rdV, warp_key, warp_d);
+        store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
+        store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.rows_k - first_key;
@@ -342,9 +357,9 @@ struct BackwardTile {
             global_tile<Element>(params.dk, sequence.batch, row, head_k, rows, params.head_dim);
         const auto gdV =
             global_tile<Element>(params.dv, sequence.batch, row, head_k, rows, params.head_dim_v);
-        store_tile<KTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, smem + Config::kK, 0,
+        store_tile<KTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, k_tile(), 0,
                                                                         params.aligned);
-        store_tile<VTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, smem + Config::kV, 0,
+        store_tile<VTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, v_tile(), 0,
                                                                         params.aligned);
     }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "problem/sequences.cuh"
-#include "tile/copy.cuh"
 
 namespace flash_ext {
 
@@ -12,10 +11,5 @@ struct TileCoord {
     int head;
     int first_row;  // of the CTA's tile within the sequence
 };
-
-// At `offset` in shared memory. One thread writes it; a barrier must follow.
-__device__ __forceinline__ TileCoord& shared_tile_coord(int offset) {
-    return *reinterpret_cast<TileCoord*>(dynamic_shared() + offset);
-}
 
 }  // namespace flash_ext

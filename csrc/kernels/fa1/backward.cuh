@@ -26,7 +26,8 @@ struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeature
     // The old dQ_i is fetched into shared memory. Where dQ is computed in column parts (d 256)
     // there is no room for it, and it is not faster.
     static constexpr bool kFetchesDQ = Base::kDQParts == 1;
-    static constexpr int kOldDQ = Base::kTileCoord;  // which this kernel does not store
+    // It lies where other kernels keep their tile coordinates.
+    static constexpr int kOldDQ = offsetof(typename Base::SharedStorage, tile_coord);
     static_assert(kOldDQ % 16 == 0);
     static constexpr int kSharedBytes = kOldDQ + (kFetchesDQ ? Base::kBlockQ * kHeadDim * 4 : 0);
 };

@@ -82,20 +82,25 @@ struct Fa1ForwardConfig {
     using Owned = RegisterTile<kBlockQ, kExchangeCols / kTeamWarps>;
     static constexpr int kOwnedBytes = Owned::kM * Owned::kN * 32 * 16;
 
-    // Offsets in shared memory; from kQ on relative to the team's memory.
-    static constexpr int kK = 0;
-    static constexpr int kV = kK + KTile::kBytes;
-    static constexpr int kTeam = kV + VTile::kBytes;
-    static constexpr int kQ = 0;
-    static constexpr int kPartial = kQ + QTile::kBytes;
-    static constexpr int kOld = kPartial + kTeamWarps * (kTeamWarps - 1) * kOwnedBytes;
-    static constexpr int kMax = kOld + kTeamWarps * kChunks * kOwnedBytes;
-    static constexpr int kSum = kMax + kTeamWarps * kBlockQ * 4;
-    static constexpr int kTeamBytes =  // a multiple of 1024, which swizzled tiles start on
-        ceil_div(kSum + kTeamWarps * kBlockQ * 4, 1024) * 1024;
-    static constexpr int kStatistics = kTeam + kTeams * kTeamBytes;  // per team m_i, then l_i
-    static constexpr int kStatisticsBytes = 2 * kBlockQ * 4;
-    static constexpr int kSharedBytes = kStatistics + kTeams * kStatisticsBytes;
+    struct alignas(1024) TeamStorage {  // which swizzled tiles start on
+        char q[QTile::kBytes];
+        char partial[kTeamWarps][kTeamWarps - 1][kOwnedBytes];
+        char old[kTeamWarps][kChunks][kOwnedBytes];
+        float max[kTeamWarps][kBlockQ];
+        float sum[kTeamWarps][kBlockQ];
+    };
+    struct Statistics {
+        float row_max[kBlockQ];
+        float row_sum[kBlockQ];
+    };
+    struct SharedStorage {
+        char k[KTile::kBytes];
+        char v[VTile::kBytes];
+        TeamStorage teams[kTeams];
+        Statistics statistics[kTeams];
+    };
+    static constexpr int kSharedBytes =  // without the padding at the end
+        offsetof(SharedStorage, statistics) + kTeams * sizeof(Statistics);
 };
 
 template <class Config>
@@ -108,6 +113,7 @@ struct Fa1Forward {
     using Weights = AInRegisters<Config::kBlockQ, Config::kKeysPerWarp>;
     using Product = RegisterTile<Config::kBlockQ, Config::kExchangeCols>;
     using Owned = typename Config::Owned;
+    using SharedStorage = typename Config::SharedStorage;
     static constexpr bool kGeneral = Config::kGeneral;
     static constexpr int kM = Scores::kM;
 
@@ -123,7 +129,7 @@ struct Fa1Forward {
     float first_max;  // m of a row that has seen no key
     int team;
     int warp;  // within the team: which part of the keys, and which columns of O, are its own
-    char* team_memory;
+    typename Config::TeamStorage& storage;
     int64_t first_tile;  // the number of Q tile 0 in the workspaces
     uint32_t sK;
     uint32_t sV;
@@ -140,12 +146,12 @@ struct Fa1Forward {
                         : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
-          team_memory(dynamic_shared() + Config::kTeam + team * Config::kTeamBytes),
+          storage(shared_storage<SharedStorage>().teams[team]),
           first_tile(workspace_tile(p, sequence, head, 0,
                                     tile_numbers(p, p.seqlen_q, Config::kBlockQ), Config::kBlockQ)),
-          sK(ptx::shared_address(dynamic_shared()) + Config::kK),
-          sV(ptx::shared_address(dynamic_shared()) + Config::kV),
-          sQ(ptx::shared_address(team_memory) + Config::kQ) {}
+          sK(ptx::shared_address(shared_storage<SharedStorage>().k)),
+          sV(ptx::shared_address(shared_storage<SharedStorage>().v)),
+          sQ(ptx::shared_address(storage.q)) {}
 
     __device__ __forceinline__ void team_barrier() const {
         ptx::barrier_sync(1 + team, Config::kTeamThreads);
@@ -189,7 +195,7 @@ struct Fa1Forward {
     // Fetches m_i and l_i for the team.
     __device__ __forceinline__ void load_statistics(int q_tile) const {
         const int chunk = threadIdx.x % Config::kTeamThreads;
-        if (chunk < Config::kStatisticsBytes / 16)
+        if (chunk < sizeof(typename Config::Statistics) / 16)
             ptx::cp_async_16(ptx::shared_address(old_statistics()) + chunk * 16,
                              statistics_global(q_tile) + chunk * 4, true);
     }
@@ -229,7 +235,7 @@ struct Fa1Forward {
             for (int n = 0; n < Scores::kN; ++n)
                 x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
             x = quad_max(x);
-            if (lane_col() == 0) maxima()[warp * Config::kBlockQ + row] = x;
+            if (lane_col() == 0) storage.max[warp][row] = x;
         });
     }
 
@@ -237,10 +243,10 @@ struct Fa1Forward {
     __device__ __forceinline__ void exponentiate(Scores& rS, Weights& rP, RowValues& tile_max,
                                                  int q_tile, int kv_tile) const {
         for_each_row([&](int m, int i, int row) {
-            float x = maxima()[row];
+            float x = storage.max[0][row];
 #pragma unroll
             for (int w = 1; w < Config::kTeamWarps; ++w)
-                x = fmaxf(x, maxima()[w * Config::kBlockQ + row]);
+                x = fmaxf(x, storage.max[w][row]);
             tile_max.v[m][i] = x;
         });
         for_each_row([&](int m, int i, int row) {
@@ -264,7 +270,7 @@ struct Fa1Forward {
                     sum += x;
                 }
             sum = quad_sum(sum);
-            if (lane_col() == 0) sums()[warp * Config::kBlockQ + row] = sum;
+            if (lane_col() == 0) storage.sum[warp][row] = sum;
         });
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
@@ -368,7 +374,7 @@ struct Fa1Forward {
             float tile_sum = 0.f;
 #pragma unroll
             for (int w = 0; w < Config::kTeamWarps; ++w)
-                tile_sum += sums()[w * Config::kBlockQ + row];
+                tile_sum += storage.sum[w][row];
             const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
             const auto factor = [&](float max) {
                 return ptx::ex2((max - finite_max(new_max)) * score_scale());
@@ -418,22 +424,14 @@ struct Fa1Forward {
     }
 
  private:
-    __device__ __forceinline__ float* maxima() const {
-        return reinterpret_cast<float*>(team_memory + Config::kMax);
-    }
-    __device__ __forceinline__ float* sums() const {
-        return reinterpret_cast<float*>(team_memory + Config::kSum);
-    }
-
     // Where warp (owner ^ t) stores what it gives to warp `owner`.
     __device__ __forceinline__ char* partial(int owner, int t) const {
-        return team_memory + Config::kPartial +
-               (owner * (Config::kTeamWarps - 1) + t - 1) * Config::kOwnedBytes;
+        return storage.partial[owner][t - 1];
     }
 
     // This warp's part of a chunk of O_i, fetched ahead; and in HBM, where this lane's begins.
     __device__ __forceinline__ char* old_shared(int chunk) const {
-        return team_memory + Config::kOld + (warp * Config::kChunks + chunk) * Config::kOwnedBytes;
+        return storage.old[warp][chunk];
     }
     __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
         return params.out_accum + (first_tile + q_tile) * (Config::kBlockQ * Config::kHeadDimV) +
@@ -442,8 +440,7 @@ struct Fa1Forward {
 
     // m_i, then l_i: fetched ahead, and in HBM.
     __device__ __forceinline__ float* old_statistics() const {
-        return reinterpret_cast<float*>(dynamic_shared() + Config::kStatistics +
-                                        team * Config::kStatisticsBytes);
+        return shared_storage<SharedStorage>().statistics[team].row_max;
     }
     __device__ __forceinline__ float* statistics_global(int q_tile) const {
         return params.row_statistics + (first_tile + q_tile) * (2 * Config::kBlockQ);

@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     // The tile coordinates that the stores at the end need are in shared memory where registers are
     // short. This depends on ptxas: with 64 columns sm_90 spills without it, sm_80 with it.
     constexpr bool kTileCoordInShared = Config::kHeadDim > 64 || kCudaArch >= 900;
+    auto& storage = shared_storage<typename Config::SharedStorage>();
     int linear = blockIdx.x;
     if (params.deterministic) {
-        int* work_index = reinterpret_cast<int*>(dynamic_shared() + Config::kWorkIndex);
-        if (threadIdx.x == 0) *work_index = atomicAdd(params.dq_semaphore, 1);
+        if (threadIdx.x == 0) storage.work_index = atomicAdd(params.dq_semaphore, 1);
         __syncthreads();  // the work index has been fetched
-        linear = ptx::warp_uniform(*work_index);
+        linear = ptx::warp_uniform(storage.work_index);
     }
     const WorkTile work = work_tile(linear, params.schedule);  // ascending KV tiles: longest first
     const auto [sequence, kv_tile] = warp_uniform<true>(tile_of<Config::kMayBeVarlen, Rows::kKeys>(
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Tile::GradientV rdV;
     rdK.clear();
     rdV.clear();
-    TileCoord& stored = shared_tile_coord(Config::kTileCoord);
+    TileCoord& stored = storage.tile_coord;
     if (kTileCoordInShared && threadIdx.x == 0) stored = {sequence, work.head, first_key};
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
