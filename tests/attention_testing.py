@@ -599,6 +599,8 @@ def sizes(
 
     P |V| for out, and P^T |dO| for dV. In dS = P (dP - D) an error of D = rowsum(dO * O) meets each
     P, and the sum of P K is the gradient of lse: so dQ, dK and dbias have that much in addition.
+    dS below the type's smallest normal number is rounded to a grid, half a step each, as if it had
+    that size: in dQ and dK these errors meet rows of K and Q.
     """
     inputs = inputs.upcast(torch.float64)
     leaves = inputs.leaves()
@@ -614,6 +616,12 @@ def sizes(
     delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of this many products
     shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
     found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
+    scale = problem.scale or inputs.q.shape[-1] ** -0.5
+    group = problem.heads_q / max(problem.heads_k, 1)
+    grid = torch.finfo(problem.dtype).tiny * scale * group**0.5
+    for name, other in (("dq", inputs.k), ("dk", inputs.q)):
+        if name in found:  # errors of this many products
+            found[name] = found[name] + grid * _largest(other.detach().norm(dim=-3))
     if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0
         ratio = torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
         for name in names:

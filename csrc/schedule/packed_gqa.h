@@ -60,8 +60,9 @@ inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool m
     const int64_t many = tile_count(params, one_head);
     const int64_t few = tile_count(params, packed);
     const int64_t results = int64_t{params.heads_q} * tensor_batches(params) * params.seqlen_q;
-    const int64_t saved_bytes =
-        (many - few) * keys_seen(params) * (params.head_dim + params.head_dim_v) * 2;
+    const int64_t saved_bytes = (many - few) * keys_seen(params) *
+                                (params.head_dim + params.head_dim_v) *
+                                element_bytes(params.element_type);
     return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? packed : one_head;
 }
 
@@ -69,8 +70,8 @@ inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool m
 inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
                                  int head_dims, int ctas_per_sm) {
     const bool masked = params.window_right < params.seqlen_k;
-    const int64_t bytes_per_head =
-        int64_t{2} * head_dims * params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
+    const int64_t bytes_per_head = int64_t{element_bytes(params.element_type)} * head_dims *
+                                   params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
     return make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
                          tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
                          bytes_per_head, ctas_per_sm, l2_group_waves(params, masked));

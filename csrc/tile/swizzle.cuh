@@ -1,8 +1,8 @@
-// Where element (row, column) of a 16-bit tile is in shared memory.
+// Where element (row, column) of a tile is in shared memory.
 //
-// A tile is stored as swizzle atoms of 64 columns (32 or 16 where the width is not a multiple of
-// 64). The hardware's atom has eight rows; here it has all rows of the tile, row-major, of 128 (64,
-// 32) bytes. Within an atom the 16-byte chunks of a row are permuted by XOR with the row, so that
+// A tile is stored as swizzle atoms of 128 bytes of columns (64 or 32 where the width is not a
+// multiple of more). The hardware's atom has eight rows; here it has all rows of the tile,
+// row-major. Within an atom the 16-byte chunks of a row are permuted by XOR with the row, so that
 // the eight rows that an ldmatrix reads at one column, and the chunks of one row that a copy
 // writes, are all in different banks. TMA and wgmma call these layouts the 128-byte (64-byte,
 // 32-byte) swizzle.
@@ -14,28 +14,30 @@
 
 namespace flash_ext {
 
-template <int kRows_, int kCols_>
+template <class Element_, int kRows_, int kCols_>
 struct SharedTile {
+    using Element = Element_;
     static constexpr int kRows = kRows_;
     static constexpr int kCols = kCols_;
-    static constexpr int kChunk = 8;  // elements in 16 bytes
-    static constexpr int kAtomCols = kCols % 64 == 0 ? 64 : kCols % 32 == 0 ? 32 : 16;
+    static constexpr int kChunk = 16 / sizeof(Element);  // elements in 16 bytes
+    static constexpr int kRowBytes = kCols * sizeof(Element);
+    static constexpr int kPitch = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
+    static constexpr int kAtomCols = kPitch / sizeof(Element);
     static constexpr int kAtoms = kCols / kAtomCols;
-    static constexpr int kChunksPerRow = kAtomCols / kChunk;  // within an atom
-    static constexpr int kPitch = kAtomCols * 2;              // bytes
+    static constexpr int kChunksPerRow = kPitch / 16;  // within an atom
     static constexpr int kAtomBytes = kRows * kPitch;
     static constexpr int kBytes = kAtoms * kAtomBytes;
-    static constexpr int kBlocksPerAtom = kAtomCols / 16;  // 16-column blocks
+    static constexpr int kBlocksPerAtom = kPitch / 32;  // an instruction's columns: 32 bytes
 
     static_assert(kCols % kAtomCols == 0 && kRows % 8 == 0);
 
     // The XOR that row applies to its chunk index: eight 128-byte rows, four pairs of 64-byte rows,
     // or two times four of 32 bytes, until the pattern repeats.
     static FLASH_HOST_DEVICE constexpr int swizzle(int row) {
-        return kAtomCols == 64 ? row & 7 : kAtomCols == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
+        return kPitch == 128 ? row & 7 : kPitch == 64 ? (row >> 1) & 3 : (row >> 2) & 1;
     }
 
-    // Byte offset of the 16-byte chunk that holds columns [8 chunk, 8 chunk + 8) of row.
+    // Byte offset of the 16-byte chunk that holds columns from kChunk * chunk on of row.
     static FLASH_HOST_DEVICE constexpr int offset(int row, int chunk) {
         const int atom = chunk / kChunksPerRow;
         return atom * kAtomBytes + row * kPitch + (((chunk % kChunksPerRow) ^ swizzle(row)) << 4);

@@ -7,7 +7,7 @@
 // dimensions correct the address, modulo 2^64:
 //
 //     dimension   stride in bytes    coordinate
-//     column      2                  first column
+//     column      the element's      first column
 //     row         r, the row stride  kRowBound - n + i
 //     offset      16                 (address of the row past the sequence's last) / 16
 //     shift       2^34 - r           2^30 = kRowBound: adds 2^64 - kRowBound r
@@ -16,9 +16,11 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ptx/tma.cuh"
 #include "tile/swizzle.cuh"
@@ -29,14 +31,19 @@ namespace flash_ext {
 inline constexpr int kRowBound = 1 << 30;
 
 // The row stride. That of a single row may be 0, but TMA needs a positive one.
+template <class Element>
 FLASH_HOST_DEVICE int64_t row_bytes(const TensorView& view) {
-    return max_of<int64_t>(view.row_stride * 2, 16);
+    return max_of<int64_t>(view.row_stride * sizeof(Element), 16);
 }
+
+template <class Element>
+inline constexpr CUtensorMapDataType kTensorMapType =
+    std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
 // A box is what one instruction loads: kBoxRows rows of an atom.
 template <class Tile, int kBoxRows = Tile::kRows>
-cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementType type,
-                              int head_dim) {
+cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head_dim) {
     using Encode = decltype(&cuTensorMapEncodeTiled);
     static const Encode encode = [] {
         void* function = nullptr;
@@ -49,21 +56,18 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
     }();
     if (encode == nullptr) return cudaErrorNotSupported;
     constexpr uint64_t kNoBound = 0x7fffffff;
-    const uint64_t row = row_bytes(view);
+    const uint64_t row = row_bytes<typename Tile::Element>(view);
     const cuuint64_t sizes[4] = {static_cast<uint64_t>(head_dim), kRowBound, kNoBound, kNoBound};
     const cuuint64_t strides[3] = {row, 16, (uint64_t{1} << 34) - row};
     const cuuint32_t box[4] = {Tile::kAtomCols, kBoxRows, 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     const auto try_to_encode = [&] {
-        return encode(
-            &map,
-            type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-            Tile::kAtomCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-            kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-                                   : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        return encode(&map, kTensorMapType<typename Tile::Element>, 4, view.data, sizes, strides,
+                      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      Tile::kPitch == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                      kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                             : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = try_to_encode();
     if (result == CUDA_ERROR_INVALID_CONTEXT) {
@@ -81,13 +85,6 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, ElementT
 struct TensorRows {
     int offset;
     int first;  // the coordinate of row 0
-
-    __device__ __forceinline__ TensorRows(const TensorView& view, int batch, int head, int begin,
-                                          int rows)
-        : offset(static_cast<int>((2 * (batch * view.batch_stride + head * view.head_stride) +
-                                   (int64_t{begin} + rows) * row_bytes(view)) /
-                                  16)),
-          first(kRowBound - rows) {}
 
     // Prefetches a box of each atom to L2.
     template <class Tile>
@@ -117,5 +114,15 @@ struct TensorRows {
             load_boxes<Tile>(map, shared + i * Tile::kPitch, barrier, row + i);
     }
 };
+
+// The one place that knows where rows are. They begin at row `begin` of the tensor.
+template <class Element>
+__device__ __forceinline__ TensorRows tensor_rows(const TensorView& view, int batch, int head,
+                                                  int begin, int rows) {
+    const int64_t elements = batch * view.batch_stride + head * view.head_stride;
+    const int64_t bytes = elements * static_cast<int>(sizeof(Element)) +
+                          (int64_t{begin} + rows) * row_bytes<Element>(view);
+    return {static_cast<int>(bytes / 16), kRowBound - rows};
+}
 
 }  // namespace flash_ext

@@ -3,9 +3,20 @@
 
 #include <cstdint>
 
+#include "tile/host_device.h"
+
 namespace flash_ext {
 
 enum class ElementType { kFloat16, kBFloat16 };
+
+FLASH_HOST_DEVICE constexpr int element_bytes(ElementType type) {
+    switch (type) {
+        case ElementType::kFloat16:
+        case ElementType::kBFloat16:
+            return 2;
+    }
+    return 0;
+}
 
 // A (batch, row, head, column) tensor with a contiguous last dimension. Packed sequences
 // (total rows, head, column) have batch_stride 0.

@@ -47,7 +47,7 @@ using Layout = std::tuple<int, int, std::vector<std::vector<int>>>;
 
 template <int kRows, int kCols>
 Layout layout() {
-    using Tile = SharedTile<kRows, kCols>;
+    using Tile = SharedTile<uint16_t, kRows, kCols>;
     std::vector<std::vector<int>> offsets(kRows);
     for (int row = 0; row < kRows; ++row)
         for (int chunk = 0; chunk < kCols / Tile::kChunk; ++chunk)

@@ -56,11 +56,11 @@ struct BackwardConfig {
     static constexpr bool kForLessMemory =  // of fa2
         kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures);
 
-    using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using PTile = SharedTile<kBlockKV, kBlockQ>;
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using PTile = SharedTile<Element, kBlockKV, kBlockQ>;
 
     static constexpr int kWarpsN = KTile::kBlocksPerAtom;
     static constexpr int kWarpsM = kWarps / kWarpsN;
@@ -193,12 +193,8 @@ struct BackwardTile {
 
     // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they
     // are always the same.
-    __device__ __forceinline__ uint32_t k_tile() const {
-        return smem + offsetof(SharedStorage, k);
-    }
-    __device__ __forceinline__ uint32_t v_tile() const {
-        return smem + offsetof(SharedStorage, v);
-    }
+    __device__ __forceinline__ uint32_t k_tile() const { return smem + offsetof(SharedStorage, k); }
+    __device__ __forceinline__ uint32_t v_tile() const { return smem + offsetof(SharedStorage, v); }
     __device__ __forceinline__ uint32_t ds_tile() const {
         return smem + offsetof(SharedStorage, ds_p);
     }

@@ -71,9 +71,9 @@ struct Fa1ForwardConfig {
     static constexpr int kKeysPerWarp = kBlockKV / kTeamWarps;
     static constexpr bool kForLessMemory = kBlockKV != kTuning.block_kv;
 
-    using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
 
     // Columns of the partial products that are exchanged at a time, an atom, and a warp's own
     // columns of them.
@@ -245,8 +245,7 @@ struct Fa1Forward {
         for_each_row([&](int m, int i, int row) {
             float x = storage.max[0][row];
 #pragma unroll
-            for (int w = 1; w < Config::kTeamWarps; ++w)
-                x = fmaxf(x, storage.max[w][row]);
+            for (int w = 1; w < Config::kTeamWarps; ++w) x = fmaxf(x, storage.max[w][row]);
             tile_max.v[m][i] = x;
         });
         for_each_row([&](int m, int i, int row) {
@@ -373,8 +372,7 @@ struct Fa1Forward {
         for_each_row([&](int m, int i, int row) {
             float tile_sum = 0.f;
 #pragma unroll
-            for (int w = 0; w < Config::kTeamWarps; ++w)
-                tile_sum += storage.sum[w][row];
+            for (int w = 0; w < Config::kTeamWarps; ++w) tile_sum += storage.sum[w][row];
             const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
             const auto factor = [&](float max) {
                 return ptx::ex2((max - finite_max(new_max)) * score_scale());

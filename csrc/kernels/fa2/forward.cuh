@@ -67,10 +67,10 @@ struct ForwardConfig {
     static constexpr int kQRegisterCols = kTuning.q_register_cols;
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
 
-    using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using OTile = SharedTile<kBlockQ, kHeadDimV>;  // is stored through Q's memory
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using OTile = SharedTile<Element, kBlockQ, kHeadDimV>;  // is stored through Q's memory
     // The loop loads one stage ahead.
     using KVPipeline = CpAsyncPipeline<2, KTile::kBytes + VTile::kBytes, kThreads>;
 

@@ -79,10 +79,10 @@ struct Fa3BackwardMaps : BackwardParams {
     template <class Config>
     cudaError_t encode() {
         for (cudaError_t status :
-             {encode_tensor_map<typename Config::QTile>(q_map, q, element_type, head_dim),
-              encode_tensor_map<typename Config::DOTile>(do_map, dout, element_type, head_dim_v),
-              encode_tensor_map<typename Config::KTile>(k_map, k, element_type, head_dim),
-              encode_tensor_map<typename Config::VTile>(v_map, v, element_type, head_dim_v)})
+             {encode_tensor_map<typename Config::QTile>(q_map, q, head_dim),
+              encode_tensor_map<typename Config::DOTile>(do_map, dout, head_dim_v),
+              encode_tensor_map<typename Config::KTile>(k_map, k, head_dim),
+              encode_tensor_map<typename Config::VTile>(v_map, v, head_dim_v)})
             if (status != cudaSuccess) return status;
         return cudaSuccess;
     }
@@ -110,11 +110,11 @@ struct Fa3BackwardConfig {
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
-    using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
-    using DSTile = SharedTile<kBlockKV, kBlockQ>;
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using DSTile = SharedTile<Element, kBlockKV, kBlockQ>;
     using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
     using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
     using KPipeline = Pipeline<1, KTile::kBytes>;
@@ -318,7 +318,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                                               const KeyTile& tile) const {
         const Sequence& s = tile.sequence;
         load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
-                        TensorRows(view, s.batch, tile.head, s.k_begin, s.seqlen_k),
+                        tensor_rows<Element>(view, s.batch, tile.head, s.k_begin, s.seqlen_k),
                         tile.first_key);
     }
 
@@ -354,7 +354,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                                                  const float* source) const {
         const Sequence& s = tile.sequence;
         load_tile<Tile>(pipeline, state, map,
-                        TensorRows(view, s.batch, head, s.q_begin, s.seqlen_q), first_row,
+                        tensor_rows<Element>(view, s.batch, head, s.q_begin, s.seqlen_q), first_row,
                         statistics, source);
         state.advance();
     }

@@ -67,7 +67,8 @@ struct PoolState : PipelineState<kPairs> {
 };
 
 // A part of dS^T: 64 keys, 64 queries.
-using DSTile = SharedTile<64, 64>;
+template <class Element>
+using DSTile = SharedTile<Element, 64, 64>;
 
 // Memory in which dS^T is kept for fa3/backward_dq_gemm.cuh, tile by tile as in shared memory: of
 // some of the heads (of K and V, of all batches, flattened).
@@ -85,7 +86,7 @@ struct DSWorkspace {
                           DSWorkspaceTiles::kBytes;
     }
 };
-static_assert(DSTile::kBytes == DSWorkspaceTiles::kBytes);
+static_assert(DSTile<__half>::kBytes == DSWorkspaceTiles::kBytes);
 
 struct Fa3BackwardWideParams : Fa3BackwardMaps {
     DynamicPersistentScheduler scheduler;
@@ -111,10 +112,10 @@ struct Fa3BackwardDKDVConfig {
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
-    using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using Pool = Pipeline<2 * kPairs, max_of(QTile::kBytes, DOTile::kBytes)>;
     using KPipeline = Pipeline<1, KTile::kBytes>;
     using VPipeline = Pipeline<1, VTile::kBytes>;
@@ -222,8 +223,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const Sequence& s = tile.sequence;
             for (int left = group() - 1; left >= 0; --left) {
                 const int head = (tile.head + 1) * group() - 1 - left;
-                const TensorRows q_rows(params.q, s.batch, head, s.q_begin, s.seqlen_q);
-                const TensorRows do_rows(params.dout, s.batch, head, s.q_begin, s.seqlen_q);
+                const TensorRows q_rows =
+                    tensor_rows<Element>(params.q, s.batch, head, s.q_begin, s.seqlen_q);
+                const TensorRows do_rows =
+                    tensor_rows<Element>(params.dout, s.batch, head, s.q_begin, s.seqlen_q);
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
@@ -253,10 +256,12 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            const TensorRows k_rows(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            const TensorRows k_rows =
+                tensor_rows<Element>(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
             load_tile<KTile>(k_pipeline, k, params.k_map, k_rows, tile.first_key);
             k.advance();
-            const TensorRows v_rows(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            const TensorRows v_rows =
+                tensor_rows<Element>(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
             load_tile<VTile>(v_pipeline, v, params.v_map, v_rows, tile.first_key);
             v.advance();
         });
@@ -322,7 +327,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 exchange(pairs[0], pairs[2], 2);
                 exchange(pairs[1], pairs[3], 2);
                 *reinterpret_cast<uint4*>(
-                    ds + DSTile::offset(warp_key + lane_row() + 8 * i, 2 * k + lane)) = {
+                    ds + DSTile<Element>::offset(warp_key + lane_row() + 8 * i, 2 * k + lane)) = {
                     pairs[0], pairs[1], pairs[2], pairs[3]};
             }
     }

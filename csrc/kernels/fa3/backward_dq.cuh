@@ -62,10 +62,10 @@ struct Fa3BackwardDQConfig {
     static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
 
     // A consumer's.
-    using QTile = SharedTile<64, kHeadDim>;
-    using DOTile = SharedTile<64, kHeadDimV>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using QTile = SharedTile<Element, 64, kHeadDim>;
+    using DOTile = SharedTile<Element, 64, kHeadDimV>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using QPipeline = Pipeline<1, QTile::kBytes>;
     using DOPipeline = Pipeline<1, DOTile::kBytes>;
     using KPipeline = Pipeline<kStagesK, KTile::kBytes>;
@@ -165,7 +165,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         KState k;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            const TensorRows rows =
+                tensor_rows<Element>(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             int first_key = tile.kv_tiles.begin * Config::kBlockKV;
             int left = tile.kv_tiles.end - tile.kv_tiles.begin;
             int until_fetch = max_of(left - 1 - Config::kFetchAhead, 0);
@@ -182,7 +183,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         VState v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            const TensorRows rows =
+                tensor_rows<Element>(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
                 load_tile<VTile>(v_pipeline, v, params.v_map, rows, i * Config::kBlockKV);
         });
@@ -194,12 +196,14 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
             {
-                const TensorRows rows(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+                const TensorRows rows =
+                    tensor_rows<Element>(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
                 for (int i = 0; i < Config::kConsumers; ++i)
                     load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map, rows,
                                      tile.first_query + i * 64);
             }
-            const TensorRows rows(params.dout, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            const TensorRows rows =
+                tensor_rows<Element>(params.dout, s.batch, tile.head, s.q_begin, s.seqlen_q);
             for (int i = 0; i < Config::kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
                 const DOPipeline pipeline = do_pipeline(i);

@@ -38,7 +38,8 @@ struct Fa3BackwardDQGemmConfig {
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using DSTile = flash_ext::DSTile<Element>;
     struct Stage {
         char k[KTile::kBytes];
         char ds[kConsumers][DSTile::kBytes];
@@ -58,6 +59,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     using Config = Config_;
     using Element = typename Config::Element;
     using KTile = typename Config::KTile;
+    using DSTile = typename Config::DSTile;
     using StagePipeline = typename Config::StagePipeline;
     using State = typename StagePipeline::State;
     using DQ = RegisterTile<16, Config::kHeadDim>;
@@ -105,7 +107,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
         State c;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
+            const TensorRows rows =
+                tensor_rows<Element>(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
             const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.tile(params, s.batch, tile.head,
@@ -216,8 +219,8 @@ cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWork
                                     params.ds_workspace.heads * group, 1, is_masked(params),
                                     int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
-    const cudaError_t status = encode_tensor_map<typename Config::KTile>(
-        params.k_map, params.k, params.element_type, params.head_dim);
+    const cudaError_t status =
+        encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.head_dim);
     if (status != cudaSuccess) return status;
     return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(params.schedule), stream,
                                                  /*pdl=*/true);

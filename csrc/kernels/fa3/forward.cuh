@@ -91,9 +91,9 @@ struct Fa3ForwardConfig {
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
-    using QTile = SharedTile<kBlockQ, kHeadDim>;
-    using KTile = SharedTile<kBlockKV, kHeadDim>;
-    using VTile = SharedTile<kBlockKV, kHeadDimV>;
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     // Rows that a load takes. Of K and V the atoms' parts of a row should come close together, or
     // a decoding step, which waits for memory alone, is slower (docs/notes/009-fa3-forward.md).
     static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // what lies side by side
@@ -210,7 +210,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
             [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
                 const Sequence& s = tile.sequence;
-                const TensorRows rows(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+                const TensorRows rows =
+                    tensor_rows<Element>(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
                 const Interval kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
@@ -245,7 +246,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
         if (pack_gqa_log2() == 0) {
-            const TensorRows queries(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            const TensorRows queries =
+                tensor_rows<Element>(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
 #pragma unroll 1
             for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows)
                 visit(queries, row, tile.first_query + row);
@@ -255,7 +257,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
 #pragma unroll 1
         for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
             const int query = query_of(tile, row);
-            const TensorRows heads(params.q, s.batch, s.q_begin + query, tile.head, group());
+            const TensorRows heads =
+                tensor_rows<Element>(params.q, s.batch, s.q_begin + query, tile.head, group());
             visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // zeros from there on
         }
     }
@@ -264,7 +267,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            const TensorRows rows =
+                tensor_rows<Element>(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
                 load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
                                                      i * Config::kBlockKV);
@@ -624,11 +628,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     params.schedule.tiles *= params.num_splits;
     if (params.pack_gqa_log2 > 0) std::swap(params.q.row_stride, params.q.head_stride);
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
-                                   params.q_map, params.q, params.element_type, params.head_dim),
+                                   params.q_map, params.q, params.head_dim),
                                encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
-                                   params.k_map, params.k, params.element_type, params.head_dim),
+                                   params.k_map, params.k, params.head_dim),
                                encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(
-                                   params.v_map, params.v, params.element_type, params.head_dim_v)})
+                                   params.v_map, params.v, params.head_dim_v)})
         if (status != cudaSuccess) return status;
     const int total = cta_count(params.schedule);
     if (total > multiprocessors() && call.tile_count_semaphore == nullptr)
