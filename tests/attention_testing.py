@@ -620,8 +620,8 @@ def sizes(
     group = problem.heads_q / max(problem.heads_k, 1)
     grid = torch.finfo(problem.dtype).tiny * scale * group**0.5
     for name, other in (("dq", inputs.k), ("dk", inputs.q)):
-        if name in found:  # errors of this many products
-            found[name] = found[name] + grid * _largest(other.detach().norm(dim=-3))
+        if name in found:  # errors of this many products; rows not in use may be NaN
+            found[name] = found[name] + grid * _largest(other.detach().nan_to_num(0.0).norm(dim=-3))
     if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0
         ratio = torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
         for name in names:
