@@ -1,13 +1,19 @@
-// The skeleton of an FA3 CTA, which all FA3 kernels share. One CTA per SM takes one tile after
-// another. Its first warpgroup produces: a few of its threads, each in a warp of its own, choose
-// the tiles and load them by TMA. The other warpgroups consume, and get its registers.
+// The skeleton of an FA3 CTA, which all FA3 kernels share. The grid is persistent: at most one CTA
+// per SM, which works on one tile after another. The first warpgroup has the producers, lane 0 of
+// up to four warps: they fetch tiles, load operands by TMA and, in backward.cuh, add to dQ in HBM.
+// The other warpgroups are the consumers. setmaxnreg gives them registers of the first one.
 //
-// A kernel is a struct that derives from Fa3Cta and has
+// A kernel is a struct that derives from Fa3Cta<Config> and has
 //
-//     init()       by one thread: its barriers
-//     produce()    by the producers, one thread of each warp
-//     consume()    by the consumers
-//     begin(), end()    by all, where it must wait for the kernel before it in the stream
+//     init()            by thread 0, before anything else: initializes the barriers
+//     produce()         by lane 0 of each warp of the first warpgroup
+//     consume()         by all threads of the other warpgroups
+//     begin(), end()    by all threads, before and after these; by default they do nothing. With
+//                       programmatic dependent launch (PDL) they wait for the previous kernel in
+//                       the stream, unless only produce() has to
+//
+// Its Config has the types Params, SharedStorage and WorkTiles and the constants kThreads,
+// kProducerRegisters and kConsumerRegisters.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -21,14 +27,15 @@
 
 namespace flash_ext {
 
-// The named barriers. 0 is that of __syncthreads().
+// The named barriers. __syncthreads() uses barrier 0.
 enum NamedBarrier : int {
     kPingPong = 1,  // one for each consumer
-    kDSStored = 5,  // one for each consumer: its warps have stored their dS
+    kDSStored = 5,  // one for each consumer: all its warps have stored dS
 };
 
-// Consumers start their matmuls by turns, so that one's softmax runs beside the other's matmuls.
-// Somebody must pass the first turn.
+// Ping-pong: consumers start their matmuls alternately, so that the softmax of one runs beside the
+// matmuls of another. A consumer waits for the one before it. The last consumer calls pass_turn()
+// once in advance, so that consumer 0 can start.
 template <int kConsumers, bool kEnabled = true>
 struct PingPong {
     static_assert(!kEnabled || kConsumers <= kDSStored - kPingPong);
@@ -36,7 +43,7 @@ struct PingPong {
     static __device__ __forceinline__ void wait_for_turn(int consumer) {
         if constexpr (kEnabled) ptx::barrier_sync(kPingPong + consumer, 256);
     }
-    // To the next one.
+    // Lets the next consumer start.
     static __device__ __forceinline__ void pass_turn(int consumer) {
         const int next = kConsumers == 2 ? 1 - consumer : (consumer + 1) % kConsumers;
         if constexpr (kEnabled) ptx::barrier_arrive(kPingPong + next, 256);
@@ -51,7 +58,7 @@ struct Fa3Cta {
 
     const typename Config::Params& params;
     SharedStorage& storage;
-    bool elected;  // one thread of each warp
+    bool elected;  // is this lane 0 of its warp?
     WorkTiles work_tiles;
 
     __device__ __forceinline__ explicit Fa3Cta(const typename Config::Params& p)
@@ -63,10 +70,10 @@ struct Fa3Cta {
     __device__ __forceinline__ void begin() const {}
     __device__ __forceinline__ void end() const {}
 
-    // Query heads that share a head of K and V.
+    // The number of query heads that share a head of K and V.
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
 
-    // By a warp that is done with a stage.
+    // By all lanes of a warp that has finished reading a stage.
     template <class Pipeline>
     __device__ __forceinline__ void release(const Pipeline& pipeline,
                                             const typename Pipeline::State& state) const {
@@ -78,7 +85,7 @@ struct Fa3Cta {
         release(pipeline, state);
         state.advance();
     }
-    // By a warp whose lanes have all read the description of a tile for the last time.
+    // By all lanes of a warp, after the last read of the description of a tile.
     __device__ __forceinline__ void end_work_tile(WorkTileState& t) const {
         __syncwarp();
         release_and_advance(work_tiles.descriptions, t);
@@ -95,7 +102,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
         kernel.init();
         ptx::mbarrier_fence_init();
     }
-    __syncthreads();  // the barriers are there
+    __syncthreads();  // the barriers are initialized
     kernel.begin();
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
@@ -106,7 +113,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
     }
     kernel.end();
 #else
-    __trap();  // not to be run elsewhere
+    __trap();  // never launched on other GPUs
 #endif
 }
 

@@ -1,44 +1,53 @@
 // FlashAttention-3 forward (Shah et al. 2024, algorithms 1 and 2), for Hopper.
 //
-// One CTA per SM takes one Q tile after another, whichever is next
+// The grid has at most one CTA per SM. Each CTA fetches Q tiles until none is left
 // (dynamic_persistent_scheduler.cuh). Its warpgroups have roles:
 //
-//   producer    three threads, one for each of K, Q and V: K's fetches the Q tiles, all load by TMA
+//   producer    three threads, one each for K, Q and V. All load by TMA; K's also fetches the tiles
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
-// A consumer's step, in the order in which it starts things:
+// A consumer's iteration, in the order in which it starts the operations:
 //
 //     S' = Q K_{j-1}^T          wgmma, asynchronous
-//     O  = O rescaled to P      as the softmax of the step before asked for
+//     O  = O rescaled to P      as the softmax of the iteration before requires
 //     O += P V_j                wgmma, asynchronous
-//     P' = softmax(S')          when S' is there, while P V_j runs (optimistic_softmax.cuh)
+//     P' = softmax(S')          when S' is complete, while P V_j runs (optimistic_softmax.cuh)
 //
-// The steps of all the CTA's Q tiles form one sequence: after a tile's last K_j comes the first of
-// the next tile, so that tensor cores have work while a result is written. A result O / l leaves
-// where O would be rescaled. Most steps are unmasked: within a tile, without a mask; these are
-// compiled apart, without branches.
+// The iterations of all Q tiles of a CTA form one sequence: after the last K_j of a tile comes the
+// first of the next tile, so that the tensor cores are busy while a result is written. The result
+// O / l is stored where O would be rescaled. Most iterations stay within a tile and need no mask.
+// This unmasked main loop is compiled separately, without branches.
 //
 // Four consumers have no registers for a second P: they wait for P V before the softmax, and the
-// others' matmuls run beside it (kOverlap).
+// matmuls of the others run beside it (kOverlap).
 //
-// Consumers may start their matmuls by turns (ping-pong), so that one's softmax runs beside the
-// other's matmuls; otherwise they drift apart by themselves.
+// Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
+// the matmuls of the other; otherwise they drift apart without it.
 //
-// Where tiles are few, a tile is a Q tile and a split of its keys, with a result in float32 of its
-// own; combine.cuh makes one of them. Where queries are few and heads share keys, the rows of a Q
-// tile are the heads of a group (QueryTiles); kernels for that load Q by eights, of heads or of
-// queries, since no more need lie side by side in memory.
+// Where there are few tiles, a tile is a Q tile and a split of its keys. Each split stores its
+// result in float32, and combine.cuh combines them. Where there are few queries and heads share
+// keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). The kernels for
+// both load Q in boxes of eight rows, of eight heads or of eight queries: with packed GQA, no more
+// rows of a tile are adjacent in memory.
 //
-// Shared memory: pipelines of Q, K and V tiles, and of Q tiles' descriptions (QueryTile).
+// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); a flag per
+// consumer warp (recompute_rows.cuh).
 //
-//   barrier             arrives                       waits
-//   full(Q, K, V)       TMA, by bytes                 consumers, before the matmul that reads it
-//   empty(Q, K, V)      each consumer warp, when      its producer, before it loads the next
-//                       the matmul is done
-//   full(work tiles)    K's producer                  the others, and the consumers
-//   empty(work tiles)   those                         K's producer
-//   ping-pong (named)   consumer i, when its matmuls  consumer i + 1
-//                       are started
+//   barrier             arrivals per phase                   who waits
+//   full(Q, K, V)       1: its producer; and TMA's bytes     consumers, before the matmul
+//   empty(K, V)         4 a consumer: each warp, when the    its producer, before the next load
+//                       matmul is complete
+//   empty(Q)            4 a consumer: each warp, when the    Q's producer, before the next load
+//                       tile's last S is complete (one
+//                       stage), or when the consumer goes
+//                       on to the next tile (two)
+//   full(work tiles)    1: K's producer                      Q's and V's producers, consumers
+//   empty(work tiles)   2: Q's and V's producers, when all   K's producer, before it describes
+//                       loads of the tile are issued; 4 a    another tile
+//                       consumer: each warp, when its rows
+//                       of O are stored
+//   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
+//                       are started                          too), before it starts its own
 #pragma once
 
 #include <utility>
@@ -72,7 +81,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
 struct Fa3ForwardConfig {
     using Element = Element_;
     using Params = Fa3ForwardParams;
-    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // of the keys; and GQA may be packed
+    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // and packed GQA
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -83,20 +92,21 @@ struct Fa3ForwardConfig {
     static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kPingPong = kTuning.ping_pong;
-    // Does a consumer's softmax run beside its own P V, for which P is kept twice? Four have no
-    // registers for that, and one's softmax runs beside the others' matmuls.
+    // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
+    // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4;
-    static constexpr int kFetchAhead = 2;  // tiles of K, when the next Q tile is fetched
-    // All that a CTA of this size can have, less a little for the producer.
+    static constexpr int kFetchAhead = 2;  // K tiles left when the next Q tile is fetched
+    // What the launch gives a CTA of this size, divided again by setmaxnreg.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    // Rows that a load takes. Of K and V the atoms' parts of a row should come close together, or
-    // a decoding step, which waits for memory alone, is slower (docs/notes/009-fa3-forward.md).
-    static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // what lies side by side
+    // Rows of a TMA box. A row of K or V should be requested as a whole, not one swizzle atom of
+    // all rows first: decoding, which is bound by memory, is slower otherwise
+    // (docs/notes/009-fa3-forward.md).
+    static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // adjacent rows
     static constexpr int kKVBoxRows = KTile::kAtoms == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
     using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
     using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
@@ -113,7 +123,7 @@ struct Fa3ForwardConfig {
         typename WorkTiles::Storage work_tiles;
         int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
     };
-    // What matrix_descriptor() and the swizzle expect of every tile.
+    // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
                   VTile::kBytes % 1024 == 0);
 };
@@ -138,7 +148,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Cta::work_tiles;
     using typename Cta::WorkTileState;
 
-    int consumer;  // number of this thread's warpgroup
+    int consumer;  // index of this thread's warpgroup among the consumers
     QPipeline q_pipeline;
     KPipeline k_pipeline;
     VPipeline v_pipeline;
@@ -169,7 +179,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
         return tile.first_query + (row >> pack_gqa_log2());
     }
-    // Among the group's.
+    // The head within the group.
     __device__ __forceinline__ int head_of(int row) const {
         return row & ((1 << pack_gqa_log2()) - 1);
     }
@@ -181,21 +191,21 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (Config::kMayHaveSplits) {
             tile.split = work.tile_index % params.num_splits;
             work.tile_index /= params.num_splits;
-            if (pack_gqa_log2() > 0) work.head *= group();  // the first of them
+            if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
         describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
         if constexpr (Config::kMayHaveSplits)
             tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
-        // A tile without keys takes one step all the same: all its scores are hidden, and K and V
-        // of no rows are zeros.
+        // A tile without keys takes one iteration, too: all its scores are hidden, and TMA fills K
+        // and V with zeros.
         if (tile.kv_tiles.empty()) {
             tile.sequence.seqlen_k = 0;
             tile.kv_tiles = {0, 1};
         }
     }
 
-    // Chooses the Q tiles and loads their K tiles, last to first. The next tile is fetched a few
-    // steps before it is needed.
+    // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
+    // iterations before it is needed.
     __device__ __forceinline__ void produce_k() const {
         typename KPipeline::State k;
         const int total = cta_count(params.schedule);
@@ -227,7 +237,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_q() const {
         typename QPipeline::State q;
         work_tiles.for_each([&](const QueryTile& tile) {
-            if constexpr (QPipeline::kStages == 1)  // which the tile before still has
+            if constexpr (QPipeline::kStages == 1)  // still in use by the previous tile
                 for_each_q_load(tile, [&](const TensorRows& rows, int, int first) {
                     rows.prefetch<QTile>(params.q_map, first);
                 });
@@ -241,7 +251,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         });
     }
 
-    // visit(tensor rows, row of the tile, first of them that goes there)
+    // visit(tensor rows, row of the tile, the tensor row that is loaded to it), for each box.
     template <class Visit>
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
@@ -253,13 +263,13 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 visit(queries, row, tile.first_query + row);
             return;
         }
-        // In the tensor as the launcher passes it, heads are rows and rows are heads.
+        // The launcher exchanges the strides of rows and heads: a row of the map is a head.
 #pragma unroll 1
         for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
             const int query = query_of(tile, row);
             const TensorRows heads =
                 tensor_rows<Element>(params.q, s.batch, s.q_begin + query, tile.head, group());
-            visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // zeros from there on
+            visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // past the end: zeros
         }
     }
 
@@ -292,33 +302,34 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- Consumers ---
 
-    // The first row of this thread's warp within the Q tile, not kept in a register over the loop.
+    // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
+    // take a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
         return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
 
-    // Releases KV tiles that it has no use for.
+    // Releases KV tiles that this consumer does not use.
     template <class Pipeline>
     __device__ __forceinline__ void skip(const Pipeline& pipeline, typename Pipeline::State& state,
                                          int tiles, bool& ready) const {
         for (; tiles > 0; --tiles) {
-            pipeline.consumer_wait(state);  // or its producer would count this reader twice
+            pipeline.consumer_wait(state);  // otherwise this warp would arrive twice in one phase
             release_and_advance(pipeline, state);
             ready = false;
         }
     }
 
-    // S = Q K^T, started.
+    // Starts S = Q K^T.
     __device__ __forceinline__ void issue_scores(Scores& rS, const typename QPipeline::State& q,
                                                  const typename KPipeline::State& k) const {
-        // Q stays in place for many steps.
+        // Q stays in place for many iterations.
         constexpr bool kPinned = Config::kHeadDim > 128;
         const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(q), consumer * 64);
         const KMajor<KTile, false> k_rows(k_pipeline.stage(k));
         gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
     }
 
-    // O (+)= P V, started.
+    // Starts O = P V or O += P V.
     __device__ __forceinline__ void issue_output(Output& rO, const Probabilities& rP,
                                                  const typename VPipeline::State& v,
                                                  bool accumulate) const {
@@ -330,12 +341,12 @@ struct Fa3Forward : Fa3Cta<Config_> {
         return Config::kGeneral ? 1.f : params.scale_log2;
     }
 
-    // Among all consumer warps of the grid.
+    // The index of this warp among all consumer warps of the grid.
     __device__ __forceinline__ int warp_number() const {
         return blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
     }
 
-    // Has this warp marked a row? It does them again at its end (recompute_rows.cuh).
+    // Has this warp marked a row? It recomputes such rows at the end (recompute_rows.cuh).
     __device__ __forceinline__ int& has_marked() const {
         return storage.has_marked[warp_row() / 16];
     }
@@ -356,7 +367,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         return softmax;
     }
 
-    // The KV tiles that this consumer's rows see all of.
+    // The KV tiles of which this consumer's rows see every key.
     __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
         const BandMask mask = mask_of(params, tile.sequence);
         const int first_query = query_of(tile, consumer * 64);
@@ -365,20 +376,20 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // The last KV tile that this consumer's rows see anything of.
+    // The last KV tile of which this consumer's rows see a key.
     __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
         const Interval queries{query_of(tile, consumer * 64),
                                query_of(tile, consumer * 64 + 63) + 1};
         return (mask_of(params, tile.sequence).keys_of(queries).end - 1) / Config::kBlockKV;
     }
 
-    // Options and, where kFull does not say that there is none, the mask.
+    // Applies the options, and the mask unless kFull excludes one.
     template <bool kFull>
     __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
                                                   const Interval& full) const {
         const int first_row = warp_row();
         const int first_key = kv_tile * Config::kBlockKV;
-        if constexpr (Config::kGeneral)  // ALiBi, which wants the first query, is never packed
+        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, tile.first_query + first_row, first_key);
         if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
@@ -388,8 +399,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // Are results those of a split of the keys, or of tiles with packed GQA? The general form has
-    // both.
+    // Are results stored as those of splits (also with packed GQA)? The general form decides at run
+    // time.
     __device__ __forceinline__ bool has_splits() const {
         return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
     }
@@ -398,7 +409,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         return !Config::kGeneral && needs_recomputing(max, lse);
     }
 
-    // O / l and the logsumexp to HBM, as results or as a split's.
+    // Stores O / l and lse to HBM, or the results of a split.
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         softmax.finish();
@@ -412,7 +423,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 rO.v[0][n][2 * i + 1] *= factor;
             }
         }
-        // A logarithm takes a hundred cycles: of the four lanes, two take a row each.
+        // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
         const int row = lane_row() + 8 * i;
         const bool has_row = lane_id() % 4 < 2;
@@ -446,35 +457,35 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // What a consumer carries from step to step. Matrices are outside: in one object with the rest
-    // the compiler would take that for an array, too, for most of its passes.
+    // What a consumer carries from one iteration to the next. The matrices are only referenced: as
+    // members they would make the compiler treat the whole object as an array in most passes.
     struct State {
         Scores& rS;
         Output& rO;
         Softmax& softmax;
-        typename Softmax::Rescaling& rescaling;  // that O needs before P is added
-        Softmax& done;                           // of the tile before, while it is to be stored
+        typename Softmax::Rescaling& rescaling;  // of O, before P V is added
+        Softmax& done;                           // of the previous tile, until it is stored
 
         typename QPipeline::State q{};
         typename KPipeline::State k{};
         typename VPipeline::State v{};
-        WorkTileState tile{}, tile_done{};  // of the scores, of the output
+        WorkTileState tile{}, tile_done{};  // of the scores and of the output
 
-        // Where in the tile the scores are, which go down from the last.
+        // The KV tile of the scores: from the last one down to the first.
         int kv_tile{}, first_kv_tile{};
         Interval full{};
-        bool k_ready = false, v_ready = false;  // tested early: the answer takes a while
-        int hidden = 0;  // of the KV tiles that come next, those that only other consumers see
+        bool k_ready = false, v_ready = false;  // tested early, as the test has a long latency
+        int hidden = 0;  // number of the next KV tiles that only other consumers see
 
-        bool begun = true;  // P is of a tile's first step
-        bool kept = false;  // O is of the tile before, and still to be stored
+        bool begun = true;  // P belongs to the first iteration of a tile
+        bool kept = false;  // O belongs to the previous tile and is not stored yet
     };
 
-    // With one stage, Q is released as soon as its last scores are there, otherwise when the next
-    // tile begins: then the last step may be an unmasked one.
+    // With one stage, Q is released as soon as the tile's last scores are complete; with two, when
+    // the next tile begins, so that the last iteration may belong to the unmasked main loop.
     static constexpr bool kReleaseEarly = QPipeline::kStages == 1;
 
-    // False where there is no more work.
+    // Returns false if there is no more work.
     __device__ __forceinline__ bool begin_tile(State& state) const {
         work_tiles.descriptions.consumer_wait(state.tile);
         const QueryTile& tile = work_tiles[state.tile];
@@ -482,7 +493,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         state.first_kv_tile = ptx::warp_uniform(tile.kv_tiles.begin);
         if (ptx::warp_uniform(tile.first_query) < 0) return false;
         state.full = full_tiles(tile);
-        if constexpr (!Config::kPingPong) {  // turns want equal numbers of steps
+        if constexpr (!Config::kPingPong) {  // which needs equal numbers of iterations
             state.hidden = max_of(state.kv_tile - max_of(last_tile(tile), state.first_kv_tile), 0);
             state.kv_tile -= state.hidden;
             skip(k_pipeline, state.k, state.hidden, state.k_ready);
@@ -491,7 +502,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         return true;
     }
 
-    // P of the scores that are there; `first` are those of a tile, whose softmax begins here.
+    // P from the complete scores. `first`: they are the first of a tile, whose softmax begins.
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_p(State& state, Probabilities& rP, bool first) const {
         warpgroup_fence(state.rS);
@@ -505,7 +516,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         state.rescaling = state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
     }
 
-    // Before P V: O is rescaled, or leaves as the result of the tile before.
+    // Before P V: rescales O, or stores it as the result of the previous tile.
     __device__ __forceinline__ void settle_output(State& state) const {
         if (!state.begun) {
             state.rescaling.apply(state.rO);
@@ -515,8 +526,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // One step, as above; false where there are no scores left. An unmasked one stays within a
-    // tile, its scores need no mask, and its P is not of the tile's first step.
+    // One iteration, as in the header. Returns false if there are no more scores. With kUnmasked it
+    // stays within a tile, its scores need no mask, and P is not that of the tile's first
+    // iteration.
     template <bool kUnmasked>
     __device__ __forceinline__ bool step(State& state, const Probabilities& rP,
                                          Probabilities& next_rP) const {
@@ -565,12 +577,12 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Softmax softmax, done;
         typename Softmax::Rescaling rescaling;
         State state{rS, rO, softmax, rescaling, done};
-        constexpr int kNext = Config::kOverlap;  // P V reads the one P while the other is written
+        constexpr int kNext = Config::kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
         has_marked() = false;
         if (!begin_tile(state)) return;
-        if (consumer == Config::kConsumers - 1) Turns::pass_turn(consumer);  // the first one's
+        if (consumer == Config::kConsumers - 1) Turns::pass_turn(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(state.k);
         Turns::wait_for_turn(consumer);
         issue_scores(state.rS, state.q, state.k);
@@ -579,7 +591,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         compute_p<false>(state, rP[0], true);
         skip(v_pipeline, state.v, state.hidden, state.v_ready);
 
-        bool odd = false;  // which P is left at the end
+        bool odd = false;  // which P the last P V reads
         while (true) {
             if (!step<false>(state, rP[0], rP[kNext])) break;
             if (!step<false>(state, rP[kNext], rP[0])) {
@@ -617,7 +629,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
 template <class Config>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     Fa3ForwardParams params{call};
-    if (params.seqlen_k == 0) {  // a map wants some memory, though nothing of it will be read
+    if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }

@@ -1,5 +1,5 @@
-// The tiles that a persistent CTA works on, one after another, and the pipeline in which one of its
-// producers describes them to all others.
+// The tiles that a persistent CTA works on, one after another, and the work-tile pipeline, through
+// which one of its producers describes them to the other producers and the consumers.
 #pragma once
 
 #include "plan/head_dims.h"
@@ -12,25 +12,25 @@
 
 namespace flash_ext {
 
-// Rows of Q that a CTA works on next, and the KV tiles that they see.
+// A tile of Q and the KV tiles that its rows see.
 struct QueryTile {
     Sequence sequence;
     int head;
-    int first_query;  // below 0: there is no more work
+    int first_query;  // negative: there is no more work
     Interval kv_tiles;
-    int split;       // of the keys, where they are split
-    bool large_lse;  // in the backward: have any rows of the call a reference?
+    int split;       // index of the split of the keys, in the forward
+    bool large_lse;  // in the backward: does any row of the call have a reference?
 
     __device__ __forceinline__ int& first_row() { return first_query; }
 };
 
-// Rows of K and V, and the Q tiles that see them.
+// A tile of K and V and the Q tiles that see its keys.
 struct KeyTile {
     Sequence sequence;
     int head;       // of K and V
-    int first_key;  // below 0: there is no more work
+    int first_key;  // negative: there is no more work
     Interval q_tiles;
-    bool large_lse;  // have any queries of the call a reference?
+    bool large_lse;  // does any row of the call have a reference?
 
     __device__ __forceinline__ int& first_row() { return first_key; }
 };
@@ -40,9 +40,9 @@ __device__ __forceinline__ BandMask mask_of(const AttentionParams& params,
     return {sequence.seqlen_q, sequence.seqlen_k, params.window_left, params.window_right};
 }
 
-// A tile, the last of a sequence first: it is the longest under a causal mask. first_query comes
-// out below 0 for a padding tile; `queries` is how many a tile has. Written piece by piece:
-// producers have few registers.
+// Describes a Q tile of `queries` queries. The last tile of a sequence comes first: under a causal
+// mask it is the longest. For a padding tile first_query is negative. Members are written one by
+// one, since producers have few registers.
 template <class Config>
 __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionParams& params,
                                          const WorkTile& work, int queries = Config::kBlockQ) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void describe(QueryTile& query_tile, const AttentionP
                                    Config::kBlockKV);
 }
 
-// The same for keys; first_key stays as it is for a padding tile.
+// Describes a KV tile. For a padding tile first_key is not written.
 template <class Config>
 __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParams& params,
                                          const WorkTile& work) {
@@ -70,14 +70,14 @@ __device__ __forceinline__ void describe(KeyTile& key_tile, const AttentionParam
     if (first_key >= s.rows_k) return;
     key_tile.first_key = first_key;
     Interval queries = mask_of(params, s).queries_of({first_key, first_key + Config::kBlockKV});
-    if (first_key >= s.seqlen_k) queries.end = 0;  // not in use
+    if (first_key >= s.seqlen_k) queries.end = 0;  // past seqused_k
     key_tile.q_tiles = tiles_of(queries, Config::kBlockQ);
 }
 
-// The work-tile pipeline. One producer fetches tiles and describes them, all others of the CTA and
-// its consumers read the descriptions. A CTA that fetches early takes work from others that will be
-// free sooner, so the next tile is fetched when another producer says that this one is nearly done
-// (`fetch`).
+// The work-tile pipeline. One producer fetches tiles and describes them; the other producers and
+// the consumers read the descriptions. A CTA that fetches early takes work from CTAs that will be
+// idle sooner. So the next tile is fetched only when the loads of this one are nearly complete.
+// Where another producer issues these loads, it signals that by the barrier `fetch`.
 template <class Tile>
 struct WorkTilePipeline {
     static constexpr int kStages = 4;
@@ -108,13 +108,13 @@ struct WorkTilePipeline {
         return *reinterpret_cast<Tile*>(storage.stages.bytes[t.stage]);
     }
 
-    // Of a tile, for what has one stage for each: numbers of tiles and of their stages alternate
-    // alike.
+    // The phase of a pipeline with one stage that is filled once per tile. It is the parity of the
+    // number of the tile, and of its stage, since kStages is even.
     static __device__ __forceinline__ uint32_t phase(const State& t) { return t.stage % 2; }
 
-    // The producer. Describes tile `linear` first, then what fetch() gives, until that is `total`.
-    // describe(tile, linear) leaves first_row() below 0 for a padding tile; committed(tile, t) may
-    // begin to load, and says what was fetched next.
+    // By the producer that describes tiles: `linear` first, then those that are fetched, until one
+    // is >= `total`. describe(tile, linear) leaves first_row() negative for a padding tile, which
+    // is passed over. committed(tile, t) may issue loads and returns the next tile that it fetched.
     template <class Fetch, class Describe, class Committed>
     __device__ __forceinline__ void produce(int linear, int total, Fetch fetch, Describe describe,
                                             Committed committed) const {
@@ -133,14 +133,14 @@ struct WorkTilePipeline {
         }
     }
 
-    // By the producer that loads, when the tile that it works on is nearly done ...
+    // By the producer that loads, when the loads of its tile are nearly complete ...
     __device__ __forceinline__ void allow_fetch() const { ptx::mbarrier_arrive(fetch_barrier()); }
-    // ... for which the one that fetches waits.
+    // ... and by the producer that fetches, which waits for this.
     __device__ __forceinline__ void wait_to_fetch(const State& t) const {
         ptx::mbarrier_wait(fetch_barrier(), phase(t));
     }
 
-    // The tiles in their order, for a producer that loads.
+    // By a producer that loads: visits the tiles in order.
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
         for (State t;; t.advance()) {
@@ -158,7 +158,7 @@ struct WorkTilePipeline {
     }
 };
 
-// A warp's rows of dK or dV, the first of them `row` within the KV tile.
+// A warp's rows of dK or dV, from row `row` of the KV tile on.
 template <class Element>
 __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& view,
                                                              const KeyTile& tile, int row,
@@ -169,7 +169,7 @@ __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& v
                                 cols);
 }
 
-// A warp's 16 rows of a result that is nothing but zeros.
+// Writes zeros to a warp's 16 rows of a result.
 template <class Element>
 __device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {
     static_assert(kMaxHeadDim <= 32 * 8);  // 16 bytes a lane
