@@ -1,53 +1,63 @@
 // FlashAttention-3 backward (Shah et al. 2024, algorithm 3), for Hopper.
 //
-// One CTA per SM takes one KV tile after another; its inner loop goes over the Q tiles that see the
-// KV tile, for each query head of the group in turn. Everything is computed transposed, rows are
-// keys, as in backward_tile.cuh. Its warpgroups have roles:
+// The grid has at most one CTA per SM. Each CTA fetches KV tiles until none is left; its inner loop
+// goes over the Q tiles that see the KV tile, for each query head of the group. Everything is
+// computed transposed, rows are keys, as in backward_tile.cuh. Its warpgroups have roles:
 //
-//   producer       four threads: Q and lse; dO and delta; additions to dQ; the choice of the next
-//                  KV tile and its K and V
+//   producer       four threads: Q and lse; dO and delta; additions to dQ in HBM; KV tiles, which
+//                  it fetches and describes, with their K and V
 //   two consumers  each owns 64 keys: S^T, dP^T, and the gradients dK and dV in registers
 //
-// A consumer's step, in the order in which it starts things; primes belong to the next Q tile:
+// A consumer's iteration, in the order in which it starts the operations; primes belong to the next
+// Q tile:
 //
 //     S'^T  = K Q'^T               wgmma, asynchronous
 //     dV   += P^T dO               wgmma, asynchronous; P^T from registers
-//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers, where they hold it
-//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when these are done
+//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers (kHoldDS) or shared
+//                                  memory
+//     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when these are complete
 //     P'    = 2^(S' scale - lse')  while dP' runs
-//     dS'   = P' * dP'             when dP' is there
+//     dS'   = P' * dP'             when dP' is complete
 //     dQ    = dS K                 wgmma, asynchronous
 //
-// What has no matmul of its own runs beside the other consumer's; up to head dim 64 they begin
-// their steps by turns for that. dQ sums over the keys of both consumers, so dS^T goes through
-// shared memory, and each consumer computes a half of dQ: at head dim 128 half of its columns, as
-// dQ^T, which takes the registers of S, at 32 and 64 half of its rows. dQ is summed over CTAs in
-// float32 in HBM: a consumer leaves its part in shared memory, in fragment order, and a producer
-// adds it by TMA. A pass before the kernel makes lse, delta and zeros of it, a pass after it
-// converts it, head by head on the SMs that have no more tiles. Short sequences need no zeros: the
-// first KV tile of each head comes well before the others, and stores.
+// What has no matmul of the same consumer to run beside runs beside those of the other consumer. Up
+// to head dim 64 ping-pong ensures that.
 //
-// Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; dS^T, twice; each consumer's
-// part of dQ; the pipeline of KV tiles' descriptions (KeyTile).
+// dQ sums over the keys of both consumers. So dS^T goes through shared memory, and each consumer
+// computes half of dQ: at head dim 128 half of its columns, as dQ^T, in the registers of S; at 32
+// and 64 half of its rows. dQ is summed over CTAs in float32 in HBM: each consumer writes its half
+// to shared memory, in fragment order, and a producer adds it by TMA.
 //
-//   barrier               arrives                      waits
-//   full(Q, dO, K, V)     TMA, by bytes                consumers, before the matmul that reads it
-//   empty(Q, dO, K, V)    each consumer thread, when   producer, before it loads the next
-//                         the matmul is done
-//   full, empty(work      producer; all readers        all readers; producer
-//   tiles)
-//   fetch                 producer of Q, before the    producer of tiles
-//                         last load of a tile
-//   dS (of each stage)    each consumer warp, when     consumers, before dQ
-//                         its rows are written and
-//                         its dQ of the step before
-//                         is done
-//   full(dQ)              each warp of the consumer    producer, before it adds
-//   empty(dQ)             producer, when it is read    that consumer, before the next dQ
-//   dS stored (named)     each warp of a consumer      that consumer, before dK, where it
-//                                                      takes dS from shared memory
-//   ping-pong (named)     the other consumer, when     consumers, before they start S
-//                         its dP is started
+// The preprocess pass computes lse and delta and zeroes dq_accum. The postprocess pass converts dQ,
+// head by head, on the SMs that have no more tiles. For short sequences, and in deterministic mode,
+// dq_accum is not zeroed: the first KV tile that a Q tile sees stores, and the others add. For
+// short sequences the first KV tile of a head therefore comes well before its others (lead_of).
+//
+// Shared memory: K, V; pipelines of Q and dO tiles with lse and delta; two stages of dS^T; each
+// consumer's half of dQ; the work-tile pipeline (KeyTile).
+//
+//   barrier               arrivals per phase                   who waits
+//   full(Q, dO, K, V)     1: its producer; and TMA's bytes     consumers, before the matmul
+//   empty(Q, dO, K, V)    256: each consumer thread, when the  its producer, before the next load
+//                         last matmul that reads it is
+//                         complete
+//   full(work tiles)      1: producer of KV tiles              other producers, consumers
+//   empty(work tiles)     3: other producers; 8: each          producer of KV tiles, before it
+//                         consumer warp. When they have        describes another tile
+//                         finished the tile
+//   fetch                 1: producer of Q, before the last    producer of KV tiles, before it
+//                         load of a tile                       fetches the next
+//   dS (of each stage)    8: each consumer warp, when its dS   consumers, before they start dQ and
+//                         is written and its dQ of the         before they overwrite the other
+//                         iteration before is complete         stage
+//   full(dQ)              4: each warp of the consumer, when   producer that adds it
+//                         its fragments are written
+//   empty(dQ)             1: that producer, when TMA has read  that consumer, before its next dQ
+//                         it
+//   dS stored (named)     the 128 threads of a consumer        the same threads, before a dK that
+//                                                              takes dS from shared memory
+//   ping-pong (named)     128: the other consumer, when its    a consumer (its 128 threads count
+//                         dP is started                        too), before it starts S
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -89,8 +99,8 @@ struct Fa3BackwardMaps : BackwardParams {
 };
 
 struct Fa3BackwardParams : Fa3BackwardMaps {
-    // Heads (of all batches) by which a head's first KV tile comes before its others. 0: no tile
-    // does.
+    // The number of heads (of all batches) by which a head's first KV tile comes before its other
+    // tiles. 0: all tiles of a head are in order.
     int lead;
 };
 
@@ -119,18 +129,19 @@ struct Fa3BackwardConfig {
     using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
     using KPipeline = Pipeline<1, KTile::kBytes>;
     using VPipeline = Pipeline<1, VTile::kBytes>;
-    using DQPipeline = Pipeline<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // of a consumer
+    using DQPipeline = Pipeline<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // one per consumer
     using WorkTiles = WorkTilePipeline<KeyTile>;
     static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
 
-    // A consumer's part of dQ has wgmma's 64 rows: of dQ^T, which are columns of dQ, at head dim
-    // 128, and then it may have any 8 n queries; of the queries at 32 and 64.
+    // A consumer's half of dQ has the 64 rows of a wgmma. At head dim 128 these are rows of dQ^T,
+    // which are columns of dQ; the number of queries can then be any multiple of 8. At 32 and 64
+    // they are queries.
     static constexpr bool kTransposeDQ = kHeadDim == 64 * kConsumers;
     static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
     using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
-    // Do registers hold dS^T until dK takes it? Else it comes from shared memory.
+    // Do registers hold dS^T until dK takes it? Otherwise dK reads it from shared memory.
     static constexpr bool kHoldDS = kBlockQ <= 80 || kHeadDim <= 32;
-    // Does dQ take the registers of S? Gradients of 32 columns leave room for both.
+    // Does dQ use the registers of S? With gradients of 32 columns there are enough for both.
     static constexpr bool kDQTakesScores = kHeadDim > 32;
 
     struct SharedStorage {
@@ -152,7 +163,7 @@ struct Fa3BackwardConfig {
     };
 };
 
-// The inner loop's place: Q tile and query head.
+// The position of the inner loop: Q tile and query head.
 struct QTileStep {
     int q_tile;
     int head;
@@ -165,8 +176,8 @@ struct QTileStep {
     }
 };
 
-// The Q tiles that see all of `keys`, and whose scores are used as they are. Queries past the
-// sequence do not count.
+// The Q tiles of which every query sees all of `keys`, so that scores need neither mask nor
+// reference. Queries past the end of the sequence do not count.
 __device__ __forceinline__ Interval full_q_tiles(const KeyTile& tile, const BandMask& mask,
                                                  const Interval& keys, int block_q) {
     if (tile.large_lse) return {0, 0};
@@ -188,7 +199,7 @@ __device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& param
                workspace_row<workspace_block(kBlockQ)>(params, sequence, head, first_query);
     };
     if constexpr (kGeneral) {
-        // A part at a time, since softcap takes registers.
+        // In pieces of 32 columns, since softcap takes registers.
         using Part = RegisterTile<16, 32>;
 #pragma unroll
         for (int n = 0; n < Scores::kN; n += Part::kN)
@@ -201,7 +212,7 @@ __device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& param
         const BandMask mask = mask_of(params, sequence);
         mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
     }
-    if (kGeneral && tile.large_lse) [[unlikely]]  // ptxas finds no registers for it above
+    if (kGeneral && tile.large_lse) [[unlikely]]  // above, ptxas would run out of registers
         subtract_references<Rows::kKeys>(s, references());
     exponentiate<Rows::kKeys>(s, lse, kGeneral ? 1.f : params.scale_log2);
 }
@@ -230,8 +241,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
     using Cta::elected, Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
     using typename Cta::WorkTileState;
 
-    int consumer;  // number of this thread's warpgroup
-    int warp_key;  // first row of its warp within the KV tile
+    int consumer;  // index of this thread's warpgroup among the consumers
+    int warp_key;  // first row of this thread's warp within the KV tile
     QPipeline q_pipeline;
     DOPipeline do_pipeline;
     KPipeline k_pipeline;
@@ -253,7 +264,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
         do_pipeline.init(kReaders);
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
-        work_tiles.init(kWarps + 3);  // and the producers
+        work_tiles.init(kWarps + 3);  // and the other producers
         for (int i = 0; i < Config::kConsumers; ++i) dq_pipeline(i).init(1, 4);
         ptx::mbarrier_init(ds_barrier(0), kWarps);
         ptx::mbarrier_init(ds_barrier(1), kWarps);
@@ -279,8 +290,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
         tile.large_lse = params.large_lse.is_raised();
     }
 
-    // visit(query head, its first row in the workspace, first row, is it the last?) for all steps
-    // of a KV tile, whose description stays in shared memory: this warpgroup has few registers.
+    // visit(query head, its first row in the workspace, first row, is it the last?) for all
+    // iterations of a KV tile. The description stays in shared memory, since producers have few
+    // registers.
     template <class Visit>
     __device__ __forceinline__ void for_each_step(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
@@ -296,10 +308,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
         }
     }
 
-    // Chooses the KV tiles, by work index: so all that a CTA waits for in add_dq() are running. And
-    // loads K and V.
+    // Fetches the KV tiles and loads K and V. Tiles are fetched in ascending order of the work
+    // index, so those that add_dq() waits for are already running.
     __device__ __forceinline__ void produce_tiles() const {
-        ptx::launch_dependents();  // for which an SM has room when this CTA has left
+        ptx::launch_dependents();  // the postprocess pass, in SMs that this kernel has left
         const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
         const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
         work_tiles.produce(
@@ -359,10 +371,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
         state.advance();
     }
 
-    // Adds the consumers' parts to dQ, in deterministic mode KV tiles in ascending order. Where
-    // nothing made zeros of dQ, its first KV tile stores. params.dq_semaphore counts those that
-    // have added, where others wait for them: they were all fetched before. And tiles_done() counts
-    // KV tiles for the pass after the kernel.
+    // Adds the consumers' halves to dQ; in deterministic mode KV tiles add in ascending order.
+    // Where dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore
+    // counts the KV tiles that have stored or added, where others wait for them; these were all
+    // fetched earlier. tiles_done() counts KV tiles for the postprocess pass.
     __device__ __forceinline__ void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
@@ -399,10 +411,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
             });
             count_added(tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head));
         });
-        ptx::bulk_wait();  // for nothing; without it ptxas schedules consumers worse (note 010)
+        ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
     }
 
-    // Counts, when all that this thread has added to dQ can be read.
+    // Counts once all that this thread has added to dQ is visible.
     __device__ __forceinline__ void count_added(int* count) const {
         ptx::bulk_wait();
         ptx::fence_proxy_async_global();
@@ -410,7 +422,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce() const {
-        ptx::wait_for_grid_before();  // the pass that makes lse, delta and zeros
+        ptx::wait_for_grid_before();  // the preprocess pass
         switch (warp_id()) {
             case 0:
                 return produce_q();
@@ -425,7 +437,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
     // --- Consumers ---
 
-    // By each thread, since all read the statistics.
+    // By all threads, since all read lse and delta.
     template <class Pipeline>
     static __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,
                                                                typename Pipeline::State& state) {
@@ -433,21 +445,21 @@ struct Fa3Backward : Fa3Cta<Config_> {
         state.advance();
     }
 
-    // The Q tiles that see all of this consumer's keys.
+    // The Q tiles of which every query sees all of this consumer's keys.
     __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
         const int first_key = tile.first_key + consumer * 64;
         return full_q_tiles(tile, mask_of(params, tile.sequence), {first_key, first_key + 64},
                             Config::kBlockQ);
     }
 
-    // dP^T begins with -delta.
+    // Initializes dP^T with -delta.
     __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t stage) const {
         for_each_with_query<Rows::kKeys, Scores>(
             storage.delta[stage],
             [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
     }
 
-    // From P^T and dP^T - delta: P^T and dS^T as operands.
+    // From P^T and dP^T - delta to the operands P^T and dS^T.
     __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
                                                      Operand& rdS, uint32_t lse_stage,
                                                      const KeyTile& tile,
@@ -486,14 +498,14 @@ struct Fa3Backward : Fa3Cta<Config_> {
         ptx::fence_proxy_async();
     }
 
-    // An operand, moved from a pipeline's first stage to another.
+    // An operand in the first stage of a pipeline, moved to another stage.
     template <int kStageBytes, class Operand_>
     static __device__ __forceinline__ Operand_ in_stage(Operand_ operand, uint32_t stage) {
         operand.descriptor += stage * (kStageBytes / 16);
         return operand;
     }
 
-    // A consumer's part of dQ to shared memory, for the producer that adds it.
+    // Writes the consumer's half of dQ to shared memory, for the producer that adds it.
     __device__ __forceinline__ void store_dq(const DQ& rdQ, typename DQPipeline::State& c) const {
         auto* target = reinterpret_cast<float4*>(storage.dq[consumer].bytes[c.stage]) +
                        (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
@@ -509,18 +521,18 @@ struct Fa3Backward : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void consume() const {
-        // One consumer begins a step when the other has started the last matmul before its own.
-        if (consumer == 1) Turns::pass_turn(consumer);  // the first one's
+        // Ping-pong: a consumer starts its iteration after the other has started dP.
+        if (consumer == 1) Turns::pass_turn(consumer);  // consumer 0 starts
         typename QPipeline::State q;                    // of the scores
-        typename QPipeline::State q_done;               // of dK, which is a step later
-        typename DOPipeline::State d, d_done;           // of dP and dV
+        typename QPipeline::State q_done;               // of dK, one iteration later
+        typename DOPipeline::State d, d_done;           // of dP and of dV
         WorkTileState t;
         typename DQPipeline::State part;  // of dQ
-        uint32_t ds = 0;                  // stage of dS
-        uint32_t ds_phase = 0;            // of dQ's stage
+        uint32_t ds = 0;                  // stage of dS that dQ reads
+        uint32_t ds_phase = 0;            // its phase
         GradientK rdK;
         GradientV rdV;
-        // Operands in shared memory, of pipelines in their first stages.
+        // Operands in shared memory; those of pipelines in the first stage.
         const KMajor<KTile> k_rows(k_pipeline.stages, consumer * 64);
         const KMajor<VTile> v_rows(v_pipeline.stages, consumer * 64);
         const KMajor<QTile> q_rows(q_pipeline.stages);
@@ -581,12 +593,12 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     if constexpr (Config::kHoldDS) {
                         gemm_async<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
                     } else {
-                        ptx::barrier_sync(kDSStored + consumer, 128);  // all of its dS is there
+                        ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
                         gemm_async<Element, Config::kBlockQ>(
                             rdK, in_stage<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
                     }
                 };
-                // This consumer's part of dQ.
+                // This consumer's half of dQ.
                 const auto issue_dq = [&] {
                     dq_pipeline(consumer).producer_acquire(part);
                     const auto dS = in_stage<DSTile::kBytes>(ds_columns, ds);
@@ -607,7 +619,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     ptx::wgmma_wait<0>();
                     warpgroup_fence(rdP);
                 };
-                // Both consumers' dS is there, and their dQ of the step before done.
+                // Both consumers have written dS and completed the dQ of the iteration before.
                 const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_phase); };
                 const auto commit_ds = [&] {
                     __syncwarp();
@@ -686,10 +698,11 @@ struct Fa3Backward : Fa3Cta<Config_> {
     }
 };
 
-// A first KV tile is to be done when the others of its head begin: so as many tiles lie between as
-// CTAs run, more under a mask, where it has 2 tiles / (tiles + 1) times the mean's steps. Not for
-// long sequences, which zeros cost little, nor where the heads between do not fit in L2 or are most
-// of all (note 010).
+// The first KV tile of a head should be complete when its other tiles begin. So as many tiles come
+// in between as there are CTAs, and more under a mask, where the first tile has 2 tiles /
+// (tiles + 1) times as many iterations as the mean. 0 for long sequences, for which zeros cost
+// little, and where the heads in between do not fit in L2 or are more than a quarter of all
+// (note 010).
 inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
     constexpr int kMaxTiles = 16;
     constexpr int64_t kL2Share = int64_t{67} << 19;  // 33.5 MB

@@ -1,49 +1,56 @@
-// FlashAttention-3 backward for wide heads, part one: dK and dV. For Hopper.
+// FlashAttention-3 backward for wide heads, first kernel: dK and dV (dKdV). For Hopper.
 //
-// Where dK and dV of 64 keys fill the registers, a KV tile cannot be larger, and adding dQ to
-// memory would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ has a
-// kernel of its own. Where there is memory for dS, this one keeps it there, and that is one matmul
-// (fa3/backward_dq_gemm.cuh); else S and dP are computed again (fa3/backward_dq.cuh), seven
-// matmuls instead of five. Either way there is no sum in memory, and results do not depend on any
-// order.
+// At these head dims dK and dV of 64 keys fill the registers. A KV tile cannot be larger, and
+// adding dQ in HBM would take longer than the matmuls: 4 D bytes for every 64 keys and query. So dQ
+// has a kernel of its own. Where there is a workspace for dS, this kernel stores dS there, and dQ
+// is one matmul (backward_dq_gemm.cuh). Otherwise S and dP are computed again (backward_dq.cuh):
+// seven matmuls instead of five. In both cases nothing is summed in HBM, so results do not depend
+// on the order of tiles.
 //
-// One CTA per SM takes one KV tile of 64 keys after another; its inner loop goes over the Q tiles
-// that see the KV tile, for each query head of the group in turn. Everything is computed
-// transposed: rows are keys. Its warpgroups have roles:
+// The grid has at most one CTA per SM. Each CTA fetches KV tiles of 64 keys until none is left; its
+// inner loop goes over the Q tiles that see the KV tile, for each query head of the group.
+// Everything is computed transposed: rows are keys. Its warpgroups have roles:
 //
-//   producer   three threads: Q and dO with their statistics; K and V; the choice of KV tiles
+//   producer   three threads: Q and dO with lse and delta; K and V; the KV tiles, fetched and
+//              described
 //   dV         S^T = K Q^T, P^T = 2^(S^T scale - lse), and dV += P^T dO in registers
 //   dK         dP^T = V dO^T, dS^T = P^T * (dP^T - delta), and dK += dS^T Q in registers
 //
-// P^T goes from the one to the other through shared memory, in float32 and in the order of the
-// registers. In the order in which things are started; primes belong to the next step:
+// P^T goes from consumer dV to consumer dK through shared memory, in float32 and in fragment order.
+// An iteration, in the order in which operations are started; primes belong to the next Q tile:
 //
 //     consumer dV                                consumer dK
 //     dV   += P^T dO     wgmma, asynchronous     dK    += dS^T Q     wgmma, asynchronous
 //     S'^T  = K Q'^T     wgmma, asynchronous     dP'^T  = V dO'^T    wgmma, asynchronous
-//     P'                 when both are done      dS'                 when P' is there as well
+//     P'                 when both are complete  dS'                 when both are complete and P'
+//                                                                    has arrived
 //
-// They take turns at starting their matmuls, so that each one's arithmetic has the other's matmuls
-// beside it.
+// They use ping-pong: the arithmetic of one runs beside the matmuls of the other.
 //
-// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolState); pipelines of P^T and of KV
-// tiles' descriptions (KeyTile).
+// Shared memory: K and V; a pool of pairs of Q and dO tiles (PoolState) with lse and delta;
+// pipelines of P^T and of work tiles (KeyTile).
 //
-//   barrier              arrives                    waits
-//   full(pool, K, V)     TMA, by bytes              consumers, before the matmul that reads it
-//   empty(pool)          each consumer thread, when producer, before it loads the next
-//                        its matmuls and its
-//                        arithmetic are done
-//   empty(K), empty(V)   each warp of consumer dV,  producer
-//                        of consumer dK
-//   full, empty(work     producer; all readers      all readers; producer
-//   tiles)
-//   fetch                producer of Q, before the  producer of tiles
-//                        last load of a tile
-//   full(P)              each thread of consumer dV consumer dK, before dS
-//   empty(P)             each thread of consumer dK consumer dV, before it writes the next
-//   ping-pong (named)    the other consumer, when   consumers, before they start theirs
-//                        its matmuls are started
+//   barrier             arrivals per phase                   who waits
+//   full(pool, K, V)    1: its producer; and TMA's bytes     the consumers that use it, before the
+//                                                            matmul
+//   empty(pool)         256: each consumer thread, when its  its producer, before the next load
+//                       matmuls and arithmetic that read it
+//                       are complete
+//   empty(K)            4: each warp of consumer dV, after   producer of K and V
+//                       the last S of the tile
+//   empty(V)            4: each warp of consumer dK, after   producer of K and V
+//                       the last dP of the tile
+//   full(work tiles)    1: producer of KV tiles              other producers, consumers
+//   empty(work tiles)   2: other producers; 8: each          producer of KV tiles, before it
+//                       consumer warp. When they have        describes another tile
+//                       finished the tile
+//   fetch               1: producer of Q and dO, before the  producer of KV tiles, before it
+//                       last loads of a tile                 fetches the next
+//   full(P)             128: each thread of consumer dV      consumer dK, before dS
+//   empty(P)            128: each thread of consumer dK      consumer dV, before it writes to the
+//                                                            stage
+//   ping-pong (named)   128: the other consumer, when its    a consumer (its 128 threads count
+//                       matmuls are started                  too), before it starts its own
 #pragma once
 
 #include "kernels/fa3/backward.cuh"
@@ -57,21 +64,21 @@
 
 namespace flash_ext {
 
-// Where a step is in the pool, whose stages are pairs for Q and dO. dO of a step is done with
-// before its Q is, and Q of a later step needed before its dO: so Q lies where dO was and dO where
-// Q was, at every other pass through the pairs.
+// The state of an iteration in the pool, whose stages are pairs for Q and dO. The dO of an
+// iteration is released before its Q, and the Q of a later iteration is needed before its dO. So in
+// every other pass through the pairs Q and dO exchange their stages.
 template <int kPairs>
 struct PoolState : PipelineState<kPairs> {
     __device__ __forceinline__ uint32_t q() const { return 2 * this->stage + this->phase; }
     __device__ __forceinline__ uint32_t dout() const { return 2 * this->stage + (this->phase ^ 1); }
 };
 
-// A part of dS^T: 64 keys, 64 queries.
+// A tile of dS^T: 64 keys, 64 queries.
 template <class Element>
 using DSTile = SharedTile<Element, 64, 64>;
 
-// Memory in which dS^T is kept for fa3/backward_dq_gemm.cuh, tile by tile as in shared memory: of
-// some of the heads (of K and V, of all batches, flattened).
+// The dS workspace, from which backward_dq_gemm.cuh reads dS^T: for some of the heads (of K and V,
+// of all batches, flattened), in tiles that are swizzled as in shared memory.
 struct DSWorkspace {
     char* data = nullptr;
     int first_head = 0;
@@ -176,7 +183,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
           p_pipeline(storage.p, storage.p_barriers) {}
 
     __device__ __forceinline__ void init() const {
-        pool.init(2 * 128);  // all threads, since all read the statistics
+        pool.init(2 * 128);  // all threads, since all read lse or delta
         k_pipeline.init(4);
         v_pipeline.init(4);
         work_tiles.init(8 + 2);  // and the producers that load
@@ -184,13 +191,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void begin() const {
-        ptx::wait_for_grid_before();  // the statistics are there
+        ptx::wait_for_grid_before();  // lse and delta are complete
         ptx::launch_dependents();
     }
 
     // --- Producer ---
 
-    // Chooses the KV tiles.
+    // Fetches the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
         params.scheduler.start();
         const int total = cta_count(params.schedule);
@@ -285,12 +292,12 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     __device__ __forceinline__ void wait(uint32_t stage, const TileCoord& at) const {
         pool.consumer_wait({stage, at.phase});
     }
-    // By each thread, since all read the statistics.
+    // By all threads, since all read lse or delta.
     __device__ __forceinline__ void release(uint32_t stage) const {
         pool.consumer_release({stage, 0});
     }
 
-    // dP^T to dS^T, as an operand, with P^T from shared memory.
+    // From dP^T, and P^T in shared memory, to dS^T as an operand.
     __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PState& at,
                                                      const TileCoord& place) const {
 #pragma unroll
@@ -307,8 +314,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         }
     }
 
-    // To memory for fa3/backward_dq_gemm.cuh. The four lanes that hold a row exchange what they
-    // have of it, 4 x 4 pairs of columns, until each has 16 bytes.
+    // Stores dS^T to the workspace. The four lanes that hold a row exchange pairs of columns, as a
+    // 4 x 4 transpose, so that each has 16 contiguous bytes.
     __device__ __forceinline__ void store_ds(const Operand& rdS, char* ds) const {
         const int lane = lane_id() % 4;
         const auto exchange = [&](uint32_t& x, uint32_t& y, int bit) {
@@ -332,13 +339,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             }
     }
 
-    // Where this thread's part of 8 of P's columns lies, for the thread of its number in consumer
-    // dK.
+    // The address of this thread's four elements of 8 columns of P^T. The thread of the same index
+    // in consumer dK reads them.
     __device__ __forceinline__ uint32_t p_address(const PState& at, int n) const {
         return p_pipeline.stage(at) + n * 2048 + threadIdx.x % 128 * 16;
     }
 
-    // Softcap's derivative goes with P: consumer dV has the lse that it takes.
+    // Passes P^T to consumer dK. The derivative of softcap is applied here, since it needs lse.
     __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const TileCoord& place,
                                            const KeyTile& tile, const QTileStep& step) const {
         Scores x = p;
@@ -359,15 +366,15 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         return pool.stage({stage, 0});
     }
 
-    // A consumer's way through the KV tiles: where its scores are.
+    // A consumer's position in the KV tiles: that of its scores.
     struct Walk {
         WorkTileState tile;
         Interval q_tiles;
         QTileStep at;
-        int left;  // steps of the tile after this one
+        int left;  // iterations of the tile after this one
     };
 
-    // The next KV tile that has steps; a gradient of those that have none is written as zeros.
+    // Goes on to the next KV tile that has iterations. Tiles without any get zeros as gradient.
     __device__ __forceinline__ bool find_tile(Walk& walk, const TensorView& view, int cols) const {
         for (;; end_work_tile(walk.tile)) {
             work_tiles.descriptions.consumer_wait(walk.tile);
@@ -393,8 +400,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         Operand rP;
         GradientV rdV;
 
-        // Descriptors are made where they are used: the compiler would hold those of every 16
-        // columns in registers over the loop.
+        // Descriptors are made where they are used: otherwise the compiler would keep those of
+        // every 16 columns in registers throughout the loop.
         const auto issue_scores = [&] {
             const KMajor<KTile> k_rows(k_pipeline.stages);
             const KMajor<QTile> q_rows(tile_in(place.q()));
@@ -480,7 +487,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const MNMajor<QTile> q_columns(tile_in(at.q()));
             gemm_async<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
-        char* ds = nullptr;  // where it is kept
+        char* ds = nullptr;  // the current tile in the workspace
         const auto find_ds = [&] {
             const KeyTile& tile = work_tiles[walk.tile];
             ds = params.ds_workspace.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
@@ -497,7 +504,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             if constexpr (Config::kStoresDS) store_ds(rdS, ds);
         };
 
-        Turns::pass_turn(kDK);  // the first one's
+        Turns::pass_turn(kDK);  // consumer dV starts
         while (find_tile(walk, params.dk, params.head_dim)) {
             if constexpr (Config::kStoresDS) find_ds();
             v_pipeline.consumer_wait(v);

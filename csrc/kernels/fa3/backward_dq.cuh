@@ -1,39 +1,45 @@
-// FlashAttention-3 backward for wide heads, part two: dQ. For Hopper. Part one, and why there are
-// two, is fa3/backward_dkdv.cuh.
+// FlashAttention-3 backward for wide heads, second kernel where there is no dS workspace: dQ. For
+// Hopper. backward_dkdv.cuh is the first kernel, and says why there are two.
 //
-// One CTA per SM takes one Q tile after another, whichever is next
-// (dynamic_persistent_scheduler.cuh), and goes over the KV tiles that it sees. Its warpgroups have
+// The grid has at most one CTA per SM. Each CTA fetches Q tiles until none is left
+// (dynamic_persistent_scheduler.cuh) and goes over the KV tiles that they see. Its warpgroups have
 // roles:
 //
-//   producer       four threads: K; V; Q and dO; the choice of Q tiles
+//   producer       four threads: K; V; Q and dO with lse and delta; the Q tiles, fetched and
+//                  described
 //   two consumers  each owns 64 queries, with dQ in registers
 //
-// A consumer's step, in the order in which it starts things; primes belong to the next KV tile:
+// A consumer's iteration, in the order in which it starts the operations; primes belong to the next
+// KV tile:
 //
-//     dQ  += dS K                  wgmma, asynchronous
+//     dQ  += dS K                  wgmma, asynchronous; dS from registers
 //     S'   = Q K'^T                wgmma, asynchronous
-//     dP'  = dO V'^T               wgmma, asynchronous, when dQ is done
-//     P'   = 2^(S' scale - lse)    when S' is there, while dP' runs
-//     dS'  = P' * (dP' - delta)    when dP' is there, beside the other consumer's matmuls
+//     dP'  = dO V'^T               wgmma, asynchronous, when dQ is complete
+//     P'   = 2^(S' scale - lse)    when S' is complete, while dP' runs
+//     dS'  = P' * (dP' - delta)    when dP' is complete, beside the other consumer's matmuls
 //
-// They take turns at starting their matmuls, so that one's arithmetic runs beside the other's.
-// dS goes from the registers into dQ.
+// They use ping-pong: the arithmetic of one runs beside the matmuls of the other.
 //
-// Shared memory: Q and dO, with lse and delta; pipelines of K and V tiles, and of Q tiles'
-// descriptions (QueryTile).
+// Shared memory: each consumer's Q and dO, with lse and delta; pipelines of K and V tiles; the
+// work-tile pipeline (QueryTile).
 //
-//   barrier              arrives                       waits
-//   full(Q, dO, K, V)    TMA, by bytes                 consumers, before the matmul that reads it
-//   empty(K, V)          each consumer warp, when      its producer, before it loads the next
-//                        the matmul is done
-//   empty(Q, dO)         each warp of the consumer     its producer
-//                        whose rows they are
-//   ping-pong (named)    the other consumer, when      consumers, before they start theirs
-//                        its matmuls are started
-//   full, empty(work     producer; all readers         all readers; producer
-//   tiles)
-//   fetch                producer of K, before a       producer of tiles
-//                        tile's last loads
+//   barrier             arrivals per phase                   who waits
+//   full(Q, dO, K, V)   1: its producer; and TMA's bytes     consumers, before the matmul; full(dO)
+//                                                            also counts lse and delta
+//   empty(K, V)         8: each consumer warp, when the      its producer, before the next load
+//                       matmul is complete
+//   empty(Q)            4: each warp of the consumer, after  producer of Q and dO
+//                       the last S of the tile
+//   empty(dO)           128: each thread of the consumer,    producer of Q and dO
+//                       after the last dS of the tile
+//   full(work tiles)    1: producer of Q tiles               other producers, consumers
+//   empty(work tiles)   3: other producers; 8: each          producer of Q tiles, before it
+//                       consumer warp. When they have        describes another tile
+//                       finished the tile
+//   fetch               1: producer of K, before the last    producer of Q tiles, before it
+//                       loads of a tile                      fetches the next
+//   ping-pong (named)   128: the other consumer, when its    a consumer (its 128 threads count
+//                       matmuls are started                  too), before it starts its own
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
@@ -56,12 +62,12 @@ struct Fa3BackwardDQConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
-    static constexpr int kFetchAhead = 2;  // tiles of K, when the next Q tile is fetched
-    // As many for the consumers as they need.
+    static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
+    // At head dim 256 the consumers need a few more.
     static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
     static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
 
-    // A consumer's.
+    // Of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;
     using DOTile = SharedTile<Element, 64, kHeadDimV>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
@@ -71,7 +77,7 @@ struct Fa3BackwardDQConfig {
     using KPipeline = Pipeline<kStagesK, KTile::kBytes>;
     using VPipeline = Pipeline<kStagesV, VTile::kBytes>;
     using WorkTiles = WorkTilePipeline<QueryTile>;
-    static_assert(kStagesK >= 2);  // of this step and of the next
+    static_assert(kStagesK >= 2);  // of this iteration and the next
 
     struct SharedStorage {
         typename QPipeline::Stages q[kConsumers];
@@ -119,7 +125,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
           k_pipeline(storage.k, storage.k_barriers),
           v_pipeline(storage.v, storage.v_barriers) {}
 
-    // A consumer's own.
+    // Of one consumer.
     __device__ __forceinline__ QPipeline q_pipeline(int of) const {
         return {storage.q[of], storage.q_barriers[of]};
     }
@@ -131,20 +137,21 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         constexpr int kReaders = Config::kConsumers * 4;
         for (int i = 0; i < Config::kConsumers; ++i) {
             q_pipeline(i).init(4);
-            do_pipeline(i).init(128);  // all threads, since all read the statistics
+            do_pipeline(i).init(128);  // all threads, since all read lse and delta
         }
         k_pipeline.init(kReaders);
         v_pipeline.init(kReaders);
         work_tiles.init(kReaders + 3);  // and the other producers
     }
 
-    // The kernel needs nothing of the one before it but the statistics that this one had read, and
-    // so begins while that one's last CTAs run; but what follows needs both.
+    // This kernel needs no result of the dKdV kernel, and that kernel has waited for lse and delta
+    // before it let this one begin. So it begins while the last CTAs of the dKdV kernel run. It
+    // waits at the end, since the next kernel in the stream needs the results of both.
     __device__ __forceinline__ void end() const { ptx::wait_for_grid_before(); }
 
     // --- Producer ---
 
-    // Chooses the Q tiles.
+    // Fetches the Q tiles.
     __device__ __forceinline__ void produce_tiles() const {
         params.scheduler.start();
         const int total = cta_count(params.schedule);
@@ -242,8 +249,9 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // --- Consumers ---
 
-    // The number of this thread's warpgroup, and the first row of its warp within the Q tile; not
-    // kept in registers over the loop.
+    // The index of this thread's warpgroup among the consumers, and the first row of its warp
+    // within the Q tile. Computed where they are needed: they would take registers throughout the
+    // loop.
     __device__ __forceinline__ int consumer() const {
         return ptx::not_hoisted(threadIdx.x) / 128 - 1;
     }
@@ -251,26 +259,26 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
 
-    // Releases KV tiles that it has no use for.
+    // Releases KV tiles that this consumer does not use.
     __device__ __forceinline__ void skip(KState& k, VState& v, int tiles) const {
         for (; tiles > 0; --tiles) {
             Turns::wait_for_turn(consumer());
             Turns::pass_turn(consumer());
-            k_pipeline.consumer_wait(k);  // or its producer would count this reader twice
+            k_pipeline.consumer_wait(k);  // otherwise this warp would arrive twice in one phase
             release_and_advance(k_pipeline, k);
             v_pipeline.consumer_wait(v);
             release_and_advance(v_pipeline, v);
         }
     }
 
-    // A consumer's way through the Q tiles: where its scores are.
+    // A consumer's position in the Q tiles: that of its scores.
     struct Walk {
         WorkTileState tile;
         int kv_tile;
-        int last;  // of its KV tiles
+        int last;  // the last KV tile that its rows see
     };
 
-    // The next Q tile that has KV tiles; dQ of those that have none is written as zeros.
+    // Goes on to the next Q tile that has KV tiles. Tiles without any get zeros as dQ.
     __device__ __forceinline__ bool find_tile(Walk& walk) const {
         for (;; end_work_tile(walk.tile)) {
             work_tiles.descriptions.consumer_wait(walk.tile);
@@ -292,8 +300,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         }
     }
 
-    // KV tiles of the Q tile that this consumer does not see, where it is at its first, at its
-    // last.
+    // The number of KV tiles of the Q tile that this consumer does not see: before its first one,
+    // and after its last one.
     __device__ __forceinline__ int hidden_before(const Walk& walk) const {
         return walk.kv_tile - ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.begin);
     }
@@ -301,12 +309,12 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         return ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.end) - 1 - walk.last;
     }
 
-    // S to P. Statistics came with dO.
+    // From S to P. lse has arrived with dO.
     __device__ __forceinline__ void compute_p(Scores& s, const Walk& walk) const {
         const QueryTile& tile = work_tiles[walk.tile];
         const int first_key = walk.kv_tile * Config::kBlockKV;
         if constexpr (Config::kGeneral) {
-            // A part at a time, since softcap takes registers.
+            // In pieces of 32 columns, since softcap takes registers.
             using Part = RegisterTile<16, 32>;
 #pragma unroll
             for (int n = 0; n < Scores::kN; n += Part::kN)
@@ -329,7 +337,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                                      Config::kGeneral ? 1.f : params.scale_log2);
     }
 
-    // P and dP to dS, as an operand.
+    // From P and dP to dS as an operand.
     __device__ __forceinline__ void compute_ds(const Scores& p, Scores& dp, Operand& rdS,
                                                const Walk& walk) const {
         softmax_gradient<Rows::kQueries>(dp, p, storage.delta + warp_row());
@@ -344,8 +352,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         rdS.template round<Element>(dp);
     }
 
-    // Keeps the compiler from moving P's arithmetic past a wait that follows, where no matmul
-    // would run beside it: by a branch on P, which has no negative numbers.
+    // Prevents the compiler from moving the arithmetic of P past the next wait, where no matmul
+    // would run beside it: a branch on P, never taken, since P is not negative.
     static __device__ __forceinline__ void compute_here(const Scores& p) {
         uint32_t bits = 0;
 #pragma unroll
@@ -356,7 +364,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             __nanosleep(1);
     }
 
-    // Where this warp's rows of dQ go.
+    // This warp's rows of dQ.
     __device__ __forceinline__ GlobalTile<Element> gradient_rows(const QueryTile& tile) const {
         const Sequence& s = tile.sequence;
         const int first_row = tile.first_query + warp_row();
@@ -373,8 +381,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         Operand rdS;
         DQ rdQ;
 
-        // Descriptors are made where they are used: the compiler would hold those of every 16
-        // columns in registers over the loop.
+        // Descriptors are made where they are used: otherwise the compiler would keep those of
+        // every 16 columns in registers throughout the loop.
         const auto issue_scores = [&] {
             const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
             const KMajor<KTile> k_rows(k_pipeline.stage(k));
@@ -410,7 +418,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             store_rows(gradient_rows(tile), rdQ);
         };
 
-        if (consumer() == 1) Turns::pass_turn(consumer());  // the first one's
+        if (consumer() == 1) Turns::pass_turn(consumer());  // consumer 0 starts
         while (find_tile(walk)) {
             skip(k, v, hidden_before(walk));
             q_pipeline(consumer()).consumer_wait(q);

@@ -1,22 +1,27 @@
-// FlashAttention-3 backward for wide heads, part two where there is memory for dS: dQ = dS K, with
-// the dS that fa3/backward_dkdv.cuh has left. For Hopper.
+// FlashAttention-3 backward for wide heads, second kernel where there is a dS workspace: dQ = dS K,
+// with the dS that backward_dkdv.cuh has stored. For Hopper.
 //
-// One CTA per SM takes one Q tile of 128 rows after another. Its warpgroups have roles:
+// The grid has at most one CTA per SM. Each CTA fetches Q tiles of 128 rows until none is left. Its
+// warpgroups have roles:
 //
-//   producer       three threads: dS and K; the choice of Q tiles
+//   producer       two threads: dS and K; the Q tiles, fetched and described
 //   two consumers  each owns 64 queries, with dQ in registers
 //
-// Shared memory: a pipeline whose stages are the dS of both consumers and K for 64 keys; one of Q
-// tiles' descriptions (QueryTile).
+// Shared memory: a pipeline whose stages hold K of 64 keys and the dS of both consumers for them;
+// the work-tile pipeline (QueryTile).
 //
-//   barrier              arrives                       waits
-//   full(stages)         TMA, by bytes                 consumers, before the matmul
-//   empty(stages)        each consumer warp, when      producer, before it loads the next
-//                        the matmul is done
-//   full, empty(work     producer; all readers         all readers; producer
-//   tiles)
-//   fetch                producer of stages, before a  producer of tiles
-//                        tile's last loads
+//   barrier             arrivals per phase                   who waits
+//   full(stages)        1: producer of stages; and TMA's     consumers, before the matmul
+//                       bytes
+//   empty(stages)       8: each consumer warp, when the      producer of stages, before the next
+//                       matmul is complete, or at once if    load
+//                       it has none
+//   full(work tiles)    1: producer of Q tiles               producer of stages, consumers
+//   empty(work tiles)   1: producer of stages; 8: each       producer of Q tiles, before it
+//                       consumer warp. When they have        describes another tile
+//                       finished the tile
+//   fetch               1: producer of stages, before the    producer of Q tiles, before it
+//                       last loads of a tile                 fetches the next
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
@@ -34,7 +39,7 @@ struct Fa3BackwardDQGemmConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
-    static constexpr int kFetchAhead = 3;  // stages, when the next Q tile is fetched
+    static constexpr int kFetchAhead = 3;  // stages left when the next Q tile is fetched
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
@@ -78,7 +83,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void begin() const {
-        ptx::wait_for_grid_before();  // dS is there
+        ptx::wait_for_grid_before();  // dS is complete
         ptx::launch_dependents();
     }
 
@@ -142,7 +147,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
 
     // --- Consumers ---
 
-    // The KV tiles that a consumer's rows see: those for which there is a dS.
+    // The KV tiles that a consumer's rows see, for which dS was stored.
     __device__ __forceinline__ Interval kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};

@@ -1,7 +1,7 @@
-// The passes before and behind the FA3 backward: row statistics and, where dQ is summed in memory,
-// zeros before it; the sum to dQ behind it. Each is a CTA per Q tile. The pass behind begins on SMs
-// that the kernel leaves idle or has left, and converts heads as they are done; of packed sequences
-// all when the kernel has ended.
+// The postprocess pass of the FA3 backward, where dQ is summed in HBM: from the sum in dq_accum to
+// dQ. It has a CTA per Q tile. It begins on SMs that the backward kernel leaves idle or has left,
+// and converts heads as they are complete; with varlen it waits for the end of the kernel. The
+// preprocess pass is that of backward_delta.cuh.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"
@@ -15,17 +15,17 @@ namespace flash_ext {
 
 inline constexpr int kFa3PassThreads = 256;
 
-// Where the KV tiles of a head of K and V are counted that have added all of their dQ: in
-// params.dq_semaphore behind the counts of Q tiles, which are at least as many.
+// The counter of KV tiles of a head of K and V that have added all of their dQ. These counters
+// follow the counters of Q tiles in params.dq_semaphore; there are no more of them than of those.
 template <int kBlockQ>
 __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
                                            int head) {
-    static_assert(kBlockQ >= 2 * tuning::kMinBackwardBlockQ);  // so there is room for both
+    static_assert(kBlockQ >= 2 * tuning::kMinBackwardBlockQ);  // so both fit into dq_semaphore
     const int64_t q_tiles = workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ;
     return params.dq_semaphore + 1 + q_tiles + sequence.index() * params.heads_k + head;
 }
 
-// Its warps are those of the kernel's consumers, with the same parts of dQ.
+// Warp i converts the fragments of dQ that consumer warp i of the backward kernel has written.
 template <class Config>
 __global__ void __launch_bounds__(kFa3PassThreads)
     fa3_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
@@ -40,8 +40,9 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     const int first_query = q_tile * Config::kBlockQ;
     auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
                                     sequence.seqlen_q - first_query, params.head_dim);
-    // What follows in the stream waits for this pass alone, so one CTA waits for the kernel's end.
-    // Where sequences are packed all do: with wrong offsets a count might never be reached.
+    // The next kernel in the stream waits only for this pass, so one CTA waits for the end of the
+    // backward kernel. With varlen all do: with invalid offsets a counter might never reach its
+    // count.
     const bool varlen = params.cu_seqlens_q != nullptr;
     if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
     if (!varlen && threadIdx.x == 0) {
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     __syncthreads();
     if (first_query >= sequence.seqlen_q) return;
     const bool stored =
-        params.dq_accum_zeroed || params.dq_semaphore[1 + blockIdx.x] != 0;  // by any KV tile
+        params.dq_accum_zeroed || params.dq_semaphore[1 + blockIdx.x] != 0;  // by a KV tile
     DQ rdQ;
 #pragma unroll
     for (int n = 0; n < DQ::kN; ++n) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
         store_rows(gdQ, rdQ);
     }
 #else
-    __trap();  // not to be run elsewhere
+    __trap();  // never launched on other GPUs
 #endif
 }
 

@@ -1,11 +1,11 @@
-// The FA3 backward for heads that are too wide for fa3/backward.cuh: row statistics, then dK and
-// dV, then dQ, each a kernel. Nothing is summed in memory, so there is no other mode for
-// deterministic results.
+// The FA3 backward for heads that are too wide for backward.cuh: the preprocess pass, then a kernel
+// for dK and dV (dKdV), then one for dQ. Nothing is summed in HBM, so results are deterministic in
+// any case.
 //
-// Where there is memory for the dS of one head or more, the kernel for dK and dV leaves it there,
-// and dQ = dS K takes one matmul; for as many heads at a time as fit. Else dQ's kernel computes dS
-// again, and begins while the other ends. So each fetches tiles from a counter of its own, of the
-// two that tile_count_semaphore points to here.
+// Where the workspace holds the dS of at least one head, the dKdV kernel stores it there, for as
+// many heads at a time as fit, and the dQ GEMM takes one matmul, dQ = dS K. Otherwise the dQ kernel
+// computes dS again. It begins before the dKdV kernel has ended, so the two count their tiles in
+// separate words, the two of tile_count_semaphore.
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
