@@ -7,7 +7,7 @@ spilled registers, local memory, serialized wgmma or an ignored setmaxnreg. The 
 stored beside the object file, in OBJECT.ptxas.json; report() writes one table of them for the whole
 build. setup.py puts this in front of nvcc. FLASH_EXT_STRICT=0 turns failures into warnings.
 
-fa3's files are compiled for sm_90a alone where that is among the targets.
+The files of fa3 are compiled only for sm_90a where that is among the targets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-# The warnings about spills and local memory name no target; parse() words its own.
+# The warnings about spills and local memory do not name the target; parse() writes its own.
 SPILL = re.compile(r"ptxas warning.*(Registers are spilled|Local memory used)")
 COMPLAINT = re.compile(r"ptxas.*(warning|Potential Performance Loss|serializ|setmaxnreg.*ignored)")
 STATISTICS = re.compile(r"ptxas info\s*:|^\s+\d+ bytes stack frame")
@@ -64,10 +64,10 @@ def parse(lines: list[str]) -> tuple[list[dict], list[str]]:
 
 
 def without_idle_targets(command: list[str]) -> list[str]:
-    """Leaves fa3's files the one target that their kernels run on.
+    """Removes from the command of an fa3 file all targets on which its kernels never run.
 
-    The plan refuses calls on other GPUs. A build without that target keeps what it has: the
-    launchers must be there.
+    Only sm_90a remains: the plan refuses calls on other GPUs. A build without that target keeps its
+    targets, since the launchers must be linked.
     """
     targets = [word for word in command if word.startswith("-gencode")]
     used = [word for word in targets if "sm_90a" in word]
@@ -84,7 +84,7 @@ def demangle(text: str) -> str:
 
 
 def compile_one(command: list[str]) -> int:
-    """Runs nvcc; on a complaint the object is removed, so that the next build tries again."""
+    """Runs nvcc. On a complaint it removes the object, so that the next build compiles it again."""
     start = time.monotonic()
     command = without_idle_targets(command)
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -112,7 +112,7 @@ def compile_one(command: list[str]) -> int:
 
 
 def report(objects: list[Path], table: Path) -> None:
-    """Writes the table of all kernels in these objects; exits where a strict build must fail.
+    """Writes the table of all kernels in these objects. Exits if a strict build must fail.
 
     Objects that a build with FLASH_EXT_STRICT=0 accepted are not compiled again, so their
     complaints are checked here too.

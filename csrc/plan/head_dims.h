@@ -1,5 +1,5 @@
-// The list of head dims, which dispatch and instantiation in csrc follow, and (through
-// tests/native) the tests and benchmarks.
+// The list of head dims. Dispatch and instantiation in csrc follow it and, through tests/native,
+// the tests and benchmarks.
 #pragma once
 
 namespace flash_ext {
@@ -13,22 +13,22 @@ struct HeadDims {
     constexpr bool holds(HeadDims x) const { return x.qk <= qk && x.v <= v; }
 };
 
-// Pairs that have kernels. Any other pair up to the last is padded, inside the kernel, to the first
-// of these that holds it.
+// The pairs that have kernels. Any other pair up to the last one is padded, inside the kernel, to
+// the first of these that holds it.
 inline constexpr HeadDims kHeadDims[] = {{32, 32},   {64, 64},   {96, 96},  {128, 128},
                                          {192, 128}, {192, 192}, {256, 256}};
-// No std::size: <iterator> takes every file that is compiled for a GPU a second longer.
+// Not std::size: <iterator> adds a second to the compile time of every CUDA file.
 inline constexpr int kHeadDimPairs = sizeof(kHeadDims) / sizeof(HeadDims);
 inline constexpr int kMaxHeadDim = kHeadDims[kHeadDimPairs - 1].qk;
 
-// The index in kHeadDims of the pair to which a call's is padded, or -1.
+// The index in kHeadDims of the pair to which `dims` is padded, or -1 if there is none.
 constexpr int head_dims_index(HeadDims dims) {
     for (int i = 0; i < kHeadDimPairs; ++i)
         if (kHeadDims[i].holds(dims)) return i;
     return -1;
 }
 
-// For a call that has been checked, so that there is one.
+// The pair to which `dims` is padded. The call has been checked, so there is one.
 constexpr HeadDims pad_head_dims(HeadDims dims) { return kHeadDims[head_dims_index(dims)]; }
 
 }  // namespace flash_ext

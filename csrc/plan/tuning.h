@@ -1,8 +1,8 @@
-// Every tuned number: tile shapes, stages and warps per (kernel, head dim). The measurements, and
-// what else was tried, are in docs/notes.
+// All tuned numbers: tile shapes, stages and warps per (kernel, head dims). docs/notes has the
+// measurements, and what was tried without success.
 //
-// A kernel has a table with a row for each pair of head dims, and does not compile for a pair
-// without one.
+// Each kernel has a table with a row for each pair of head dims. It does not compile for a pair
+// without a row.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ template <class Row, int kRows>
 constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
     for (const Row& row : table)
         if (row.head_dims == dims) return row;
-    throw "no row of these head dims";  // no constant expression gets here
+    throw "no row of these head dims";  // never reached in a constant expression
 }
 
 template <class Row, int kRows>
@@ -40,7 +40,7 @@ struct Fa1Forward {
     HeadDims head_dims;
     int block_q;
     int block_kv;        // where shared memory suffices (227 KB, Hopper)
-    int small_block_kv;  // elsewhere (163 KB, A100)
+    int small_block_kv;  // otherwise (163 KB, A100)
 };
 
 inline constexpr Fa1Forward kFa1Forward[] = {
@@ -64,20 +64,20 @@ struct Forward {
     int rows_per_warp;
     int warps;
     int block_kv;
-    int q_register_cols = 0;  // number of columns of Q that stay in registers
+    int q_register_cols = 0;  // columns of Q that stay in registers
     int ctas_per_sm = 1;
 
     constexpr bool operator==(const Forward&) const = default;
 };
 
-// Two 16-row blocks a warp where O and S fit in 255 registers a lane, otherwise one. As many keys a
-// tile as then fit. Q in registers leaves fewer registers for fragments in flight: it is faster
-// where warps have 16 rows and shared memory is the limit.
+// A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
+// tile has as many keys as then fit. Q in registers leaves fewer registers for the fragments that
+// are being loaded: it is faster where warps have 16 rows and shared memory is the limit.
 struct Fa2Forward {
     HeadDims head_dims;
     Forward plain;  // and varlen
     Forward general;
-    // Where shared memory does not suffice for those (163 KB, A100).
+    // Where shared memory does not suffice for these (163 KB, A100).
     Forward small_plain = plain;
     Forward small_general = general;
 };
@@ -130,13 +130,14 @@ struct Fa3Forward {
     bool ping_pong = false;
 };
 
-// What tiles depend on, apart from head dims. kSplits: the keys are split.
+// What tiles depend on, apart from head dims and form. kSplits: the keys are split, or GQA is
+// packed.
 enum class Fa3Lengths { kSplits, kFewQueries, kUsual, kLongKeys };
 
-inline constexpr int kLongKeys = 8192;  // from this number of keys on
+inline constexpr int kLongKeys = 8192;  // keys are long from this number on
 
-// For a sequence. Queries are few if tiles of 256 rows would leave many more rows empty than tiles
-// of 128, or if tiles of 128 fill the GPU at most once.
+// From the lengths of a sequence. Queries are few if tiles of 256 rows would leave many more rows
+// empty than tiles of 128, or if tiles of 128 rows fill the GPU no more than once (few_tiles).
 constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
     const auto rounded = [&](int64_t rows) { return ceil_div<int64_t>(queries, rows) * rows; };
     if (few_tiles || rounded(256) > rounded(128) + rounded(128) / 8) return Fa3Lengths::kFewQueries;
@@ -145,7 +146,7 @@ constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
-    Fa3Forward few_queries;  // or split keys, or the general form
+    Fa3Forward few_queries;  // also for splits, packed GQA and the general form
     Fa3Forward long_keys = few_queries;
     Fa3Forward usual = few_queries;
 };
@@ -188,15 +189,15 @@ struct Backward {
     int block_q;
     int keys_per_warp;  // rows of S^T, dK and dV that a warp holds
     int warps_kv;       // block_kv = keys_per_warp * warps_kv
-    int warps_d = 1;    // warps that share those rows: see backward_tile.cuh
+    int warps_d = 1;    // warps that share these rows, see backward_tile.cuh
     int ctas_per_sm = 1;
-    int dq_parts = 1;  // number of column parts in which dQ is computed, to save registers
-    int stages = 2;    // Q tiles in shared memory, with their dO
+    int dq_parts = 1;  // column ranges in which dQ is computed, to save registers
+    int stages = 2;    // stages of the pipeline of Q tiles with their dO
 
     constexpr bool operator==(const Backward&) const = default;
 };
 
-// Computing delta in the loop takes registers.
+// One tile for all forms.
 struct Fa1Backward {
     HeadDims head_dims;
     Backward all;
@@ -219,8 +220,8 @@ static_assert(has_all_rows(kFa1Backward));
 
 constexpr Backward fa1_backward(HeadDims dims) { return row_of(kFa1Backward, dims).all; }
 
-// As many keys a warp as registers allow with dK and dV: each fragment of Q and dO serves all of
-// them.
+// A warp has as many keys as registers allow beside dK and dV, since each fragment of Q and dO is
+// used for all of them.
 struct Fa2Backward {
     HeadDims head_dims;
     Backward general;  // options take registers
@@ -272,15 +273,15 @@ constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
 
 struct Fa3Backward {
     int block_q;
-    int q_stages;   // Q tiles in shared memory, with their lse
-    int do_stages;  // dO tiles, with their delta
-    // Do consumers begin their steps by turns? That is worth 3 to 9 % where exponentials take as
-    // long as matmuls, and costs 1 % where reads of shared memory take longer than both (note 010).
+    int q_stages;   // of Q tiles with their lse
+    int do_stages;  // of dO tiles with their delta
+    // Ping-pong gains 3 to 9 % where exponentials take as long as matmuls, and costs 1 % where
+    // reads of shared memory take longer than both (note 010).
     bool ping_pong = false;
 };
 
-// For heads whose dQ is summed in memory. At d 128 an iteration of 80 queries reads less from
-// shared memory per query. But few queries fill such tiles less well.
+// For heads whose dQ is summed in HBM. At d 128 an iteration of 80 queries reads less shared memory
+// per query. But short sequences leave more rows of such tiles empty.
 struct Fa3BackwardRow {
     HeadDims head_dims;
     Fa3Backward usual;
@@ -308,13 +309,13 @@ constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {
     return many_queries ? row.many_queries : row.usual;
 }
 
-// For wider heads, with as many tiles as shared memory holds.
+// For wider heads. Stages are as many as shared memory holds.
 struct Fa3BackwardWide {
     HeadDims head_dims;
-    int pool_pairs;      // dK and dV: Q and dO tiles in shared memory
-    int k_stages;        // dQ: K tiles ...
-    int v_stages;        // ... and V tiles
-    int dq_gemm_stages;  // dS K: tiles of both
+    int pool_pairs;      // dKdV kernel: pairs of Q and dO tiles
+    int k_stages;        // dQ kernel: K tiles
+    int v_stages;        // dQ kernel: V tiles
+    int dq_gemm_stages;  // dQ GEMM: K tiles with their dS
 };
 
 inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
@@ -329,7 +330,7 @@ constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
 
 constexpr bool is_fa3_backward_wide(HeadDims dims) { return has_row(kFa3BackwardWide, dims); }
 
-// A pair without a backward kernel takes that of the next one.
+// A pair without a backward kernel uses that of the next pair that has one and holds it.
 constexpr HeadDims fa3_backward_head_dims(HeadDims dims) {
     for (const HeadDims padded : kHeadDims)
         if (padded.holds(dims) && (has_row(kFa3Backward, padded) || is_fa3_backward_wide(padded)))
@@ -337,12 +338,12 @@ constexpr HeadDims fa3_backward_head_dims(HeadDims dims) {
     throw "no row that holds these head dims";
 }
 
-// Of queries or keys, in fa3's backward.
+// The fewest rows of a tile of queries or keys in fa3's backward.
 inline constexpr int kMinFa3BackwardBlock = 64;
 
 // --- All variants ---
 
-// Parts of a head's rows in the sum of the sink's gradient.
+// The ranges into which sink_gradient.cuh divides the rows of a head.
 inline constexpr int kSinkParts = 32;
 
 // The fewest rows of a Q tile in any backward.

@@ -1,5 +1,5 @@
-// The parameters of a kernel. Plain structs, no torch. Strides are in elements. Every pointer has a
-// shape comment: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
+// The parameters of kernels: plain structs, without torch. Strides are in elements. Every pointer
+// has a shape comment: B batch, Sq / Sk sequence lengths, Hq / Hk heads, D / Dv head dims.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace flash_ext {
 
 enum class BiasType { kElement, kFloat32, kBool };
 
-// Added to the scores; of packed sequences by positions within the sequence. A broadcast dimension
-// has stride 0 and size 1. Otherwise keys are contiguous.
+// Added to the scores. With varlen it is indexed by positions within the sequence. A broadcast
+// dimension has stride 0 and size 1. Unless they are broadcast, keys are contiguous.
 struct Bias {
     const void* data = nullptr;  // (B, Hq, Sq, Sk)
     BiasType type = BiasType::kElement;
@@ -36,17 +36,17 @@ struct AttentionParams {
     int batch;
     int heads_q;
     int heads_k;
-    int seqlen_q;  // Sq, or the packed total of rows
+    int seqlen_q;  // Sq; with varlen the total number of rows, so for seqlen_k
     int seqlen_k;
     int head_dim;    // D
     int head_dim_v;  // Dv
 
-    // Packed sequences (varlen), and keys in use; null where there are none.
+    // Varlen, and the keys in use; null where not given.
     const int* cu_seqlens_q = nullptr;  // (B + 1) row offsets of the sequences
     const int* cu_seqlens_k = nullptr;  // (B + 1)
     const int* seqused_k = nullptr;     // (B)
 
-    // Mask: BandMask::kUnlimited where a side has no bound; causal is window_right = 0.
+    // Mask. BandMask::kUnlimited: no bound on this side. Causal is window_right = 0.
     int window_left;
     int window_right;
 
@@ -59,20 +59,20 @@ struct AttentionParams {
     Bias bias;
     const float* sink = nullptr;  // (Hq)
 
-    // Dropout; see dropout.cuh. keep_threshold 65536 keeps everything.
+    // Dropout, see dropout.cuh. A keep_threshold of 65536 drops nothing.
     const int64_t* rng_state = nullptr;  // (2): seed, offset
     uint32_t keep_threshold = 1u << 16;
     float keep_scale = 1.f;
 
-    // Every row of every tensor starts and ends on a 16-byte boundary (so the head dim is a
-    // multiple of 8): tiles move in 16-byte copies.
+    // Does every row of every tensor start and end on a 16-byte boundary? (So head dims are
+    // multiples of 8.) Then tiles are copied 16 bytes at a time.
     bool aligned;
     Schedule schedule;
 };
 
-// A kernel exists in up to three forms, so that the common case pays for no option: kPlain has
-// masks (full, causal, window) and sinks; kVarlen also finds its sequences on the device, and in
-// fa2 may take a split of the keys; kGeneral has all options, as branches that are uniform over the
+// A kernel has up to three forms, so that the common case does not pay for options: kPlain has
+// masks (full, causal, window) and sinks; kVarlen also finds its sequences on the device and, in
+// fa2, may have splits of the keys; kGeneral has all options, as branches that are uniform over the
 // grid.
 enum class Features { kPlain, kVarlen, kGeneral };
 
@@ -85,19 +85,19 @@ FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     return Features::kPlain;
 }
 
-// The factor from the scores of the kernel's softmax to exponents of 2. The general form scales
+// The factor from the scores that the softmax gets to exponents of 2. The general form scales
 // scores before it masks them, the others in the exponent.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
     return features_of(params) == Features::kGeneral ? 1.f : params.scale_log2;
 }
 
-// Of a sequence; of packed sequences on average.
+// The number of queries of a sequence; with varlen the mean.
 inline int mean_queries(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr || params.batch == 0 ? params.seqlen_q
                                                                : params.seqlen_q / params.batch;
 }
 
-// Of a row's softmax over a split of the keys.
+// The statistics of a row's softmax over a split of the keys.
 struct alignas(8) PartialStatistics {
     float max;
     float sum;
@@ -108,27 +108,26 @@ struct ForwardParams : AttentionParams {
     TensorView k;    // (B, Sk, Hk, D)
     TensorView v;    // (B, Sk, Hk, Dv)
     TensorView out;  // (B, Sq, Hq, Dv)
-    float* lse;      // (B, Hq, Sq), natural logarithm; like all statistics (Hq, Sq) when packed
+    float* lse;      // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
 
     // FA3 only.
-    unsigned long long* tile_count_semaphore = nullptr;  // (1), the dynamic scheduler's
-    bool few_tiles = false;  // do its smallest Q tiles fill the GPU no more than once?
+    unsigned long long* tile_count_semaphore = nullptr;  // (1), of the dynamic scheduler
+    bool few_tiles = false;  // do the smallest Q tiles fill the GPU no more than once?
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: where the keys of a Q tile are split, or GQA is packed, the result of each
-    // split; see combine.cuh.
+    // FA2 and FA3: the results of splits, also where GQA is packed; see combine.cuh.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
     PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)
 
-    // FA1 only: its running output and statistics are in HBM.
+    // FA1 only, whose running output and statistics are in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
 
-// Raised where *word is `epoch`, see launch_epoch.h. A word that still holds it from a graph's
-// replay before costs time alone.
+// Raised if *word is `epoch`, see launch_epoch.h. In a CUDA graph the word may still hold the epoch
+// from an earlier replay: this costs time, but changes no result.
 struct Flag {
     unsigned long long* word = nullptr;  // (1)
     unsigned long long epoch = 0;
@@ -148,38 +147,38 @@ struct BackwardParams : AttentionParams {
     TensorView dk;      // (B, Sk, Hk, D)
     TensorView dv;      // (B, Sk, Hk, Dv)
 
-    // With dropout dS is computed without this factor, the square root of keep_scale. With the
-    // whole keep_scale fp16 could not hold its largest numbers for every p, without any of it not
-    // the smallest.
+    // The square root of keep_scale. With dropout, dS is computed without this factor: with all of
+    // keep_scale its largest values could overflow fp16, with none of it its smallest could
+    // underflow.
     float ds_factor;
     float inverse_ds_factor;
-    float gradient_scale;  // scale * ds_factor: what dS K and dS^T Q lack of dQ and dK
+    float gradient_scale;  // scale * ds_factor: the factor from dS K and dS^T Q to dQ and dK
     bool deterministic;
 
     // Gradients of options; null where not requested.
-    void* dbias = nullptr;   // of bias's sizes and type, contiguous
+    void* dbias = nullptr;   // with the sizes and the type of bias, contiguous
     float* dsink = nullptr;  // (Hq)
 
     // See large_lse.cuh.
     bool may_have_large_lse;
     Flag large_lse;  // does any row have a reference?
 
-    // Workspace; its rows R are those of plan/workspace_rows.cuh.
-    int q_blocks;  // per head
+    // Workspace. R is its number of rows, see plan/workspace_rows.cuh.
+    int q_blocks;  // per head and batch element of the tensors, each of q_block_rows rows
     int q_block_rows;
     float* dq_accum;   // (R, padded D), each Q tile in fragment order
     float* lse_log2;   // (R), lse * log2(e), relative to the reference; +inf where the row
                        // sees no key
     float* delta;      // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;  // (R), 0 for most; see large_lse.cuh
-    // (1 + R / kBlockQ): a work index, then for each Q tile the number of KV tiles that have added
-    // their dQ. FA2: in deterministic mode, zeroed before the launch. FA3: always, zeroed by the
-    // preprocess pass, and followed by the counts of tiles_done().
+    // (1 + R / kMinBackwardBlockQ): a work index, then for each Q tile the number of KV tiles that
+    // have added their dQ, then in FA3 the counters of tiles_done(). Zeroed by the preprocess pass
+    // where dQ is summed in HBM. FA2 uses it in deterministic mode.
     int* dq_semaphore = nullptr;
-    bool dq_accum_zeroed;                                // FA3: does dq_accum begin with zeros?
+    bool dq_accum_zeroed;                                // does the preprocess pass zero dq_accum?
     float* dsink_partial = nullptr;                      // (Hq, kSinkParts)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
-    void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: dS of some of them, or null
+    void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: the dS workspace, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
 };
 

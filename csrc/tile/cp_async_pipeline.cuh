@@ -1,8 +1,8 @@
 // A pipeline of stages in shared memory that all threads of the CTA fill with cp.async and all of
-// its warps read. Each stage has two mbarriers, "full" and "empty", so that a warp waits for its
-// data and for the readers that are still in its way, but never for all the others to be where it
-// is. As tile/pipeline.cuh, but a place in it is the number of an iteration, which takes fewer
-// registers where a loop has that number anyway.
+// its warps read. Each stage has two mbarriers, "full" and "empty". So a warp waits for data and
+// for the readers of the stage that it overwrites, but never for all warps to reach the same point.
+// As tile/pipeline.cuh, but its state is the number of an iteration, which takes fewer registers
+// where the loop has that number anyway.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct CpAsyncPipeline {
     __device__ __forceinline__ void producer_acquire(uint32_t i) const {
         ptx::mbarrier_wait(empty(i), i / kStages % 2 ^ 1);
     }
-    // ... and says that its copies are under way (asynchronous) or its stores done (otherwise).
+    // ... and commits it: after its cp.async copies (asynchronous), or after its plain stores.
     __device__ __forceinline__ void producer_commit(uint32_t i, bool asynchronous) const {
         if (asynchronous) {
             ptx::mbarrier_arrive_after_cp_async(full(i));
@@ -52,7 +52,7 @@ struct CpAsyncPipeline {
     __device__ __forceinline__ void consumer_wait(uint32_t i) const {
         ptx::mbarrier_wait(full(i), i / kStages % 2);
     }
-    // ... and says that it has read it.
+    // ... and releases it after reading.
     __device__ __forceinline__ void consumer_release(uint32_t i) const {
         ptx::mbarrier_arrive(empty(i));
     }

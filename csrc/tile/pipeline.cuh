@@ -1,6 +1,6 @@
-// A pipeline of stages in shared memory that one thread fills by TMA and warps read, or the other
-// way round. Each stage has two mbarriers: "full" counts the bytes that come in, or the threads
-// that have written; "empty" those that have read.
+// A pipeline of stages in shared memory. Producers fill a stage, one thread by TMA or several by
+// plain stores, and consumers read it. Each stage has two mbarriers: "full" counts the bytes that
+// TMA brings and the producers that have arrived, "empty" the consumers that have read.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace flash_ext {
 
-// A place in a pipeline. Each side steps through the stages with a state of its own.
+// A position in a pipeline: a stage and its phase. Producers and consumers each have their own.
 template <int kStages>
 struct PipelineState {
     uint32_t stage = 0;
-    uint32_t phase = 0;  // parity of the number of times that the stage was filled before
+    uint32_t phase = 0;  // parity of the number of earlier passes through the pipeline
 
     __device__ __forceinline__ void advance() {
         if (++stage == kStages) {
@@ -44,7 +44,8 @@ struct Pipeline {
     __device__ __forceinline__ Pipeline(const Stages& stages_, const Barriers& barriers_)
         : stages(ptx::shared_address(&stages_)), barriers(ptx::shared_address(&barriers_)) {}
 
-    // By one thread, before any other uses the pipeline: how many threads release and commit.
+    // By one thread, before any other uses the pipeline. The numbers of threads that release a
+    // stage and that commit one.
     __device__ __forceinline__ void init(int consumers, int producers = 1) const {
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
@@ -61,11 +62,11 @@ struct Pipeline {
     }
     __device__ __forceinline__ uint32_t empty(const State& s) const { return full(s) + 8; }
 
-    // A producer waits until the consumers are done with the stage ...
+    // A producer waits until all consumers have released the stage ...
     __device__ __forceinline__ void producer_acquire(const State& s) const {
         ptx::mbarrier_wait(empty(s), s.phase ^ 1);
     }
-    // ... and says that it has filled it, or that so many bytes will come by TMA.
+    // ... and commits it: either it has filled it, or TMA will bring this number of bytes.
     __device__ __forceinline__ void producer_commit(const State& s) const {
         ptx::mbarrier_arrive(full(s));
     }
@@ -73,14 +74,14 @@ struct Pipeline {
         ptx::mbarrier_arrive_expect(full(s), bytes);
     }
 
-    // A consumer waits until the stage is full, which it may have tested before, ...
+    // A consumer waits until the stage is full, unless an earlier test has shown that it is, ...
     __device__ __forceinline__ bool consumer_test(const State& s) const {
         return ptx::mbarrier_test(full(s), s.phase);
     }
     __device__ __forceinline__ void consumer_wait(const State& s, bool is_full = false) const {
         if (!is_full) ptx::mbarrier_wait(full(s), s.phase);
     }
-    // ... and says that it has read it.
+    // ... and releases it after reading.
     __device__ __forceinline__ void consumer_release(const State& s) const {
         ptx::mbarrier_arrive(empty(s));
     }

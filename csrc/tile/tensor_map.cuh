@@ -1,18 +1,18 @@
-// Tensor maps: what TMA needs to know of a tensor, encoded on the host at every call.
+// Tensor maps: the descriptions of tensors that TMA needs, encoded on the host at every call.
 //
-// A tile must end where its sequence ends, even if another sequence follows in memory: rows past
-// the end must arrive as zeros. TMA fills with zeros only past a map's bounds, and one map serves
-// all sequences. So the map's row dimension has a fixed bound kRowBound, and a sequence of n rows
-// is addressed such that it ends at the bound: row i has coordinate kRowBound - n + i. Two more
-// dimensions correct the address, modulo 2^64:
+// Rows past the end of a sequence must arrive as zeros, even if another sequence follows in memory.
+// TMA fills with zeros only past the bounds of a map, and one map serves all sequences. So the row
+// dimension has a fixed bound kRowBound, and every sequence is addressed so that it ends at this
+// bound: row i of n has the coordinate kRowBound - n + i. Two more dimensions correct the address,
+// modulo 2^64:
 //
 //     dimension   stride in bytes    coordinate
-//     column      the element's      first column
+//     column      element size       first column
 //     row         r, the row stride  kRowBound - n + i
-//     offset      16                 (address of the row past the sequence's last) / 16
+//     offset      16                 (offset of the row after the sequence's last) / 16
 //     shift       2^34 - r           2^30 = kRowBound: adds 2^64 - kRowBound r
 //
-// The same map thus serves dense and packed batches, of any strides that are multiples of 16 bytes.
+// So the same map serves dense batches and varlen, with any strides that are multiples of 16 bytes.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +30,7 @@ namespace flash_ext {
 
 inline constexpr int kRowBound = 1 << 30;
 
-// The row stride. That of a single row may be 0, but TMA needs a positive one.
+// The row stride in bytes. It may be 0 where there is a single row, but TMA needs a positive one.
 template <class Element>
 FLASH_HOST_DEVICE int64_t row_bytes(const TensorView& view) {
     return max_of<int64_t>(view.row_stride * sizeof(Element), 16);
@@ -71,8 +71,8 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head
     };
     CUresult result = try_to_encode();
     if (result == CUDA_ERROR_INVALID_CONTEXT) {
-        // This thread has not used the device yet (autograd has its own threads). The driver needs
-        // a context, which the runtime would otherwise create at the launch.
+        // This thread has not used the device yet (autograd has threads of its own). The driver
+        // needs a context, which the runtime otherwise creates at the launch.
         int device = 0;
         cudaGetDevice(&device);
         cudaSetDevice(device);
@@ -86,7 +86,7 @@ struct TensorRows {
     int offset;
     int first;  // the coordinate of row 0
 
-    // Prefetches a box of each atom to L2.
+    // Prefetches a box of each swizzle atom to L2.
     template <class Tile>
     __device__ __forceinline__ void prefetch(const CUtensorMap& map, int row) const {
 #pragma unroll
@@ -94,7 +94,7 @@ struct TensorRows {
             ptx::tma_prefetch_4d(map, atom * Tile::kAtomCols, first + row, offset, kRowBound);
     }
 
-    // A box of each atom; `barrier` counts their bytes.
+    // Loads a box of each swizzle atom; `barrier` counts the bytes.
     template <class Tile>
     __device__ __forceinline__ void load_boxes(const CUtensorMap& map, uint32_t shared,
                                                uint32_t barrier, int row) const {
@@ -104,7 +104,7 @@ struct TensorRows {
                              first + row, offset, kRowBound);
     }
 
-    // A whole tile; `barrier` counts Tile::kBytes.
+    // Loads a whole tile; `barrier` counts Tile::kBytes.
     template <class Tile, int kBoxRows = Tile::kRows>
     __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t shared, uint32_t barrier,
                                          int row) const {
@@ -115,7 +115,8 @@ struct TensorRows {
     }
 };
 
-// The one place that knows where rows are. They begin at row `begin` of the tensor.
+// All loads get the location of rows from this function. A sequence begins at row `begin` of the
+// tensor and has `rows` rows.
 template <class Element>
 __device__ __forceinline__ TensorRows tensor_rows(const TensorView& view, int batch, int head,
                                                   int begin, int rows) {

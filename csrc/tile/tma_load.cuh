@@ -1,4 +1,4 @@
-// Loads of whole tiles by TMA, each into a stage of a pipeline as soon as that is empty.
+// Loads whole tiles by TMA, each into a stage of a pipeline, once the stage is empty.
 #pragma once
 
 #include "tile/pipeline.cuh"
@@ -6,7 +6,7 @@
 
 namespace flash_ext {
 
-// Rows from first_row on.
+// A tile that begins at row first_row.
 template <class Tile, int kBoxRows = Tile::kRows, class Pipeline>
 __device__ __forceinline__ void load_tile(const Pipeline& pipeline,
                                           const typename Pipeline::State& state,
@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_tile(const Pipeline& pipeline,
     rows.load<Tile, kBoxRows>(map, pipeline.stage(state), pipeline.full(state), first_row);
 }
 
-// And what goes with them: a number for each of the tile's rows, from global to shared memory.
+// The same, with one float per row, such as lse, which goes with the tile.
 template <class Tile, class Pipeline>
 __device__ __forceinline__ void load_tile(const Pipeline& pipeline,
                                           const typename Pipeline::State& state,

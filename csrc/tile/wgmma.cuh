@@ -1,5 +1,6 @@
-// C += A B of a warpgroup by wgmma: operands in shared memory as descriptors, the accumulator in
-// the registers of its four warps, each of which holds 16 of the 64 rows (as RegisterTile<16, N>).
+// C += A B by wgmma, for a warpgroup. Operands in shared memory are matrix descriptors. The
+// accumulator is in the registers of the four warps: each holds 16 of the 64 rows, as a
+// RegisterTile<16, N>.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +11,20 @@
 
 namespace flash_ext {
 
-// A matrix descriptor, the 64-bit name of a swizzled SharedTile for wgmma (PTX ISA, "Matrix
-// descriptor format"), in units of 16 bytes:
-//   bits  0-13  address
-//   bits 16-29  stride from atom to atom, where the matrix runs along N (or M) across atoms
-//   bits 32-45  stride from one group of eight rows to the next
-//   bits 49-51  the tile's place within the swizzle's pattern: 0, since tiles begin at 1,024 bytes
+// The matrix descriptor of a swizzled SharedTile (PTX ISA, "Matrix descriptor format"), with all
+// lengths in units of 16 bytes:
+//   bits  0-13  start address
+//   bits 16-29  leading dimension byte offset: from one swizzle atom to the next, where M or N
+//               crosses atoms
+//   bits 32-45  stride dimension byte offset: from one group of eight rows to the next
+//   bits 49-51  base offset: 0, since tiles begin at multiples of 1,024 bytes
 //   bits 62-63  swizzle: 1 is 128 bytes, 2 is 64 bytes, 3 is 32 bytes
 //
-// kPinned: by way of a warp reduction, which the compiler neither moves out of a loop nor repeats.
-// Without it, the descriptors of a tile that stays in place, and those of all tiles where scalar
-// registers are short, end up in the lanes' registers and are moved back one by one, beside the
-// matmuls. With it, they are there some 30 cycles later.
+// kPinned: the descriptor passes through a warp reduction, which leaves it in a uniform register
+// and which the compiler neither moves out of a loop nor repeats. Otherwise the descriptors of a
+// tile that stays in place, and all descriptors where uniform registers are short, are kept in
+// vector registers and moved back one by one, beside the matmuls. The reduction takes some 30
+// cycles.
 template <class Tile, bool kPinned>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t kSwizzle = Tile::kPitch == 128 ? 1 : Tile::kPitch == 64 ? 2 : 3;
@@ -31,7 +34,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(encoded)) : encoded);
 }
 
-// A K-major operand, stored [m or n][k]: 16 columns of k are two of a row's chunks.
+// A K-major operand, stored [m or n][k]. A step of 16 along k is two 16-byte chunks of each row.
 template <class Tile, bool kPinned = true>
 struct KMajor {
     static constexpr bool kTranspose = false;
@@ -46,7 +49,7 @@ struct KMajor {
     }
 };
 
-// An MN-major operand, stored [k][m or n]: 16 rows.
+// An MN-major operand, stored [k][m or n]. A step of 16 along k is 16 rows.
 template <class Tile, bool kPinned = true>
 struct MNMajor {
     static constexpr bool kTranspose = true;
@@ -60,7 +63,7 @@ struct MNMajor {
     }
 };
 
-// A in registers, rounded to the input type.
+// The A operand in registers, rounded to the input type.
 template <int kCols>
 struct RegisterOperand {
     static constexpr bool kTranspose = false;
@@ -75,8 +78,8 @@ struct RegisterOperand {
     __device__ __forceinline__ const uint32_t (&at(int k) const)[4] { return v[k]; }
 };
 
-// Starts C = A B, or C += A B, and closes its group. Until a wait says that it is done, C, and A
-// where it is in registers, must not be touched.
+// Starts C = A B or C += A B, and commits it as one wgmma group. Until a wait for the group
+// returns, C must not be accessed, nor A modified where it is in registers.
 template <class Element, int kK, class Accumulator, class A, class B>
 __device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& b,
                                            bool accumulate) {
@@ -93,7 +96,7 @@ __device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& 
     ptx::wgmma_commit();
 }
 
-// After a wait: tells the compiler that C was written up to here.
+// After a wait: tells the compiler that C has been written up to this point.
 template <class Accumulator>
 __device__ __forceinline__ void warpgroup_fence(Accumulator& c) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// P and dS from scores, elementwise. Each element takes a number of its query, such as lse; rows of
-// scores are queries, or keys where everything is computed transposed.
+// P and dS from scores, element by element. Each element needs a value of its query, such as lse.
+// Rows of scores are queries, or keys where everything is computed transposed.
 #pragma once
 
 #include "problem/sequences.cuh"
@@ -8,13 +8,13 @@
 
 namespace flash_ext {
 
-// Of a number for each column, those of this thread's two columns among eight.
+// From one value per column: those of this thread's two columns in block n of eight columns.
 __device__ __forceinline__ float2 column_pair(const float* of_columns, int n) {
     return *reinterpret_cast<const float2*>(of_columns + 8 * n + lane_col());
 }
 
-// visit(m, n, i, number) for all elements of a thread's scores; numbers[0] is that of the first
-// query.
+// visit(m, n, i, number) for all elements of a thread's scores, with the value of the element's
+// query. numbers[0] belongs to the first query.
 template <Rows kRows, class Scores, class Visit>
 __device__ __forceinline__ void for_each_with_query(const float* numbers, Visit visit) {
     if constexpr (kRows == Rows::kQueries) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void for_each_with_query(const float* numbers, Visit 
 }
 
 // Subtracts from scores the references of their queries (large_lse.cuh), most of which are 0. Only
-// rounding takes a difference above 0.
+// by rounding can a difference exceed 0.
 template <Rows kRows, class Scores>
 __device__ __forceinline__ void subtract_references(Scores& s, const float* references) {
     const auto subtract = [](float& x, float reference) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void subtract_references(Scores& s, const float* refe
     } else {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            __syncwarp();  // keeps loads apart: the kernels have no registers for many
+            __syncwarp();  // between the loads, which take too many registers all at once
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const float reference = references[8 * n + lane_col() + e];
@@ -77,7 +77,7 @@ __device__ __forceinline__ void subtract_references(Scores& s, const float* refe
     }
 }
 
-// P = 2^(S scale - lse). Queries without keys have lse = +inf, so P = 0.
+// From S to P = 2^(S scale - lse), in place. Queries without keys have lse = +inf here, so P = 0.
 template <Rows kRows, class Scores>
 __device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float scale) {
     for_each_with_query<kRows, Scores>(lse, [&](int m, int n, int i, float lse_of_query) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float 
     });
 }
 
-// dP becomes dS = P * (dP - delta).
+// From dP to dS = P * (dP - delta), in place.
 template <Rows kRows, class Scores>
 __device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p, const float* delta) {
     for_each_with_query<kRows, Scores>(delta, [&](int m, int n, int i, float delta_of_query) {

@@ -1,4 +1,5 @@
-// The pass before FA1's and FA2's backward, for all head dims: see backward_delta.cuh.
+// The preprocess pass of FA1's and FA2's backward, for all head dims; its kernel is in
+// backward_delta.cuh.
 #pragma once
 
 #include "kernels/common/backward_delta.cuh"

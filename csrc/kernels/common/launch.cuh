@@ -1,4 +1,4 @@
-// Shared by the launchers: element and feature dispatch, dynamic shared memory, the launch itself.
+// What all launchers share: dispatch by element type and form, dynamic shared memory, the launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,9 +14,9 @@
 
 namespace flash_ext {
 
-// launch(element tag, features constant) with the compile-time values of this call. kForms are the
-// forms of the kernel, kGeneral the last. The next form stands in for one that the kernel does not
-// have, and for those before `least`.
+// Calls launch(element tag, features constant) with the values of this call as compile-time
+// constants. kForms are the forms of the kernel; the last one is kGeneral. A form that the kernel
+// does not have, or that comes before `least`, is replaced by the next one that it has.
 template <Features... kForms, class Launch>
 void dispatch_kernel(const AttentionParams& params, Launch launch,
                      Features least = Features::kPlain) {
@@ -42,23 +42,23 @@ constexpr int largest_of_forms(Value value) {
 
 inline int multiprocessors() { return current_device().multiprocessors; }
 
-// May this kernel run on the GPU that it is compiled for? sm_90 always has the shared memory of the
-// larger config. To be asked in the kernel: code that is never run costs time and bytes in a build.
+// Can this kernel run on the GPU for which it is compiled? sm_90 always has the shared memory of
+// the larger config. Kernels test this, so that a build does not compile code that never runs.
 template <class Config>
 __device__ constexpr bool may_run() {
     return !(Config::kForLessMemory && kCudaArch == 900);
 }
 
-// launch(config) with the larger of two configs of a kernel that fits this device.
+// Calls launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {
     return Large::kSharedBytes <= current_device().shared_bytes ? launch(Large{}) : launch(Small{});
 }
 
-// An empty grid launches nothing and is no error: an empty tensor has no tiles. More than 48 KB of
-// shared memory must be requested, once per kernel and device. `pdl`: programmatic dependent
-// launch, the kernel may begin before the previous one has ended (ptx/grid_dependency.cuh). It must
-// then be code for sm_90 or later: other code does not wait.
+// An empty grid is not launched, without an error: an empty tensor has no tiles. More than 48 KB of
+// shared memory must be requested, once per kernel and device. `pdl`: programmatic dependent launch
+// (PDL), so the kernel may begin before the previous one has ended (ptx/grid_dependency.cuh). It
+// must then be compiled for sm_90 or later, since other code does not wait.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
                           cudaStream_t stream, bool pdl = false) {

@@ -1,10 +1,10 @@
-// Gradient of the sinks, for every variant: dsink = -sum over rows of P_sink * delta, where P_sink
-// = exp(sink - lse) is the sink's share of the softmax. Its value is 0, so it enters through the
-// softmax's denominator alone. lse and delta are those that the preprocess pass has left; rows that
-// belong to no query have lse = +inf there.
+// The gradient of the sinks, for all variants: dsink = -sum over rows of P_sink * delta, where
+// P_sink = exp(sink - lse) is the probability of the sink. The sink has the value 0, so it enters
+// only through the denominator of the softmax. lse and delta come from the preprocess pass; rows of
+// the workspace that belong to no query have lse = +inf there, so they add 0.
 //
-// A head's rows are divided into tuning::kSinkParts parts, each summed by a CTA. A second pass adds
-// the partial sums in order: the same bits every time.
+// The rows of a head are divided into tuning::kSinkParts ranges, each summed by one CTA. A second
+// kernel adds the partial sums in a fixed order, so results repeat bit by bit.
 #pragma once
 
 #include "kernels/common/launch.cuh"
