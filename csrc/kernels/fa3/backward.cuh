@@ -700,9 +700,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
 // The first KV tile of a head should be complete when its other tiles begin. So as many tiles come
 // in between as there are CTAs, and more under a mask, where the first tile has 2 tiles /
-// (tiles + 1) times as many iterations as the mean. 0 for long sequences, for which zeros cost
-// little, and where the heads in between do not fit in L2 or are more than a quarter of all
-// (note 010).
+// (tiles + 1) times as many iterations as the mean. 0 in deterministic mode and with varlen, for
+// long sequences, for which zeros cost little, and where the heads in between do not fit in L2 or
+// are more than a quarter of all (note 010).
 inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
     constexpr int kMaxTiles = 16;
     constexpr int64_t kL2Share = int64_t{67} << 19;  // 33.5 MB
