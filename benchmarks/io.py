@@ -179,7 +179,7 @@ def provider(method: str) -> Provider:
     if method == SOFTCAP:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-            return flash_ext.attention(q, k, v, causal=causal, softcap=1e4, variant="fa3")
+            return flash_ext.attention(q, k, v, causal=causal, softcap=2000.0, variant="fa3")
 
         return Provider(SOFTCAP, f"flash_ext {SOFTCAP}", attend)
     return (VARIANTS | PEERS)[method]()
