@@ -1,12 +1,14 @@
 """Speed of flash_ext's variants beside their peers, forward and backward.
 
-    python benchmarks/compare.py # the standard grid, everything python benchmarks/compare.py
-    --variants fa2 --peers flash # under a minute on an H200 python benchmarks/compare.py --d 96 192
-    # the grid at other head dims python benchmarks/compare.py --dtype bf16 fp16 python
-    benchmarks/compare.py --set gqa decode prefill # grouped heads, few queries, one prompt python
-    benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128 python benchmarks/compare.py
-    --filter 'd=128,causal,fwd,S>=2048' --rounds 20 python benchmarks/compare.py --host # only the
-    CPU's time per call python benchmarks/compare.py --device cpu # a smoke test
+    python benchmarks/compare.py                                 # the standard grid, everything
+    python benchmarks/compare.py --variants fa2 --peers flash    # under a minute on an H200
+    python benchmarks/compare.py --d 96 192                      # the grid at other head dims
+    python benchmarks/compare.py --dtype bf16 fp16
+    python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
+    python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
+    python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
+    python benchmarks/compare.py --host                          # only the CPU's time per call
+    python benchmarks/compare.py --device cpu                    # a smoke test
 
 The standard grid is bf16, 16,384 tokens, hidden size 2048, head dims 64, 128 and 256, S from 512
 to 16,384, causal and full: 72 cells. There are 2048 // d heads, also where d does not divide 2048:
