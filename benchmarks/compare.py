@@ -5,6 +5,8 @@
     python benchmarks/compare.py --d 96 192                      # the grid at other head dims
     python benchmarks/compare.py --dtype bf16 fp16
     python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
+    python benchmarks/compare.py --set models                    # shapes of real models (models.py)
+    python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
     python benchmarks/compare.py --host                          # only the CPU's time per call
@@ -15,6 +17,10 @@ to 16,384, causal and full: 72 cells. There are 2048 // d heads, also where d do
 21 at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for
 backward. No provider is timed before its results agree with float32 standard attention. Beside each
 cell stand the SM clock and the power that nvidia-smi saw meanwhile.
+
+With --sustained each call runs back to back for a second or more, as in training, where the GPU
+comes to its power limit; clock, power and energy per call are those of that time. Such cells stand
+beside the others. The best peer of a model's shape is the fastest that was measured and took it.
 
 The last lines say whether each variant reaches its goal on the standard grid: fa2 over SDPA flash,
 fa3 over the best peer, the faster of cuDNN and flash-attn 4 in each cell. Where flash-attn 4 cannot
@@ -41,6 +47,7 @@ from types import FunctionType
 
 import common
 import host
+import models
 import torch
 from common import Json, say
 from providers import (
@@ -71,7 +78,8 @@ DECODE = (  # batch, query heads, key heads, keys, queries; d 128
     (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
 )  # fmt: skip
 PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
-SETS = ("standard", "gqa", "decode", "prefill")
+SETS = ("standard", "gqa", "decode", "prefill", "models")
+SUSTAINED_SECONDS = 1.2
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
 HOST_ROWS = {
@@ -116,23 +124,43 @@ class Cell:
     direction: str = "forward"
     seqlen_q: int = 0  # 0: seqlen, which is that of the keys
     kv_heads: int = 0  # 0: heads
+    d_v: int = 0  # 0: d
+    window: int = 0  # keys that a query sees, 0: all
+    model: str = ""  # whose shape it is
+    sustained: bool = False  # measured back to back
 
     def flops(self) -> float:
-        """Floating-point operations of the two (forward) or five (backward) matmuls."""
-        queries = self.seqlen_q or self.seqlen
+        """Floating-point operations of the two (forward) or five (backward) matmuls.
+
+        Of the five, dP and dV have the head dim of V, the others that of Q and K.
+        """
+        queries, width, width_v = self.seqlen_q or self.seqlen, self.d, self.d_v or self.d
         pairs = queries * (self.seqlen - (queries / 2 if self.causal else 0))
-        matmuls = 4.0 * self.batch * self.heads * pairs * self.d
-        return matmuls * (2.5 if self.direction != "forward" else 1)
+        if self.window and self.causal:  # the first window of queries sees less, as a triangle
+            whole = max(self.seqlen - self.window, 0)
+            seen = min(queries, whole)
+            rest = queries - seen
+            pairs = seen * self.window + rest * (min(self.window, self.seqlen) - rest / 2)
+        columns = width + width_v if self.direction == "forward" else 3 * width + 2 * width_v
+        return 2.0 * self.batch * self.heads * pairs * columns
 
     def kv_bytes(self) -> int:
         """Bytes of K and V, which is what decoding has to read."""
-        size = DTYPES[self.dtype].itemsize
-        return 2 * self.batch * self.seqlen * (self.kv_heads or self.heads) * self.d * size
+        size = DTYPES[self.dtype].itemsize * (self.d + (self.d_v or self.d))
+        return self.batch * self.seqlen * (self.kv_heads or self.heads) * size
 
     def workload(self, device: torch.device) -> Workload:
         """Fresh inputs."""
         shape = (self.batch, self.seqlen, self.heads, self.d)
-        return Workload(shape, DTYPES[self.dtype], device, self.seqlen_q, self.kv_heads)
+        return Workload(
+            shape,
+            DTYPES[self.dtype],
+            device,
+            self.seqlen_q,
+            self.kv_heads,
+            d_v=self.d_v,
+            window=self.window,
+        )
 
     def matches(self, terms: str) -> bool:
         """Whether the cell meets every term of a filter such as 'd=128,causal,fwd,S>=2048'."""
@@ -172,6 +200,9 @@ def parse() -> argparse.Namespace:
     add("--bwd", action="store_true", help="only backward")
     add("--filter", action="append", help="cells to run, as in 'd=128,causal,fwd,S>=2048';"
         " several filters add up")  # fmt: skip
+    add("--sustained", type=float, nargs="?", const=SUSTAINED_SECONDS, default=0.0,
+        metavar="SECONDS", help="each call back to back for so long"
+        f" ({SUSTAINED_SECONDS} s if not said)")  # fmt: skip
     add("--host", action="store_true", help="only the CPU's time per call, at a tiny shape")
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
@@ -214,6 +245,11 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
             inference += [
                 Cell(dtype, d, True, s, 1, h, kv_heads=h) for d in (64, 128) for h, s in PREFILL
             ]
+        if "models" in sets:
+            found = [model_cell(shape, dtype, cpu) for shape in models.SHAPES]
+            inference += [c for c, shape in zip(found, models.SHAPES, strict=True)
+                          if not shape.backward]  # fmt: skip
+            shapes += [c for c in found if c not in inference]
         for shape in shapes + inference:
             forward_only = shape in inference or shape.seqlen_q == 1
             directions = ["forward"] if forward_only else ["forward", "backward"]
@@ -221,9 +257,31 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
                 wanted = "forward" if args.fwd else "backward"
                 directions = [d for d in directions if d == wanted]
             for direction in directions:
-                cell = replace(shape, direction=direction)
+                cell = replace(shape, direction=direction, sustained=args.sustained > 0)
                 if not args.filter or any(cell.matches(f) for f in args.filter):
                     yield cell
+
+
+def model_cell(shape: models.ModelShape, dtype: str, cpu: bool) -> Cell:
+    """A model's shape as a cell; on a CPU a small one with its head dims and mask."""
+    group = shape.heads // shape.kv_heads
+    heads, seqlen, batch, queries = shape.heads, shape.seqlen, shape.batch, shape.seqlen_q
+    if cpu:
+        heads, seqlen, batch = group, min(seqlen, 64), 1
+        queries = min(queries, 16)
+    return Cell(
+        dtype,
+        shape.d,
+        shape.causal,
+        seqlen,
+        batch,
+        heads,
+        seqlen_q=queries,
+        kv_heads=heads // group if group > 1 else 0,
+        d_v=0 if shape.d_v == shape.d else shape.d_v,
+        window=min(shape.window, seqlen),
+        model=shape.name,
+    )
 
 
 def compiled_provider(provider: Provider) -> Provider:
@@ -289,7 +347,12 @@ class Bench:
                 continue
             calls[provider.name], estimates[provider.name] = call, (device_seconds, host_seconds)
             results[provider.name] = {"extra_bytes": extra, "error": float(f"{whole:.4g}")}
-        if calls:
+        if calls and cell.sustained:
+            for name, call in calls.items():
+                steady = self.timer.sustained(call, estimates[name][0], self.args.sustained)
+                steady["tflops"] = round(cell.flops() / steady["ms"] * 1e-9, 4)
+                results[name] = steady | results[name]
+        elif calls:
             timed = self.timer.compare(calls, estimates, self.args.min_time, self.args.rounds)
             for name, samples in timed.items():
                 summary = samples.summary()
@@ -352,7 +415,10 @@ class Bench:
         else:
             assert isinstance(got, torch.Tensor)
             tensors = [got]
-        errors = [relative_error(x, want) for x, want in zip(tensors, exact, strict=True)]
+        errors = [
+            relative_error(x[:, -want.shape[1] :], want)
+            for x, want in zip(tensors, exact, strict=True)
+        ]
         return max(e[0] for e in errors), max(e[1] for e in errors)
 
 
@@ -402,8 +468,10 @@ def place(cell: Json) -> str:
 
 
 def is_plain(cell: Json) -> bool:
-    """Whether a cell has as many queries as keys, and as many key heads as query heads."""
-    return not (cell.get("seqlen_q") or cell.get("kv_heads"))
+    """Whether a cell has as many queries as keys, as many key heads as query heads, no window, no
+    model, and was measured in bursts."""
+    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "sustained")
+    return not any(cell.get(name) for name in others)
 
 
 def on_grid(cell: Json, tokens: int = TOKENS, hidden: int = HIDDEN) -> bool:
@@ -547,6 +615,54 @@ def with_best(cells: list[Json], recorded: Json | None) -> list[Json]:
     return [one(cell) for cell in cells]
 
 
+def best_of_peers(cell: Json) -> Json | None:
+    """The result of the fastest peer that took a cell, with its name as "of"."""
+    found = [r | {"of": name} for name, r in cell["providers"].items()
+             if name not in VARIANTS and name != BEST and "ms" in r]  # fmt: skip
+    return min(found, key=lambda r: r["ms"]) if found else None
+
+
+def shape_name(cell: Json) -> str:
+    """What a cell of a model, or of a sustained run, computes."""
+    lengths = "x".join(str(x) for x in (cell.get("seqlen_q"), cell["seqlen"]) if x)
+    heads = "/".join(str(x) for x in (cell["heads"], cell.get("kv_heads")) if x)
+    dims = "/".join(str(x) for x in (cell["d"], cell.get("d_v")) if x)
+    mask = "causal" if cell["causal"] else "full"
+    if cell.get("window"):
+        mask += f" window {cell['window']}"
+    return f"{cell['batch']} x {lengths}, {heads} heads of {dims}, {mask}"
+
+
+def print_shapes(cells: list[Json], labels: dict[str, str]) -> None:
+    """A line per cell and provider: speed, and the ratio to the fastest peer that took it."""
+    for direction in ("forward", "backward"):
+        values: list[float] = []
+        for cell in (c for c in cells if c["direction"] == direction):
+            print(f"\n{direction}, {cell['model'] or 'sustained'}: {shape_name(cell)}")
+            best = best_of_peers(cell)
+            for name, result in cell["providers"].items():
+                if "ms" not in result:
+                    print(f"  {labels[name]:<28}{result['skipped'][:60]}")
+                    continue
+                text = (
+                    f"  {labels[name]:<28}{result['ms']:10.4f} ms {result['tflops']:8.1f} TFLOP/s"
+                )
+                if name in VARIANTS and best:
+                    text += f"  {best['ms'] / result['ms']:.2f}x {labels[best['of']]}"
+                if "power_w" in result:
+                    text += f"  {result['sm_mhz']:.0f} MHz {result['power_w']:.0f} W"
+                print(text)
+            ours = [r["ms"] for n, r in cell["providers"].items() if n in VARIANTS and "ms" in r]
+            if ours and best:
+                values.append(best["ms"] / min(ours))
+        if values:
+            print(
+                f"\n{direction}: fastest variant over fastest peer, geometric mean"
+                f" {geometric_mean(values):.3f}x, smallest {min(values):.2f}x,"
+                f" {sum(v < 0.98 for v in values)} of {len(values)} below 0.98x"
+            )
+
+
 def print_host(times: Json, labels: dict[str, str]) -> None:
     """One line per provider, with its time over those of SDPA's choice and its flash backend."""
     labels = labels | times["labels"]
@@ -628,9 +744,12 @@ def main() -> int:
         result["summary"] = summarise(with_best(standard, recorded), [*result["labels"], BEST])
         common.write_json(path, result | {"cells": everything})
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
-    if measured:
-        labels = {p.name: p.label for p in providers} | {BEST: BEST_LABEL}
-        print_tables(with_best(measured, recorded), labels, args.brief)
+    labels = {p.name: p.label for p in providers} | {BEST: BEST_LABEL}
+    usual = [c for c in measured if not c["model"] and not c["sustained"]]
+    if usual:
+        print_tables(with_best(usual, recorded), labels, args.brief)
+    if others := [c for c in measured if c not in usual]:
+        print_shapes(others, labels)
     if args.host:
         print_host(result["host"], result["labels"])
     for name, reason in missing.items():

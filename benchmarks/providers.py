@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import flash_ext
 import flash_ext.reference
 
-Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v, causal -> out
+# q, k, v, causal -> out. Those that can hide all but the last n keys take n as `window` as well.
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Provider:
     around: Callable[[], AbstractContextManager[object]] = (
         nullcontext  # what calls need around them
     )
+    windows: bool = False  # does ``attend`` take a window?
 
     @property
     def ours(self) -> bool:
@@ -49,10 +51,12 @@ class Provider:
 def variant(name: str) -> Provider:
     """A variant of flash_ext; of "auto" the call is that of a user who names none."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return flash_ext.attention(q, k, v, causal=causal, variant=name)
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int = 0) -> Tensor:
+        if not window:  # the call of a user who has none: its host time is measured
+            return flash_ext.attention(q, k, v, causal=causal, variant=name)
+        return flash_ext.attention(q, k, v, window=(window - 1, 0 if causal else -1), variant=name)
 
-    return Provider(name, f"flash_ext {name}".removesuffix(" auto"), attend)
+    return Provider(name, f"flash_ext {name}".removesuffix(" auto"), attend, windows=True)
 
 
 def sdpa(name: str, label: str, backend: SDPBackend) -> Provider:
@@ -98,11 +102,12 @@ def package(name: str, label: str, module: str) -> Provider:
     """flash_attn_func of a flash-attn package. Raises ImportError where it is not installed."""
     function = importlib.import_module(module).flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        result = function(q, k, v, causal=causal)
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int = 0) -> Tensor:
+        options = {"window_size": (window - 1, 0)} if window else {}
+        result = function(q, k, v, causal=causal, **options)
         return result[0] if isinstance(result, tuple) else result
 
-    return Provider(name, label, attend)
+    return Provider(name, label, attend, windows=True)
 
 
 VARIANTS: dict[str, Callable[[], Provider]] = {
@@ -192,6 +197,7 @@ class Workload:
 
     CHUNK_BYTES = 1 << 30  # of one float32 score matrix, while computing the exact results
     BLOCK = 64  # rows per block of the block-wise error
+    MATRIX_BYTES, LAST_ROWS = 8 << 30, 128  # beyond so many, only the last rows of out are checked
 
     def __init__(
         self,
@@ -200,15 +206,19 @@ class Workload:
         device: torch.device,
         seqlen_q: int = 0,
         kv_heads: int = 0,
+        d_v: int = 0,
+        window: int = 0,
     ) -> None:
-        """``shape`` is (B, Sk, Hq, D); ``seqlen_q`` and ``kv_heads`` are equal to those where 0."""
+        """``shape`` is (B, Sk, Hq, D). ``seqlen_q``, ``kv_heads`` and ``d_v``, the head dim of v,
+        are equal to those where 0. ``window`` is how many keys a query sees; 0: all."""
         batch, seqlen, heads, width = shape
-        of_queries = (batch, seqlen_q or seqlen, heads, width)
-        of_keys = (batch, seqlen, kv_heads or heads, width)
+        queries, keys = (batch, seqlen_q or seqlen, heads), (batch, seqlen, kv_heads or heads)
         self.q, self.k, self.v, self.dout = (
-            torch.randn(size, dtype=dtype, device=device)
-            for size in (of_queries, of_keys, of_keys, of_queries)
-        )
+            torch.randn((*size, d), dtype=dtype, device=device)
+            for size, d in ((queries, width), (keys, width), (keys, d_v or width),
+                            (queries, d_v or width))
+        )  # fmt: skip
+        self.window = window
 
     def forward(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
         """The forward call to be timed; it returns out as (B, S, H, D)."""
@@ -223,38 +233,54 @@ class Workload:
     def bare(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
         """Only the forward call, without what must be around it."""
         q, k, v = (provider.view(x) for x in (self.q, self.k, self.v))
-        return lambda: provider.attend(q, k, v, causal)
+        window = self.options(provider)
+        return lambda: provider.attend(q, k, v, causal, **window)
+
+    def options(self, provider: Provider) -> dict[str, int]:
+        """The window, for a provider that takes one. Raises ValueError for another."""
+        if self.window and not provider.windows:
+            raise ValueError(f"{provider.label} has no window")
+        return {"window": self.window} if self.window else {}
 
     def backward(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
         """The backward call to be timed, on a graph built here; it returns dq, dk, dv."""
         leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
         with provider.around():
-            out = provider.attend(*leaves, causal)
+            out = provider.attend(*leaves, causal, **self.options(provider))
         dout = provider.view(self.dout)
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     def step(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
         """Forward and backward, without what must be around them; it returns dq, dk, dv."""
         leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        dout = provider.view(self.dout)
-        return lambda: torch.autograd.grad(provider.attend(*leaves, causal), leaves, dout)
+        dout, window = provider.view(self.dout), self.options(provider)
+        return lambda: torch.autograd.grad(provider.attend(*leaves, causal, **window), leaves, dout)
 
     def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
-        """out, or out, dq, dk, dv, of standard attention in float32, each (B, S, H, D)."""
-        (batch, seqlen_q, heads, width), (_, seqlen_k, kv_heads, _) = self.q.shape, self.k.shape
+        """out, or out, dq, dk, dv, of standard attention in float32, each (B, S, H, D).
+
+        Without gradients, and where one head's scores would take more than MATRIX_BYTES, only the
+        last LAST_ROWS rows of out.
+        """
+        (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = self.q.shape, self.k.shape
         group = heads // kv_heads
+        of_queries = self.q, self.dout
+        if not gradients and 4 * seqlen_q * seqlen_k > self.MATRIX_BYTES:
+            seqlen_q = min(seqlen_q, self.LAST_ROWS)
+            of_queries = self.q[:, -seqlen_q:], self.dout[:, -seqlen_q:]
         # One key head per batch entry, so that a chunk may hold any number of heads.
         inputs = [
-            x.transpose(1, 2).reshape(batch * kv_heads, -1, x.shape[1], width).transpose(1, 2)
-            for x in (self.q, self.k, self.v, self.dout)
+            x.transpose(1, 2).reshape(batch * kv_heads, -1, *x.shape[1::2]).transpose(1, 2)
+            for x in (of_queries[0], self.k, self.v, of_queries[1])
         ]
         step = max(1, self.CHUNK_BYTES // (4 * seqlen_q * seqlen_k * group))
-        kinds = (0, 0, 1, 1)  # out, dq: as q; dk, dv: as k
+        kinds = (3, 0, 1, 2)  # out, dq, dk, dv: as dout, q, k, v
         results = [torch.empty_like(inputs[kind], dtype=torch.float32) for kind in kinds]
         for first in range(0, batch * kv_heads, step):
             part = slice(first, first + step)
             q, k, v, dout = (x[part].float().requires_grad_(gradients) for x in inputs)
-            out = flash_ext.reference.attention(q, k, v, causal=causal)[0]
+            window = (self.window - 1, 0 if causal else -1) if self.window else (-1, -1)
+            out = flash_ext.reference.attention(q, k, v, causal=causal, window=window)[0]
             results[0][part] = out.detach()
             if gradients:
                 for result, grad in zip(
@@ -262,7 +288,7 @@ class Workload:
                 ):
                     result[part] = grad
         return [
-            x.transpose(1, 2).reshape(batch, -1, x.shape[1], width).transpose(1, 2)
+            x.transpose(1, 2).reshape(batch, -1, *x.shape[1::2]).transpose(1, 2)
             for x in (results if gradients else results[:1])
         ]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import common
 import torch
 
 FLUSH_BYTES = 256 << 20  # several times the largest L2 (60 MB on an H200)
@@ -181,6 +182,37 @@ class Timer:
                 [seconds for seconds, _ in times] if samples[name].launch_bound else on_time
             )
         return samples
+
+    def sustained(
+        self, call: Callable[[], object], estimate: float, seconds: float
+    ) -> dict[str, float]:
+        """One call back to back for ``seconds``, after a third of that to warm the GPU.
+
+        Milliseconds per call with warm caches, and on a GPU the medians of clock, power and
+        temperature meanwhile, with the energy of a call in joules.
+        """
+        count = max(5, math.ceil(seconds / max(estimate, 1e-7)))
+        if not self.cuda:
+            start = time.perf_counter()
+            for _ in range(5):
+                call()
+            return {"ms": round((time.perf_counter() - start) / 5 * 1e3, 6)}
+        log = common.ClockLog(self.device)  # nvidia-smi takes a while to begin
+        for _ in range(count // 3):
+            call()
+        torch.cuda.synchronize(self.device)
+        log.since_last()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        state = log.since_last()
+        log.close()
+        milliseconds = begin.elapsed_time(end) / count
+        energy = {"joules": round(state["power_w"] * milliseconds * 1e-3, 6)} if state else {}
+        return {"ms": round(milliseconds, 6), "calls": count, **state, **energy}
 
     def _enqueue(
         self, call: Callable[[], object], sleep_cycles: int

@@ -26,6 +26,7 @@ import activation  # noqa: E402
 import calls  # noqa: E402
 import compare  # noqa: E402
 import memory  # noqa: E402
+import models  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
 import support  # noqa: E402
@@ -81,6 +82,77 @@ def test_exact_results_of_grouped_heads() -> None:
         got = work.forward(provider, causal=False)()
         (want,) = work.exact(causal=False, gradients=False)
         assert max(providers.relative_error(got, want)) < 1e-5
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 60, 256])
+@pytest.mark.parametrize("window", [1, 100, 256])
+def test_flops_of_windows(seqlen_q: int, window: int) -> None:
+    """Within half a key a query of what the mask shows, as without a window."""
+    cell = compare.Cell("bf16", 64, True, 256, 1, 1, seqlen_q=seqlen_q, window=window, d_v=32)
+    pairs = sum(min(256 - seqlen_q + i + 1, window) for i in range(seqlen_q))
+    assert abs(cell.flops() / (2 * (64 + 32)) - pairs) <= seqlen_q / 2
+    backward = dataclasses.replace(cell, direction="backward")
+    assert backward.flops() / cell.flops() == (3 * 64 + 2 * 32) / (64 + 32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_results_of_windows_and_of_other_head_dims_of_v(causal: bool) -> None:
+    torch.manual_seed(0)
+    size = {"seqlen_q": 40, "kv_heads": 2, "d_v": 24, "window": 7}
+    work = providers.Workload((2, 48, 4, 16), torch.float32, torch.device("cpu"), **size)
+    leaves = [x.double().requires_grad_() for x in (work.q, work.k, work.v)]
+    window = (6, 0 if causal else -1)
+    out = flash_ext.reference.attention(*leaves, window=window)[0]
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, work.dout.double())]
+    exact = work.exact(causal, gradients=True)
+    fa2 = providers.variant("fa2")
+    for results in (exact, [work.forward(fa2, causal)(), *work.backward(fa2, causal)()]):
+        for got, want in zip(results, wanted, strict=True):
+            assert got.shape == want.shape
+            assert max(providers.relative_error(got, want.float())) < 1e-5
+    with pytest.raises(ValueError, match="no window"):
+        work.forward(providers.PEERS["flash"](), causal)
+    work.MATRIX_BYTES, work.LAST_ROWS = 0, 8
+    (last,) = work.exact(causal, gradients=False)
+    torch.testing.assert_close(last, exact[0][:, -8:])
+
+
+def test_shapes_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(models.SHAPES) >= 30 and len({s.name for s in models.SHAPES}) == len(models.SHAPES)
+    for shape in models.SHAPES:
+        assert shape.source and shape.heads % shape.kv_heads == 0
+        assert not shape.window or shape.causal
+    cells = grid_of("--set", "models", monkeypatch=monkeypatch)
+    forward = [c for c in cells if c.direction == "forward"]
+    assert [c.model for c in cells if c.direction == "backward"] == [
+        s.name for s in models.SHAPES if s.backward
+    ]
+    assert sorted(c.model for c in forward) == sorted(s.name for s in models.SHAPES)
+    assert not any(compare.is_plain(dataclasses.asdict(c)) for c in cells)
+    steady = grid_of("--sustained", monkeypatch=monkeypatch)
+    assert all(c.sustained for c in steady) and len(steady) == len(SHAPES)
+    assert not any(compare.on_grid(dataclasses.asdict(c)) for c in steady)
+
+
+@pytest.mark.parametrize("arguments", [("--set", "models"), ("--s", "128", "--sustained")])
+def test_models_and_sustained_runs_are_measured(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "compare.json"
+    monkeypatch.setattr(models, "SHAPES", models.SHAPES[:2])
+    monkeypatch.setattr(
+        sys, "argv",
+        ["compare", "--device", "cpu", *arguments, "--rounds", "1", "--variants", "fa2", "--peers",
+         "standard", "--out", str(path)],
+    )  # fmt: skip
+    assert compare.main() == 0
+    cells = json.loads(path.read_text())["cells"]
+    assert all(c["providers"]["fa2"]["ms"] > 0 for c in cells)
+    assert all(compare.best_of_peers(c)["of"] == "standard" for c in cells)
+    shown = capsys.readouterr().out
+    assert "fastest variant over fastest peer" in shown
+    assert ("GPT-2" in shown) == ("models" in arguments)
 
 
 def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[compare.Cell]:

@@ -181,7 +181,12 @@ def results_section() -> str:
         parts.append(ratio_table(cells, labels))
         parts += [note] if (note := spread_note(cells)) else []
         parts += [note] if (note := best_note(cells, compare, folder)) else []
-        others = [c for c in compare["cells"] if not is_plain(c)]
+        special = ("d_v", "window", "model", "sustained")
+        others = [
+            c
+            for c in compare["cells"]
+            if not is_plain(c) and not any(c.get(name) for name in special)
+        ]
         parts += [other_table(others, labels)] if others else []
         parts += [host_table(compare["host"], labels)] if "host" in compare else []
         for direction in ("forward", "backward"):
