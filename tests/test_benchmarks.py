@@ -150,6 +150,9 @@ def test_models_and_sustained_runs_are_measured(
     cells = json.loads(path.read_text())["cells"]
     assert all(c["providers"]["fa2"]["ms"] > 0 for c in cells)
     assert all(compare.best_of_peers(c)["of"] == "standard" for c in cells)
+    table = compare_report.shapes_table(cells, {"standard": "standard attention"})
+    assert len(table.splitlines()) == 2 + len(cells)
+    assert ("(openai-community/gpt2)" in table) == ("models" in arguments)
     shown = capsys.readouterr().out
     assert "fastest variant over fastest peer" in shown
     assert ("GPT-2" in shown) == ("models" in arguments)

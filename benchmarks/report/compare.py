@@ -14,13 +14,16 @@ from compare import (
     HOST_ROWS,
     SEQLENS,
     TOKENS,
+    best_of_peers,
     geometric_mean,
     is_plain,
     on_grid,
     ratio_spread,
     ratios,
+    shape_name,
     with_best,
 )
+from models import SHAPES
 from providers import BEST, BEST_LABEL
 from support import BOTH
 
@@ -112,6 +115,31 @@ def other_table(cells: list[Json], labels: dict[str, str]) -> str:
     return table(["few heads or queries", *(labels.get(n, n) for n in names)], rows)
 
 
+def shapes_table(cells: list[Json], labels: dict[str, str]) -> str:
+    """Shapes of models, or under sustained load: speed of our fastest variant and the fastest peer
+    that took the shape, how many times as fast, and the power."""
+    sources = {s.name: s.source for s in SHAPES}
+    powers = any("power_w" in r for c in cells for r in c["providers"].values())
+    rows = []
+    for c in cells:
+        ours = [r | {"of": n} for n, r in c["providers"].items()
+                if n in flash_ext.VARIANTS and "ms" in r]  # fmt: skip
+        if not ours:
+            continue
+        own, best = min(ours, key=lambda r: r["ms"]), best_of_peers(c)
+        both = [own, best] if best else [own]
+        name = f"{c['model']} ({sources.get(c['model'], '')})" if c.get("model") else "grid"
+        rows.append([
+            name, f"{c['direction']}, {shape_name(c)}",
+            *(f"{r['tflops']:.0f} {labels.get(r['of'], r['of'])}" for r in both),
+            *([NO] * (2 - len(both))),
+            f"{best['ms'] / own['ms']:.2f}" if best else NO,
+            *([" / ".join(f"{r['power_w']:.0f}" for r in both if "power_w" in r)] * powers),
+        ])  # fmt: skip
+    head = ["shape of", "", "TFLOP/s, ours", "fastest peer", "times as fast", *["W"] * powers]
+    return table(head, rows, words=2)
+
+
 def best_note(cells: list[Json], compare: Json, folder: Path) -> str:
     """What "best peer" means, and where not all of it was measured here; "" where none is."""
     found = [c["providers"][BEST] for c in cells if BEST in c["providers"]]
@@ -188,6 +216,10 @@ def results_section() -> str:
             if not is_plain(c) and not any(c.get(name) for name in special)
         ]
         parts += [other_table(others, labels)] if others else []
+        for kind in ("model", "sustained"):
+            found = [c for c in compare["cells"] if c.get(kind) and (kind == "sustained") == bool(
+                c.get("sustained"))]  # fmt: skip
+            parts += [shapes_table(found, labels)] if found else []
         parts += [host_table(compare["host"], labels)] if "host" in compare else []
         for direction in ("forward", "backward"):
             found = select(cells, direction=direction, dtype="bf16")
