@@ -2,6 +2,7 @@
 
     make bench                          # within nine minutes on an H200
     python benchmarks/everything.py --only compare io
+    python benchmarks/everything.py --only models sustained    # shapes of models; the power limit
     python benchmarks/everything.py --against HEAD~5    # what moved since then; measures nothing
 
 Each benchmark is a separate program and writes its result file as when it is run by itself; those
@@ -42,9 +43,16 @@ RUNS: dict[str, tuple[str, ...]] = {
     "options": ("--rounds", "10"),
     "activation": ("--activation",),
     "train": ("--rounds", "2", "--model", "small", "medium", "bert-large", "long-range"),
+    "models": ("--min-time", "0.03", "--set", "models", "--variants", "fa2", "fa3", "--peers",
+               "flash", "cudnn", "flash_attn_4"),
+    "sustained": ("--sustained", "--s", "4096", "16384", "--variants", "fa3", "--peers", "cudnn",
+                  "flash_attn_4"),
 }  # fmt: skip
+ON_REQUEST = ("models", "sustained")  # by --only: they do not fit into the nine minutes
 # Parts that are not named as their script, which adds to what it has of the same source.
-SCRIPTS = dict.fromkeys(("few heads", "head dims", "fa1", "host", "fp16"), "compare") | {
+SCRIPTS = dict.fromkeys(
+    ("few heads", "head dims", "fa1", "host", "fp16", "models", "sustained"), "compare"
+) | {
     "PTX path": "support",
     "activation": "train",
 }
@@ -92,7 +100,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS))
+    usual = [name for name in RUNS if name not in ON_REQUEST]
+    parser.add_argument("--only", nargs="*", default=usual, choices=list(RUNS))
     parser.add_argument("--against", metavar="REVISION", help="only compare, with that revision's")
     parser.add_argument("--gpu", help="folder under benchmarks/results, default: this GPU's")
     args = parser.parse_args()
