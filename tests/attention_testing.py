@@ -616,12 +616,12 @@ def sizes(
     delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of this many products
     shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
     found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
-    scale = problem.scale or inputs.q.shape[-1] ** -0.5
-    group = problem.heads_q / max(problem.heads_k, 1)
-    grid = torch.finfo(problem.dtype).tiny * scale * group**0.5
-    for name, other in (("dq", inputs.k), ("dk", inputs.q)):
-        if name in found:  # errors of this many products; rows not in use may be NaN
-            found[name] = found[name] + grid * _largest(other.detach().nan_to_num(0.0).norm(dim=-3))
+    tiny = torch.finfo(problem.dtype).tiny * (problem.scale or inputs.q.shape[-1] ** -0.5)
+    if inputs.q.numel() and inputs.k.numel():  # rows of k that are not in use may be NaN
+        q, k = (x.detach().nan_to_num(0.0).norm(dim=-3, keepdim=True) for x in (inputs.q, inputs.k))
+        group = q.shape[-2] // k.shape[-2]
+        found["dq"] = found["dq"] + tiny * k.repeat_interleave(group, dim=-2)
+        found["dk"] = found["dk"] + tiny * q.unflatten(-2, (-1, group)).norm(dim=-2)
     if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0
         ratio = torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
         for name in names:

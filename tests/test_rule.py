@@ -14,6 +14,7 @@ from attention_testing import (
     CPU_VARIANTS,
     Problem,
     assert_accurate,
+    make_inputs,
     reference_results,
     run,
 )
@@ -63,6 +64,31 @@ def test_one_wrong_lse() -> None:
     actual["lse"][0, 0, 0] += 1e-3
     with pytest.raises(AssertionError, match="lse: not float32"):
         judge(CAUSAL, actual, "lse")
+
+
+@pytest.mark.parametrize("seed", (0, 1))
+def test_rounding_of_small_gradients_of_scores_passes(seed: int) -> None:
+    """With dS rounded to float16, which is a grid below its normal numbers, and all else exact.
+
+    Large q make products of that grid's half steps larger than dk itself; dk of other rows must
+    still be right.
+    """
+    problem = Problem(3, 1, 700, 6, 2, 40, dtype=torch.float16, logit_gain=40.0, loss="out",
+                      seed=seed)  # fmt: skip
+    inputs = make_inputs(problem, "cpu")
+    q, k, v, dout = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    k, v = (x.repeat_interleave(3, dim=2) for x in (k, v))
+    p = (torch.einsum("bqhd,bkhd->bhqk", q, k) * 40**-0.5).softmax(-1)
+    dp = torch.einsum("bqhd,bkhd->bhqk", dout, v)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    of_heads = torch.einsum("bhqk,bqhd->bkhd", ds.half().double(), q) * 40**-0.5
+    dk = of_heads.unflatten(2, (2, 3)).sum(3).half()
+    judge(problem, {"dk": dk}, "dk")
+    sizes = reference_results(problem, "cpu").ref["dk"].abs().amax(-1)
+    row = torch.unravel_index(sizes.argmax(), sizes.shape)
+    dk[row] *= 0.9
+    with pytest.raises(AssertionError, match="dk: "):
+        judge(problem, {"dk": dk}, "dk")
 
 
 @pytest.mark.parametrize("variant", CPU_VARIANTS)

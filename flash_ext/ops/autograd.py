@@ -142,8 +142,8 @@ register_autograd_kernel(library, bwd, _bwd_autograd)
 node.define(library, _record_backward)
 
 
-# --- Autocast --- Only of q, k and v: lse, slopes, sink and bias are meant to be float32. Gradients
-# need no cast.
+# --- Autocast ---
+# Only of q, k and v: lse, slopes, sink and bias are meant to be float32. Gradients need no cast.
 
 
 def autocast_tensors(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
