@@ -145,9 +145,9 @@ struct ScoreFunction {
                 if (!b) x = -INFINITY;
             } else {
                 // Finite numbers stay finite in base 2, such as the most negative one, which masks
-                // use.
-                const float y = x + factor * ptx::to_float(b);
-                x = y == -INFINITY && ptx::to_float(b) != -INFINITY ? -FLT_MAX : y;
+                // use; -inf and NaN stay, too.
+                const float y = ptx::to_float(b);
+                x = ptx::max_nan(x + factor * y, fminf(y, -FLT_MAX));
             }
         };
         // Inside the bias, and with contiguous keys, addresses differ by constants, so that many
