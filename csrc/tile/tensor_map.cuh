@@ -54,6 +54,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head
             function = nullptr;
         return reinterpret_cast<Encode>(function);
     }();
+    static_assert(Tile::kPitch >= 64, "a swizzle of 32 bytes is not encoded");
     if (encode == nullptr) return cudaErrorNotSupported;
     constexpr uint64_t kNoBound = 0x7fffffff;
     const uint64_t row = row_bytes<typename Tile::Element>(view);

@@ -189,14 +189,14 @@ int fa2_backward_shared_bytes() {
 
 template <class Config>
 cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
-    const int64_t q_tiles = workspace_rows(params) / Config::kBlockQ;
     const int group = params.heads_q / params.heads_k;
     const bool masked = is_masked(params);
     const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
     // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run at the
     // same time, the less they wait for each other.
     const int64_t bytes_per_head =
-        int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} * params.seqlen_q * group;
+        bytes_of_q_do_dq<typename Config::Element>(Config::kHeadDim, Config::kHeadDimV) *
+        params.seqlen_q * group;
     params.schedule =
         make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
                       tensor_batches(params), tiles_differ || params.deterministic,
@@ -204,8 +204,6 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
                       l2_group_waves(params, masked));
 
     cudaError_t status = backward_preprocess(params, Config::kGeneral, stream);
-    if (status == cudaSuccess && params.deterministic)
-        status = cudaMemsetAsync(params.dq_semaphore, 0, (1 + q_tiles) * sizeof(int), stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
             cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);

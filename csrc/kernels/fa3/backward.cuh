@@ -236,7 +236,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using DQ = typename Config::DQ;
-    using Turns = PingPong<Config::kConsumers, Config::kPingPong>;
+    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
     using Cta::elected, Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
     using typename Cta::WorkTileState;
@@ -522,10 +522,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
     __device__ __forceinline__ void consume() const {
         // Ping-pong: a consumer starts its iteration after the other has started dP.
-        if (consumer == 1) Turns::pass_turn(consumer);  // consumer 0 starts
-        typename QPipeline::State q;                    // of the scores
-        typename QPipeline::State q_done;               // of dK, one iteration later
-        typename DOPipeline::State d, d_done;           // of dP and of dV
+        if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
+        typename QPipeline::State q;                      // of the scores
+        typename QPipeline::State q_done;                 // of dK, one iteration later
+        typename DOPipeline::State d, d_done;             // of dP and of dV
         WorkTileState t;
         typename DQPipeline::State part;  // of dQ
         uint32_t ds = 0;                  // stage of dS that dQ reads
@@ -631,13 +631,13 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 };
 
                 k_pipeline.consumer_wait(k);
-                Turns::wait_for_turn(consumer);
+                Order::wait(consumer);
                 issue_scores();
                 ptx::wgmma_wait<0>();
                 warpgroup_fence(rS);
                 v_pipeline.consumer_wait(v);
                 issue_dp();
-                Turns::pass_turn(consumer);
+                Order::signal_next(consumer);
                 probabilities();
                 finish_dp();
                 softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
@@ -649,14 +649,14 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     q.advance();
                     d.advance();
                     at.advance(q_tiles);
-                    Turns::wait_for_turn(consumer);
+                    Order::wait(consumer);
                     issue_scores();
                     issue_dv_dk(accumulate);
                     accumulate = true;
                     finish_dv_dk();
                     warpgroup_fence(rS);
                     issue_dp();
-                    Turns::pass_turn(consumer);
+                    Order::signal_next(consumer);
                     probabilities();
                     finish_dp();
                     wait_ds();
@@ -721,8 +721,9 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     Fa3BackwardParams params{{call}};
     const bool masked = is_masked(params);
     // Q, dO and dQ.
-    const int64_t bytes_per_head = int64_t{6 * Config::kHeadDim + 2 * Config::kHeadDimV} *
-                                   params.seqlen_q * (params.heads_q / params.heads_k);
+    const int64_t bytes_per_head =
+        bytes_of_q_do_dq<typename Config::Element>(Config::kHeadDim, Config::kHeadDimV) *
+        params.seqlen_q * (params.heads_q / params.heads_k);
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
         tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,

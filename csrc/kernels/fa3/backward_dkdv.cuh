@@ -160,9 +160,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using TileCoord = PoolState<Config::kPairs>;
+    using StepState = PoolState<Config::kPairs>;
     using PState = typename PPipeline::State;
-    using Turns = PingPong<2>;
+    using Order = PingPong<2>;
     using Cta = Fa3Cta<Config>;
     using Cta::end_work_tile, Cta::group, Cta::params, Cta::release_and_advance, Cta::storage,
         Cta::work_tiles;
@@ -221,7 +221,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce_q_do() const {
-        TileCoord at;
+        StepState at;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
                 work_tiles.allow_fetch();
@@ -289,7 +289,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     enum Consumer { kDV, kDK };
 
-    __device__ __forceinline__ void wait(uint32_t stage, const TileCoord& at) const {
+    __device__ __forceinline__ void wait(uint32_t stage, const StepState& at) const {
         pool.consumer_wait({stage, at.phase});
     }
     // By all threads, since all read lse or delta.
@@ -299,12 +299,12 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     // From dP^T, and P^T in shared memory, to dS^T as an operand.
     __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PState& at,
-                                                     const TileCoord& place) const {
+                                                     const StepState& state) const {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             float p[4];
             ptx::ld_shared_v4(p, p_address(at, n));
-            const float2 delta = column_pair(storage.statistics[place.dout()], n);
+            const float2 delta = column_pair(storage.statistics[state.dout()], n);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float* x = &dp.v[0][n][2 * i];
@@ -346,7 +346,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     // Passes P^T to consumer dK. The derivative of softcap is applied here, since it needs lse.
-    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const TileCoord& place,
+    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const StepState& state,
                                            const KeyTile& tile, const QTileStep& step) const {
         Scores x = p;
         if constexpr (Config::kGeneral)
@@ -354,7 +354,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, step.head}
                     .softcap_gradient(x, p, tile.first_key + warp_key,
                                       step.q_tile * Config::kBlockQ,
-                                      [&](int col) { return storage.statistics[place.q()][col]; });
+                                      [&](int col) { return storage.statistics[state.q()][col]; });
         p_pipeline.producer_acquire(at);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(at, n), x.v[0][n]);
@@ -392,7 +392,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // S, P and dV.
     __device__ __forceinline__ void consume_dv() const {
         Walk walk;
-        TileCoord place;  // of the scores
+        StepState state;  // of the scores
         PState p;
         typename KPipeline::State k;
         Interval full{};
@@ -404,10 +404,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         // every 16 columns in registers throughout the loop.
         const auto issue_scores = [&] {
             const KMajor<KTile> k_rows(k_pipeline.stages);
-            const KMajor<QTile> q_rows(tile_in(place.q()));
+            const KMajor<QTile> q_rows(tile_in(state.q()));
             gemm_async<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
-        const auto issue_gradient = [&](const TileCoord& at, bool accumulate) {
+        const auto issue_gradient = [&](const StepState& at, bool accumulate) {
             const MNMajor<DOTile> do_columns(tile_in(at.dout()));
             gemm_async<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
         };
@@ -419,10 +419,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 rS, params, tile, walk.at.head, tile.first_key + warp_key,
                 walk.at.q_tile * Config::kBlockQ,
                 walk.at.q_tile < full.begin || walk.at.q_tile >= full.end,
-                storage.statistics[place.q()]);
-            pass_p(rS, p, place, tile, walk.at);
+                storage.statistics[state.q()]);
+            pass_p(rS, p, state, tile, walk.at);
             rP.template round<Element>(rS);
-            release(place.q());
+            release(state.q());
         };
 
         while (find_tile(walk, params.dv, params.head_dim_v)) {
@@ -431,38 +431,38 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 full_q_tiles(tile, mask_of(params, tile.sequence),
                              {tile.first_key, tile.first_key + Config::kBlockKV}, Config::kBlockQ);
             k_pipeline.consumer_wait(k);
-            wait(place.q(), place);
-            Turns::wait_for_turn(kDV);
+            wait(state.q(), state);
+            Order::wait(kDV);
             issue_scores();
-            Turns::pass_turn(kDV);
+            Order::signal_next(kDV);
             ptx::wgmma_wait<0>();
             probabilities();
             bool accumulate = false;
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
                 walk.at.advance(walk.q_tiles);
-                const TileCoord before = place;
-                place.advance();
+                const StepState before = state;
+                state.advance();
                 wait(before.dout(), before);
-                wait(place.q(), place);
-                Turns::wait_for_turn(kDV);
+                wait(state.q(), state);
+                Order::wait(kDV);
                 issue_gradient(before, accumulate);
                 issue_scores();
-                Turns::pass_turn(kDV);
+                Order::signal_next(kDV);
                 ptx::wgmma_wait<1>();
                 warpgroup_fence(rdV);
                 release(before.dout());
                 ptx::wgmma_wait<0>();
                 probabilities();
             }
-            wait(place.dout(), place);
-            Turns::wait_for_turn(kDV);
-            issue_gradient(place, accumulate);
-            Turns::pass_turn(kDV);
+            wait(state.dout(), state);
+            Order::wait(kDV);
+            issue_gradient(state, accumulate);
+            Order::signal_next(kDV);
             ptx::wgmma_wait<0>();
             warpgroup_fence(rdV);
-            release(place.dout());
-            place.advance();
+            release(state.dout());
+            state.advance();
             store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
             end_work_tile(walk.tile);
         }
@@ -471,7 +471,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // dP, dS and dK.
     __device__ __forceinline__ void consume_dk() const {
         Walk walk;
-        TileCoord place;  // of dP
+        StepState state;  // of dP
         PState p;
         typename VPipeline::State v;
         Scores rdP;
@@ -480,10 +480,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
         const auto issue_dp = [&] {
             const KMajor<VTile> v_rows(v_pipeline.stages);
-            const KMajor<DOTile> do_rows(tile_in(place.dout()));
+            const KMajor<DOTile> do_rows(tile_in(state.dout()));
             gemm_async<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
-        const auto issue_gradient = [&](const TileCoord& at, bool accumulate) {
+        const auto issue_gradient = [&](const StepState& at, bool accumulate) {
             const MNMajor<QTile> q_columns(tile_in(at.q()));
             gemm_async<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
@@ -497,21 +497,21 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             warpgroup_fence(rdP);
             if (walk.left == 0) release_and_advance(v_pipeline, v);
             p_pipeline.consumer_wait(p);
-            softmax_gradient(rdP, rdS, p, place);
+            softmax_gradient(rdP, rdS, p, state);
             p_pipeline.consumer_release(p);
             p.advance();
-            release(place.dout());
+            release(state.dout());
             if constexpr (Config::kStoresDS) store_ds(rdS, ds);
         };
 
-        Turns::pass_turn(kDK);  // consumer dV starts
+        Order::signal_next(kDK);  // consumer dV starts
         while (find_tile(walk, params.dk, params.head_dim)) {
             if constexpr (Config::kStoresDS) find_ds();
             v_pipeline.consumer_wait(v);
-            wait(place.dout(), place);
-            Turns::wait_for_turn(kDK);
+            wait(state.dout(), state);
+            Order::wait(kDK);
             issue_dp();
-            Turns::pass_turn(kDK);
+            Order::signal_next(kDK);
             ptx::wgmma_wait<0>();
             gradient_of_scores();
             bool accumulate = false;
@@ -523,28 +523,28 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 walk.at.advance(walk.q_tiles);
                 if constexpr (Config::kStoresDS)
                     if (walk.at.q_tile == walk.q_tiles.begin) find_ds();  // of the next head
-                const TileCoord before = place;
-                place.advance();
+                const StepState before = state;
+                state.advance();
                 wait(before.q(), before);
-                wait(place.dout(), place);
-                Turns::wait_for_turn(kDK);
+                wait(state.dout(), state);
+                Order::wait(kDK);
                 issue_gradient(before, accumulate);
                 issue_dp();
-                Turns::pass_turn(kDK);
+                Order::signal_next(kDK);
                 ptx::wgmma_wait<1>();
                 warpgroup_fence(rdK);
                 release(before.q());
                 ptx::wgmma_wait<0>();
                 gradient_of_scores();
             }
-            wait(place.q(), place);
-            Turns::wait_for_turn(kDK);
-            issue_gradient(place, accumulate);
-            Turns::pass_turn(kDK);
+            wait(state.q(), state);
+            Order::wait(kDK);
+            issue_gradient(state, accumulate);
+            Order::signal_next(kDK);
             ptx::wgmma_wait<0>();
             warpgroup_fence(rdK);
-            release(place.q());
-            place.advance();
+            release(state.q());
+            state.advance();
             rdK.scale(params.scale);
             store_rows(
                 gradient_rows<Element>(params.dk, work_tiles[walk.tile], warp_key, params.head_dim),
@@ -574,7 +574,8 @@ cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspa
         tile_numbers(params, params.seqlen_k, Config::kBlockKV),
         Config::kStoresDS ? ds_workspace.heads : params.heads_k,
         Config::kStoresDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
-        int64_t{2} * (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q * group,  // Q and dO
+        int64_t{sizeof(typename Config::Element)} * (Config::kHeadDim + Config::kHeadDimV) *
+            params.seqlen_q * group,  // Q and dO
         1, l2_group_waves(params, masked));
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();

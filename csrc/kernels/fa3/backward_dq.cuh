@@ -111,7 +111,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Operand = RegisterOperand<Config::kBlockKV>;
     using DQ = RegisterTile<16, Config::kHeadDim>;
-    using Turns = PingPong<Config::kConsumers>;
+    using Order = PingPong<Config::kConsumers>;
     using Cta = Fa3Cta<Config>;
     using Cta::elected, Cta::end_work_tile, Cta::group, Cta::params, Cta::release,
         Cta::release_and_advance, Cta::storage, Cta::work_tiles;
@@ -262,8 +262,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     // Releases KV tiles that this consumer does not use.
     __device__ __forceinline__ void skip(KState& k, VState& v, int tiles) const {
         for (; tiles > 0; --tiles) {
-            Turns::wait_for_turn(consumer());
-            Turns::pass_turn(consumer());
+            Order::wait(consumer());
+            Order::signal_next(consumer());
             k_pipeline.consumer_wait(k);  // otherwise this warp would arrive twice in one phase
             release_and_advance(k_pipeline, k);
             v_pipeline.consumer_wait(v);
@@ -418,15 +418,15 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             store_rows(gradient_rows(tile), rdQ);
         };
 
-        if (consumer() == 1) Turns::pass_turn(consumer());  // consumer 0 starts
+        if (consumer() == 1) Order::signal_next(consumer());  // consumer 0 starts
         while (find_tile(walk)) {
             skip(k, v, hidden_before(walk));
             q_pipeline(consumer()).consumer_wait(q);
             k_pipeline.consumer_wait(k);
-            Turns::wait_for_turn(consumer());
+            Order::wait(consumer());
             issue_scores();
             issue_dp(true);
-            Turns::pass_turn(consumer());
+            Order::signal_next(consumer());
             ptx::wgmma_wait<1>();
             warpgroup_fence(rS);
             probabilities();
@@ -438,14 +438,14 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                 const uint32_t k_stage = k.stage;
                 k.advance();
                 k_pipeline.consumer_wait(k);
-                Turns::wait_for_turn(consumer());
+                Order::wait(consumer());
                 issue_gradient(k_stage, accumulate);
                 issue_scores();
                 ptx::wgmma_wait<1>();
                 warpgroup_fence(rdQ);
                 release(k_pipeline, {k_stage, 0});
                 issue_dp(false);
-                Turns::pass_turn(consumer());
+                Order::signal_next(consumer());
                 ptx::wgmma_wait<1>();
                 warpgroup_fence(rS);
                 probabilities();

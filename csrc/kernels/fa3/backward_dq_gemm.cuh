@@ -220,9 +220,10 @@ cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWork
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
     const int group = params.heads_q / params.heads_k;
-    params.schedule = make_schedule(ceil_div(params.seqlen_q, Config::kBlockQ),
-                                    params.ds_workspace.heads * group, 1, is_masked(params),
-                                    int64_t{2} * Config::kHeadDim * params.seqlen_k / group, 1);
+    params.schedule = make_schedule(
+        ceil_div(params.seqlen_q, Config::kBlockQ), params.ds_workspace.heads * group, 1,
+        is_masked(params),
+        int64_t{sizeof(typename Config::Element)} * Config::kHeadDim * params.seqlen_k / group, 1);
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status =
         encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.head_dim);

@@ -34,17 +34,17 @@ enum NamedBarrier : int {
 };
 
 // Ping-pong: consumers start their matmuls alternately, so that the softmax of one runs beside the
-// matmuls of another. A consumer waits for the one before it. The last consumer calls pass_turn()
+// matmuls of another. A consumer waits for the one before it. The last consumer calls signal_next()
 // once in advance, so that consumer 0 can start.
 template <int kConsumers, bool kEnabled = true>
 struct PingPong {
     static_assert(!kEnabled || kConsumers <= kDSStored - kPingPong);
 
-    static __device__ __forceinline__ void wait_for_turn(int consumer) {
+    static __device__ __forceinline__ void wait(int consumer) {
         if constexpr (kEnabled) ptx::barrier_sync(kPingPong + consumer, 256);
     }
     // Lets the next consumer start.
-    static __device__ __forceinline__ void pass_turn(int consumer) {
+    static __device__ __forceinline__ void signal_next(int consumer) {
         const int next = kConsumers == 2 ? 1 - consumer : (consumer + 1) % kConsumers;
         if constexpr (kEnabled) ptx::barrier_arrive(kPingPong + next, 256);
     }

@@ -142,7 +142,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using Probabilities = RegisterOperand<Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
     using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
-    using Turns = PingPong<Config::kConsumers, Config::kPingPong>;
+    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
     using Cta::group, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
         Cta::work_tiles;
@@ -540,7 +540,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             if (!begin_tile(state)) return false;
         }
         k_pipeline.consumer_wait(state.k, state.k_ready);
-        Turns::wait_for_turn(consumer);
+        Order::wait(consumer);
         issue_scores(state.rS, state.q, state.k);
         if constexpr (kUnmasked) {
             state.rescaling.apply(state.rO);
@@ -549,7 +549,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         v_pipeline.consumer_wait(state.v, state.v_ready);
         issue_output(state.rO, rP, state.v, kUnmasked || !state.begun);
-        Turns::pass_turn(consumer);
+        Order::signal_next(consumer);
         const auto v_read = state.v;
         state.v.advance();
         const auto finish_output = [&] {
@@ -582,11 +582,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
         has_marked() = false;
         if (!begin_tile(state)) return;
-        if (consumer == Config::kConsumers - 1) Turns::pass_turn(consumer);  // consumer 0 starts
+        if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(state.k);
-        Turns::wait_for_turn(consumer);
+        Order::wait(consumer);
         issue_scores(state.rS, state.q, state.k);
-        Turns::pass_turn(consumer);
+        Order::signal_next(consumer);
         ptx::wgmma_wait<0>();
         compute_p<false>(state, rP[0], true);
         skip(v_pipeline, state.v, state.hidden, state.v_ready);
@@ -608,13 +608,13 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         settle_output(state);
         v_pipeline.consumer_wait(state.v);
-        Turns::wait_for_turn(consumer);
+        Order::wait(consumer);
         if (odd) {
             issue_output(state.rO, rP[kNext], state.v, !state.begun);
         } else {
             issue_output(state.rO, rP[0], state.v, !state.begun);
         }
-        Turns::pass_turn(consumer);
+        Order::signal_next(consumer);
         ptx::wgmma_wait<0>();
         warpgroup_fence(state.rO);
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
