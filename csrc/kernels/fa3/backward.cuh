@@ -329,8 +329,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                                               const CUtensorMap& map, const TensorView& view,
                                               const KeyTile& tile) const {
         const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
-                        tensor_rows<Element>(view, s.batch, tile.head, s.k_begin, s.seqlen_k),
+        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map, this->key_rows(view, s, tile.head),
                         tile.first_key);
     }
 
@@ -365,8 +364,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                                                  float (&statistics)[Config::kBlockQ],
                                                  const float* source) const {
         const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, state, map,
-                        tensor_rows<Element>(view, s.batch, head, s.q_begin, s.seqlen_q), first_row,
+        load_tile<Tile>(pipeline, state, map, this->query_rows(view, s, head), first_row,
                         statistics, source);
         state.advance();
     }

@@ -199,25 +199,16 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     // Fetches the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        params.scheduler.start();
-        const int total = cta_count(params.schedule);
-        const auto fetch = [&] { return params.scheduler.fetch(total); };
-        work_tiles.produce(
-            blockIdx.x, total, fetch,
-            [&](KeyTile& tile, int linear) {
-                WorkTile work = work_tile(linear, params.schedule);
-                if constexpr (Config::kStoresDS) {
-                    const int flat_head = params.ds_workspace.first_head + work.head;
-                    work.head = flat_head % params.heads_k;
-                    work.batch = flat_head / params.heads_k;
-                }
-                describe<Config>(tile, params, work);
-                tile.large_lse = params.large_lse.is_raised();
-            },
-            [&](const KeyTile&, const WorkTileState& t) {
-                work_tiles.wait_to_fetch(t);
-                return fetch();
-            });
+        this->fetch_work_tiles([&](KeyTile& tile, int linear) {
+            WorkTile work = work_tile(linear, params.schedule);
+            if constexpr (Config::kStoresDS) {
+                const int flat_head = params.ds_workspace.first_head + work.head;
+                work.head = flat_head % params.heads_k;
+                work.batch = flat_head / params.heads_k;
+            }
+            describe<Config>(tile, params, work);
+            tile.large_lse = params.large_lse.is_raised();
+        });
     }
 
     __device__ __forceinline__ void produce_q_do() const {
@@ -230,10 +221,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const Sequence& s = tile.sequence;
             for (int left = group() - 1; left >= 0; --left) {
                 const int head = (tile.head + 1) * group() - 1 - left;
-                const TensorRows q_rows =
-                    tensor_rows<Element>(params.q, s.batch, head, s.q_begin, s.seqlen_q);
-                const TensorRows do_rows =
-                    tensor_rows<Element>(params.dout, s.batch, head, s.q_begin, s.seqlen_q);
+                const TensorRows q_rows = this->query_rows(params.q, s, head);
+                const TensorRows do_rows = this->query_rows(params.dout, s, head);
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
@@ -263,12 +252,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            const TensorRows k_rows =
-                tensor_rows<Element>(params.k, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            const TensorRows k_rows = this->key_rows(params.k, s, tile.head);
             load_tile<KTile>(k_pipeline, k, params.k_map, k_rows, tile.first_key);
             k.advance();
-            const TensorRows v_rows =
-                tensor_rows<Element>(params.v, s.batch, tile.head, s.k_begin, s.seqlen_k);
+            const TensorRows v_rows = this->key_rows(params.v, s, tile.head);
             load_tile<VTile>(v_pipeline, v, params.v_map, v_rows, tile.first_key);
             v.advance();
         });

@@ -153,27 +153,17 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // Fetches the Q tiles.
     __device__ __forceinline__ void produce_tiles() const {
-        params.scheduler.start();
-        const int total = cta_count(params.schedule);
-        const auto fetch = [&] { return params.scheduler.fetch(total); };
-        work_tiles.produce(
-            blockIdx.x, total, fetch,
-            [&](QueryTile& tile, int linear) {
-                describe<Config>(tile, params, work_tile(linear, params.schedule));
-                tile.large_lse = params.large_lse.is_raised();
-            },
-            [&](const QueryTile&, const WorkTileState& t) {
-                work_tiles.wait_to_fetch(t);
-                return fetch();
-            });
+        this->fetch_work_tiles([&](QueryTile& tile, int linear) {
+            describe<Config>(tile, params, work_tile(linear, params.schedule));
+            tile.large_lse = params.large_lse.is_raised();
+        });
     }
 
     __device__ __forceinline__ void produce_k() const {
         KState k;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                tensor_rows<Element>(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            const TensorRows rows = this->key_rows(params.k, s, this->head_k(tile.head));
             int first_key = tile.kv_tiles.begin * Config::kBlockKV;
             int left = tile.kv_tiles.end - tile.kv_tiles.begin;
             int until_fetch = max_of(left - 1 - Config::kFetchAhead, 0);
@@ -190,8 +180,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         VState v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                tensor_rows<Element>(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            const TensorRows rows = this->key_rows(params.v, s, this->head_k(tile.head));
             for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
                 load_tile<VTile>(v_pipeline, v, params.v_map, rows, i * Config::kBlockKV);
         });
@@ -203,14 +192,12 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
             {
-                const TensorRows rows =
-                    tensor_rows<Element>(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+                const TensorRows rows = this->query_rows(params.q, s, tile.head);
                 for (int i = 0; i < Config::kConsumers; ++i)
                     load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map, rows,
                                      tile.first_query + i * 64);
             }
-            const TensorRows rows =
-                tensor_rows<Element>(params.dout, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            const TensorRows rows = this->query_rows(params.dout, s, tile.head);
             for (int i = 0; i < Config::kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
                 const DOPipeline pipeline = do_pipeline(i);
@@ -228,10 +215,6 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             }
             phase ^= 1;
         });
-    }
-
-    __device__ __forceinline__ int head_k(const QueryTile& tile) const {
-        return tile.head / group();
     }
 
     __device__ __forceinline__ void produce() const {

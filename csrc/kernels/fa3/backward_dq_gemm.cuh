@@ -90,30 +90,20 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     // --- Producer ---
 
     __device__ __forceinline__ void produce_tiles() const {
-        params.scheduler.start();
-        const int total = cta_count(params.schedule);
-        const auto fetch = [&] { return params.scheduler.fetch(total); };
-        work_tiles.produce(
-            blockIdx.x, total, fetch,
-            [&](QueryTile& tile, int linear) {
-                WorkTile work = work_tile(linear, params.schedule);
-                const int flat_head = params.ds_workspace.first_head * group() + work.head;
-                work.head = flat_head % params.heads_q;
-                work.batch = flat_head / params.heads_q;
-                describe<Config>(tile, params, work);
-            },
-            [&](const QueryTile&, const WorkTileState& t) {
-                work_tiles.wait_to_fetch(t);
-                return fetch();
-            });
+        this->fetch_work_tiles([&](QueryTile& tile, int linear) {
+            WorkTile work = work_tile(linear, params.schedule);
+            const int flat_head = params.ds_workspace.first_head * group() + work.head;
+            work.head = flat_head % params.heads_q;
+            work.batch = flat_head / params.heads_q;
+            describe<Config>(tile, params, work);
+        });
     }
 
     __device__ __forceinline__ void produce_stages() const {
         State c;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                tensor_rows<Element>(params.k, s.batch, tile.head / group(), s.k_begin, s.seqlen_k);
+            const TensorRows rows = this->key_rows(params.k, s, tile.head / group());
             const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.tile(params, s.batch, tile.head,

@@ -24,6 +24,7 @@
 #include "ptx/registers.cuh"
 #include "ptx/uniform.cuh"
 #include "schedule/tile_order.cuh"
+#include "tile/tensor_map.cuh"
 
 namespace flash_ext {
 
@@ -85,6 +86,32 @@ struct Fa3Cta {
         release(pipeline, state);
         state.advance();
     }
+    __device__ __forceinline__ int head_k(int head_q) const { return head_q / group(); }
+
+    // Where the rows of a sequence are, for TMA.
+    __device__ __forceinline__ TensorRows query_rows(const TensorView& view, const Sequence& s,
+                                                     int head) const {
+        return tensor_rows<typename Config::Element>(view, s.batch, head, s.q_begin, s.seqlen_q);
+    }
+    __device__ __forceinline__ TensorRows key_rows(const TensorView& view, const Sequence& s,
+                                                   int head) const {
+        return tensor_rows<typename Config::Element>(view, s.batch, head, s.k_begin, s.seqlen_k);
+    }
+
+    // For a producer that does nothing else: fetches tiles by the dynamic persistent scheduler when
+    // another producer allows it. `describe` as for WorkTilePipeline::produce().
+    template <class Describe>
+    __device__ __forceinline__ void fetch_work_tiles(Describe describe) const {
+        params.scheduler.start();
+        const int total = cta_count(params.schedule);
+        const auto fetch = [&] { return params.scheduler.fetch(total); };
+        work_tiles.produce(blockIdx.x, total, fetch, describe,
+                           [&](const auto&, const WorkTileState& t) {
+                               work_tiles.wait_to_fetch(t);
+                               return fetch();
+                           });
+    }
+
     // By all lanes of a warp, after the last read of the description of a tile.
     __device__ __forceinline__ void end_work_tile(WorkTileState& t) const {
         __syncwarp();

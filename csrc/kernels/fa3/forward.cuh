@@ -220,8 +220,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
                 const Sequence& s = tile.sequence;
-                const TensorRows rows =
-                    tensor_rows<Element>(params.k, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+                const TensorRows rows = this->key_rows(params.k, s, this->head_k(tile.head));
                 const Interval kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
@@ -256,8 +255,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
         if (pack_gqa_log2() == 0) {
-            const TensorRows queries =
-                tensor_rows<Element>(params.q, s.batch, tile.head, s.q_begin, s.seqlen_q);
+            const TensorRows queries = this->query_rows(params.q, s, tile.head);
 #pragma unroll 1
             for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows)
                 visit(queries, row, tile.first_query + row);
@@ -277,16 +275,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                tensor_rows<Element>(params.v, s.batch, head_k(tile), s.k_begin, s.seqlen_k);
+            const TensorRows rows = this->key_rows(params.v, s, this->head_k(tile.head));
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
                 load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
                                                      i * Config::kBlockKV);
         });
-    }
-
-    __device__ __forceinline__ int head_k(const QueryTile& tile) const {
-        return tile.head / group();
     }
 
     __device__ __forceinline__ void produce() const {
