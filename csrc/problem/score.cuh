@@ -3,7 +3,6 @@
 // whose rows are keys (backward). All kernels of all variants use this code.
 #pragma once
 
-#include <cfloat>
 #include <type_traits>
 
 #include "problem/dropout.cuh"
@@ -144,10 +143,9 @@ struct ScoreFunction {
             if constexpr (std::is_same_v<BiasElement, bool>) {
                 if (!b) x = -INFINITY;
             } else {
-                // Finite numbers stay finite in base 2, such as the most negative one, which masks
-                // use; -inf and NaN stay, too.
-                const float y = ptx::to_float(b);
-                x = ptx::max_nan(x + factor * y, fminf(y, -FLT_MAX));
+                // Rounded towards zero, so that finite numbers stay finite in base 2, such as the
+                // most negative one, which masks use.
+                x = __fmaf_rz(factor, ptx::to_float(b), x);
             }
         };
         // Inside the bias, and with contiguous keys, addresses differ by constants, so that many

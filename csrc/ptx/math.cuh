@@ -72,11 +72,4 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// The larger number; NaN if one of them is.
-__device__ __forceinline__ float max_nan(float x, float y) {
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-    return result;
-}
-
 }  // namespace flash_ext::ptx
