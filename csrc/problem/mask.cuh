@@ -61,10 +61,33 @@ struct BandMask {
     }
 };
 
+// The tiles that a tile sees, or that see it, in ascending order: tile(i), begin <= i < end.
+// Kernels go over the indices and ask here for the numbers of tiles. Under an interval mask these
+// are consecutive, and the index of a tile is its number; in a list in memory it would be a place.
+// What needs no more than the index is static: members change ptxas's schedules (note 014).
+struct VisibleTiles {
+    int begin;
+    int end;
+
+    FLASH_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
+    FLASH_HOST_DEVICE constexpr int count() const { return end - begin; }
+    FLASH_HOST_DEVICE static constexpr int tile(int i) { return i; }
+    FLASH_HOST_DEVICE constexpr int first() const { return tile(begin); }
+    FLASH_HOST_DEVICE constexpr int last() const { return tile(end - 1); }
+    FLASH_HOST_DEVICE constexpr int count_before(int tile) const { return tile - begin; }
+    FLASH_HOST_DEVICE constexpr VisibleTiles within(Interval tiles) const {
+        return {max_of(tiles.begin, begin), min_of(tiles.end, end)};
+    }
+    // How far tile(i) is from the one before it.
+    FLASH_HOST_DEVICE static constexpr int distance(int) { return 1; }
+};
+
 // The tiles of `block` positions that an interval of positions touches.
-FLASH_HOST_DEVICE constexpr Interval tiles_of(Interval positions, int block) {
-    return positions.empty() ? Interval{0, 0}
-                             : Interval{positions.begin / block, ceil_div(positions.end, block)};
+template <bool kMayBeEmpty = true>
+FLASH_HOST_DEVICE constexpr VisibleTiles tiles_of(Interval positions, int block) {
+    return kMayBeEmpty && positions.empty()
+               ? VisibleTiles{0, 0}
+               : VisibleTiles{positions.begin / block, ceil_div(positions.end, block)};
 }
 
 FLASH_HOST_DEVICE constexpr Interval tile_interval(int tile, int block) {

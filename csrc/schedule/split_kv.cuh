@@ -11,8 +11,8 @@
 
 namespace flash_ext {
 
-// One of `splits` about equal splits of an interval. It may be empty.
-FLASH_HOST_DEVICE constexpr Interval split_of(Interval all, int split, int splits) {
+// One of `splits` about equal splits of the visible tiles. It may be empty.
+FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, int splits) {
     const int least = (all.end - all.begin) / splits;
     const int longer = (all.end - all.begin) % splits;  // the first ones, by one
     const int begin = all.begin + split * least + min_of(split, longer);

@@ -121,10 +121,11 @@ struct TileCursor {
         source = tile.data + thread_offset(tile.row_stride);
     }
 
-    // kAllRows: the tile ends within the sequence. Otherwise it has `rows` valid ones.
+    // kAllRows: the tile ends within the sequence. Otherwise it has `rows` valid ones. The next
+    // load is that of the tile `distance` tiles before.
     template <bool kAllRows>
     __device__ __forceinline__ void load(uint32_t shared, int64_t row_stride, int rows, int cols,
-                                         bool aligned) {
+                                         bool aligned, int distance) {
         if constexpr (kMayBeUnaligned) {
             const GlobalTile<const Element> tile{source - thread_offset(row_stride), row_stride,
                                                  kAllRows ? Tile::kRows : rows, cols};
@@ -140,7 +141,7 @@ struct TileCursor {
                     (kAllRows || row < rows) && col < cols);
             });
         }
-        source -= Tile::kRows * row_stride;
+        source -= distance * Tile::kRows * row_stride;
     }
 
  private:

@@ -36,6 +36,12 @@ using Pair = std::pair<int, int>;
 Pair pair_of(Interval interval) { return {interval.begin, interval.end}; }
 Interval interval_of(Pair pair) { return {pair.first, pair.second}; }
 
+std::vector<int> numbers_of(VisibleTiles tiles) {
+    std::vector<int> numbers;
+    for (int i = tiles.begin; i < tiles.end; ++i) numbers.push_back(tiles.tile(i));
+    return numbers;
+}
+
 // Window sides as the ops take them: -1 is unlimited.
 BandMask band_mask(int seqlen_q, int seqlen_k, int left, int right) {
     const auto side = [](int window) { return window < 0 ? BandMask::kUnlimited : window; };
@@ -181,7 +187,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
             return x.is_full(interval_of(queries), interval_of(keys));
         });
     m.def("tiles_of", [](Pair positions, int block) {
-        return pair_of(tiles_of(interval_of(positions), block));
+        return numbers_of(tiles_of(interval_of(positions), block));
     });
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
@@ -287,7 +293,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
               return std::make_pair(tiles.pack_gqa_log2, tile_count(params, tiles));
           });
     m.def("split_of", [](Pair all, int split, int splits) {
-        return pair_of(split_of(interval_of(all), split, splits));
+        return numbers_of(split_of({all.first, all.second}, split, splits));
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {

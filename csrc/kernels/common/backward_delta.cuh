@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
     if (thread >= 3 * kChunks) return;
     const BackwardParams& params = cta.params;
     const int64_t first =
-        workspace_row(params, cta.sequence, walk.head, walk.q_tile * Config::kBlockQ);
+        workspace_row(params, cta.sequence, walk.head, walk.q_tile() * Config::kBlockQ);
     const float* source = (thread < kChunks       ? params.lse_log2
                            : thread < 2 * kChunks ? params.delta
                                                   : params.reference) +

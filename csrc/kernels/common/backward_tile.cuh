@@ -114,25 +114,26 @@ __device__ __forceinline__ constexpr int dq_fragment(int m, int n) {
 // The order of the inner loop: the Q tiles that see the KV tile, for one query head of the group
 // after another.
 struct QTileWalk {
-    Interval q_tiles;
+    VisibleTiles q_tiles;
     int last_head;
     int head;
-    int q_tile;
+    int i;         // in q_tiles
     int step = 0;  // selects the stage in shared memory
 
-    __device__ __forceinline__ QTileWalk(Interval q_tiles_, int first_head, int heads)
+    __device__ __forceinline__ QTileWalk(VisibleTiles q_tiles_, int first_head, int heads)
         : q_tiles(q_tiles_),
           last_head(q_tiles_.empty() ? first_head - 1 : first_head + heads - 1),
           head(first_head),
-          q_tile(q_tiles_.begin) {}
+          i(q_tiles_.begin) {}
 
     __device__ __forceinline__ bool done() const { return head > last_head; }
+    __device__ __forceinline__ int q_tile() const { return q_tiles.tile(i); }
 
     __device__ __forceinline__ QTileWalk next() const {
         QTileWalk after = *this;
         after.step ^= 1;
-        if (++after.q_tile == q_tiles.end) {
-            after.q_tile = q_tiles.begin;
+        if (++after.i == q_tiles.end) {
+            after.i = q_tiles.begin;
             ++after.head;
         }
         return after;
@@ -174,7 +175,7 @@ struct BackwardTile {
           smem(ptx::shared_address(dynamic_shared())) {}
 
     // The Q tiles that see the KV tile.
-    __device__ __forceinline__ Interval q_tiles_seeing(int first_key) const {
+    __device__ __forceinline__ VisibleTiles q_tiles_seeing(int first_key) const {
         Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
         if (Config::kMayBeVarlen && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
         return tiles_of(queries, Config::kBlockQ);
@@ -229,11 +230,11 @@ struct BackwardTile {
         rP.clear();
         gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
                                         BFromRows<QTile>(q_tile_at(walk.step), warp_query()));
-        const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
+        const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
         if constexpr (kGeneral)
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
         const auto is_full = [&] {
-            return mask.is_full(tile_interval(walk.q_tile, Config::kBlockQ),
+            return mask.is_full(tile_interval(walk.q_tile(), Config::kBlockQ),
                                 {first_key, first_key + Config::kBlockKV});
         };
         const bool large_lse = params.large_lse.is_raised();  // read each time, to save registers
@@ -267,7 +268,7 @@ struct BackwardTile {
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
         // p). dV is multiplied by its factor at the end, and dS^T Q and dS K by a part of dS's
         // (BackwardParams::ds_factor).
-        const int first_query = walk.q_tile * Config::kBlockQ + warp_query();
+        const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
             const float ds_factor = params.ds_factor;
@@ -371,7 +372,7 @@ struct BackwardTile {
     template <class Tile>
     __device__ __forceinline__ void load_rows(uint32_t shared, const TensorView& view, int cols,
                                               const QTileWalk& walk) const {
-        const int first_query = walk.q_tile * Config::kBlockQ;
+        const int first_query = walk.q_tile() * Config::kBlockQ;
         const auto tile =
             global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
                                        walk.head, sequence.seqlen_q - first_query, cols);

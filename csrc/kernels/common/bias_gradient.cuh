@@ -46,7 +46,7 @@ struct BiasGradient {
         cta.load_q(walk);
         cta.load_do(walk);
         ptx::cp_async_commit();
-        const int first_query = walk.q_tile * Config::kBlockQ;
+        const int first_query = walk.q_tile() * Config::kBlockQ;
         const int64_t first = workspace_row(cta.params, cta.sequence, walk.head, first_query);
         for (int row = threadIdx.x; row < Config::kBlockQ; row += Config::kThreads) {
             const bool exists = first_query + row < cta.sequence.seqlen_q;
@@ -65,11 +65,11 @@ struct BiasGradient {
         const Interval own_kv_tiles = contributing(params.bias.sizes[3], kv_tile_own,
                                                    ceil_div(sequence.seqlen_k, Config::kBlockKV));
         for (int q_tile = q_tiles.begin; q_tile < q_tiles.end; ++q_tile) {
-            const Interval seen = tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
-                                           Config::kBlockKV);
-            const int end = min_of(own_kv_tiles.end, seen.end);
-            for (int kv_tile = max_of(own_kv_tiles.begin, seen.begin); kv_tile < end; ++kv_tile) {
-                const int first_key = kv_tile * Config::kBlockKV;
+            const VisibleTiles seen = tiles_of(
+                cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)), Config::kBlockKV);
+            const VisibleTiles kv_tiles = seen.within(own_kv_tiles);
+            for (int i = kv_tiles.begin; i < kv_tiles.end; ++i) {
+                const int first_key = kv_tiles.tile(i) * Config::kBlockKV;
                 const QTileWalk walk({q_tile, q_tile + 1}, head_q, 1);
                 load(cta, walk, first_key);
                 ptx::cp_async_wait<0>();

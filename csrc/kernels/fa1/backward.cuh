@@ -52,7 +52,8 @@ __device__ __forceinline__ float4* old_dq(int m, int n) {
 // Loads to registers would stall these, as in fa1/forward.cuh.
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
-    const float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile, 0);
+    const float* accum =
+        dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0);
 #pragma unroll
     for (int m = 0; m < Config::DQ::kM; ++m)
 #pragma unroll
@@ -66,7 +67,7 @@ __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const Q
 template <class Config>
 __device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const QTileWalk& walk,
                                           const typename Config::DQ& rdQ, int part) {
-    float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile, part);
+    float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), part);
     if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
 #pragma unroll
     for (int m = 0; m < Config::DQ::kM; ++m)
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                            sequence_of<Config::kMayBeVarlen>(params, flat_head / params.heads_k)),
                        head_k);
         const int group = params.heads_q / params.heads_k;
-        const Interval q_tiles = cta.q_tiles_seeing(first_key);
+        const VisibleTiles q_tiles = cta.q_tiles_seeing(first_key);
         typename Tile::GradientK rdK;
         typename Tile::GradientV rdV;
         rdK.clear();

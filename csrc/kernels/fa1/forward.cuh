@@ -511,7 +511,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int kv_tiles = ceil_div(cta.sequence.seqlen_k, Config::kBlockKV);
 
     for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
-        const Interval q_tiles = tiles_of(
+        const VisibleTiles q_tiles = tiles_of(
             cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
         // The KV tiles that a Q tile sees, which tells the first visit and the last.
         const auto seen_by = [&](int q_tile) {
@@ -525,32 +525,34 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::cp_async_wait<0>();
         __syncthreads();  // the KV tile has landed
 
-        int q_tile = q_tiles.begin + cta.team;
-        const bool has_old = q_tile < q_tiles.end && seen_by(q_tile).begin != kv_tile;
-        if (q_tile < q_tiles.end) cta.load_q(q_tile);
-        if (has_old) cta.load_statistics(q_tile);
+        int i = q_tiles.begin + cta.team;
+        const bool first_has_old = i < q_tiles.end && seen_by(q_tiles.tile(i)).first() != kv_tile;
+        if (i < q_tiles.end) cta.load_q(q_tiles.tile(i));
+        if (first_has_old) cta.load_statistics(q_tiles.tile(i));
         ptx::cp_async_commit();
         for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-            if (has_old) cta.load_old(q_tile, chunk);
+            if (first_has_old) cta.load_old(q_tiles.tile(i), chunk);
             ptx::cp_async_commit();
         }
 
-        for (; q_tile < q_tiles.end; q_tile += Config::kTeams) {
-            const int next = q_tile + Config::kTeams;
+        for (; i < q_tiles.end; i += Config::kTeams) {
+            const int q_tile = q_tiles.tile(i);
+            const int next = i + Config::kTeams;
             ptx::cp_async_wait<Config::kChunks>();  // all but O's chunks
             cta.team_barrier();  // Q, m, l have landed; the exchange buffers, maxima, sums are free
 
-            const Interval seen = seen_by(q_tile);
-            const bool first_visit = kv_tile == seen.begin;
-            const bool last_visit = kv_tile == seen.end - 1;
-            const bool next_has_old = next < q_tiles.end && seen_by(next).begin != kv_tile;
+            const VisibleTiles seen = seen_by(q_tile);
+            const bool first_visit = kv_tile == seen.first();
+            const bool last_visit = kv_tile == seen.last();
+            const bool next_has_old =
+                next < q_tiles.end && seen_by(q_tiles.tile(next)).first() != kv_tile;
             typename Kernel::Scores rS;
             RowValues tile_max, row_max, row_sum, old_factor, new_factor;
             cta.read_statistics(first_visit, row_max, row_sum);
             cta.compute_scores(rS, q_tile, kv_tile);
             cta.team_barrier();  // the maxima of all keys are complete; Q, m and l have been read
-            if (next < q_tiles.end) cta.load_q(next);
-            if (next_has_old) cta.load_statistics(next);
+            if (next < q_tiles.end) cta.load_q(q_tiles.tile(next));
+            if (next_has_old) cta.load_statistics(q_tiles.tile(next));
             ptx::cp_async_commit();
             typename Kernel::Weights rP;
             cta.exponentiate(rS, rP, tile_max, q_tile, kv_tile);
@@ -571,7 +573,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 } else {
                     cta.store_old(own, q_tile, chunk);
                 }
-                if (next_has_old) cta.load_old(next, chunk);
+                if (next_has_old) cta.load_old(q_tiles.tile(next), chunk);
                 ptx::cp_async_commit();
             });
             cta.store_statistics(q_tile, last_visit, row_max, row_sum);

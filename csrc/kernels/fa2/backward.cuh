@@ -43,8 +43,8 @@ struct DQSemaphore {
 
     // How many KV tiles see the Q tile and come before this CTA's.
     __device__ __forceinline__ int mine() const {
-        return kv_tile -
-               cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)).begin / Config::kBlockKV;
+        const Interval keys = cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ));
+        return tiles_of<false>(keys, Config::kBlockKV).count_before(kv_tile);
     }
 
     __device__ __forceinline__ void wait() const {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const Tile cta(params, sequence, work.head);
     const int first_key = kv_tile * Config::kBlockKV;
     if (Config::kMayBeVarlen && first_key >= sequence.rows_k) return;  // a padding tile
-    const Interval q_tiles = cta.q_tiles_seeing(first_key);
+    const VisibleTiles q_tiles = cta.q_tiles_seeing(first_key);
     const int group = params.heads_q / params.heads_k;
 
     typename Tile::GradientK rdK;
@@ -149,14 +149,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             }
             ptx::cp_async_commit();
         }
-        const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile};
+        const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile()};
         if (kWaitFirst && params.deterministic) dq_semaphore.wait();
         compile_time_for<Config::kDQParts>([&](auto part) {
             typename Config::DQ rdQ;
             cta.template compute_dq<part>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
             add_dq<Config>(
-                rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile, part));
+                rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile(), part));
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;

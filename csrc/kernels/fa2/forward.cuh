@@ -166,8 +166,8 @@ struct Fa2Forward {
     }
 
     // The KV tiles that the CTA takes.
-    __device__ __forceinline__ Interval kv_tiles() const {
-        const Interval seen =
+    __device__ __forceinline__ VisibleTiles kv_tiles() const {
+        const VisibleTiles seen =
             tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
         return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
@@ -179,7 +179,7 @@ struct Fa2Forward {
         load_tile<QTile, Config::kThreads, kGeneral>(sQ, gQ, params.aligned);
     }
 
-    // From here on, each load_k or load_v loads the tile before the one that was loaded last.
+    // From here on, each load_k or load_v loads the tile of the index before the last one.
     __device__ __forceinline__ void start_kv(int kv_tile) {
         const int64_t row = int64_t{sequence.k_begin} + kv_tile * Config::kBlockKV;
         const auto tile = [&](const TensorView& view) {
@@ -190,16 +190,16 @@ struct Fa2Forward {
     }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
-    __device__ __forceinline__ void load_k(int kv_tile, uint32_t stage) {
+    __device__ __forceinline__ void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
         k_cursor.template load<kAllRows>(sK(stage), params.k.row_stride,
-                                         sequence.seqlen_k - kv_tile * Config::kBlockKV,
-                                         params.head_dim, params.aligned);
+                                         sequence.seqlen_k - kv_tiles.tile(i) * Config::kBlockKV,
+                                         params.head_dim, params.aligned, kv_tiles.distance(i));
     }
     template <bool kAllRows>
-    __device__ __forceinline__ void load_v(int kv_tile, uint32_t stage) {
+    __device__ __forceinline__ void load_v(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
         v_cursor.template load<kAllRows>(sV(stage), params.v.row_stride,
-                                         sequence.seqlen_k - kv_tile * Config::kBlockKV,
-                                         params.head_dim_v, params.aligned);
+                                         sequence.seqlen_k - kv_tiles.tile(i) * Config::kBlockKV,
+                                         params.head_dim_v, params.aligned, kv_tiles.distance(i));
     }
     __device__ __forceinline__ void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kGeneral || params.aligned);
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     Kernel cta(params, tile_coord);
     if (Config::kMayBeVarlen && cta.first_query < 0) return;  // a padding tile
 
-    const Interval kv_tiles = cta.kv_tiles();
+    const VisibleTiles kv_tiles = cta.kv_tiles();
     const int last = kv_tiles.end - 1;
 
     if (threadIdx.x == 0) {
@@ -335,11 +335,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     __syncthreads();  // the pipeline's barriers and the tile coordinates are written
     cta.load_q();
     if (!kv_tiles.empty()) {
-        cta.start_kv(last);
-        cta.template load_k<false>(last, 0);  // the last tile may end past the sequence
+        cta.start_kv(kv_tiles.tile(last));
+        cta.template load_k<false>(kv_tiles, last, 0);  // it may end past the sequence
         cta.commit(0);
-        cta.template load_v<false>(last, 1);
-        if (last > kv_tiles.begin) cta.template load_k<true>(last - 1, 1);
+        cta.template load_v<false>(kv_tiles, last, 1);
+        if (last > kv_tiles.begin) cta.template load_k<true>(kv_tiles, last - 1, 1);
         cta.commit(1);
         cta.pipeline.consumer_wait(0);
     } else {
@@ -360,16 +360,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     q.fetch();
 
     uint32_t stage = 0;  // has K of the iteration; the next one has V
-    for (int kv_tile = last; kv_tile >= kv_tiles.begin; --kv_tile, ++stage) {
+    for (int i = last; i >= kv_tiles.begin; --i, ++stage) {
+        const int kv_tile = kv_tiles.tile(i);
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tile, stage);
         cta.exponentiate(rS, rO, softmax, kv_tile, exponent_scale);
         cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
-        if (kv_tile > kv_tiles.begin) {
+        if (i > kv_tiles.begin) {
             cta.pipeline.producer_acquire(stage + 2);
-            cta.template load_v<true>(kv_tile - 1, stage + 2);
-            if (kv_tile - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tile - 2, stage + 2);
+            cta.template load_v<true>(kv_tiles, i - 1, stage + 2);
+            if (i - 1 > kv_tiles.begin) cta.template load_k<true>(kv_tiles, i - 2, stage + 2);
             cta.commit(stage + 2);
         }
     }

@@ -165,12 +165,12 @@ struct Fa3BackwardConfig {
 
 // The position of the inner loop: Q tile and query head.
 struct QTileStep {
-    int q_tile;
+    int i;  // of the Q tile among the visible ones
     int head;
 
-    __device__ __forceinline__ void advance(const Interval& q_tiles) {
-        if (++q_tile == q_tiles.end) {
-            q_tile = q_tiles.begin;
+    __device__ __forceinline__ void advance(const VisibleTiles& q_tiles) {
+        if (++i == q_tiles.end) {
+            i = q_tiles.begin;
             ++head;
         }
     }
@@ -178,8 +178,8 @@ struct QTileStep {
 
 // The Q tiles of which every query sees all of `keys`, so that scores need neither mask nor
 // reference. Queries past the end of the sequence do not count.
-__device__ __forceinline__ Interval full_q_tiles(const KeyTile& tile, const BandMask& mask,
-                                                 const Interval& keys, int block_q) {
+__device__ __forceinline__ VisibleTiles full_q_tiles(const KeyTile& tile, const BandMask& mask,
+                                                     const Interval& keys, int block_q) {
     if (tile.large_lse) return {0, 0};
     const Interval first = mask.query_range(keys.begin);
     const Interval last = mask.query_range(keys.end - 1);
@@ -301,10 +301,13 @@ struct Fa3Backward : Fa3Cta<Config_> {
             const int block = static_cast<int>(
                 workspace_row<Config::kWorkspaceBlock>(params, tile.sequence, head, 0) /
                 Config::kWorkspaceBlock);
-            for (int row = tile.q_tiles.begin * Config::kBlockQ;
-                 row < tile.q_tiles.end * Config::kBlockQ; row += Config::kBlockQ)
+            // With a row from tile(i), ptxas serializes wgmma at d 64 (note 014).
+            int row = tile.q_tiles.first() * Config::kBlockQ;
+            for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                 visit(head, int64_t{block} * Config::kWorkspaceBlock, row,
-                      left == 0 && row + Config::kBlockQ == tile.q_tiles.end * Config::kBlockQ);
+                      left == 0 && i == tile.q_tiles.end - 1);
+                row += tile.q_tiles.distance(i + 1) * Config::kBlockQ;
+            }
         }
     }
 
@@ -382,8 +385,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     params.dq_semaphore + 1 + (workspace + first_row) / Config::kBlockQ;
                 const Interval keys = mask_of(params, tile.sequence)
                                           .keys_of({first_row, first_row + Config::kBlockQ});
-                const int before =
-                    tile.first_key / Config::kBlockKV - keys.begin / Config::kBlockKV;
+                const int before = tiles_of<false>(keys, Config::kBlockKV)
+                                       .count_before(tile.first_key / Config::kBlockKV);
                 const bool stores = before == 0 && !params.dq_accum_zeroed;
                 const int awaited =
                     params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
@@ -444,7 +447,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     }
 
     // The Q tiles of which every query sees all of this consumer's keys.
-    __device__ __forceinline__ Interval full_tiles(const KeyTile& tile) const {
+    __device__ __forceinline__ VisibleTiles full_tiles(const KeyTile& tile) const {
         const int first_key = tile.first_key + consumer * 64;
         return full_q_tiles(tile, mask_of(params, tile.sequence), {first_key, first_key + 64},
                             Config::kBlockQ);
@@ -474,7 +477,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                         .softcap_gradient(
                             reinterpret_cast<RegisterTile<16, 8>&>(ds),
                             reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
-                            tile.first_key + warp_key, at.q_tile * Config::kBlockQ + 8 * n,
+                            tile.first_key + warp_key,
+                            tile.q_tiles.tile(at.i) * Config::kBlockQ + 8 * n,
                             [&](int col) { return storage.lse[lse_stage][8 * n + col]; });
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -547,8 +551,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
             work_tiles.descriptions.consumer_wait(t);
             const KeyTile& tile = work_tiles[t];
             if (ptx::warp_uniform(tile.first_key) < 0) return;
-            const Interval q_tiles{ptx::warp_uniform(tile.q_tiles.begin),
-                                   ptx::warp_uniform(tile.q_tiles.end)};
+            const VisibleTiles q_tiles = warp_uniform(tile.q_tiles);
             typename KPipeline::State k{0, work_tiles.phase(t)};
             typename VPipeline::State v{0, work_tiles.phase(t)};
             if (q_tiles.empty()) [[unlikely]] {
@@ -559,8 +562,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 store_zeros(gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
                 store_zeros(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
             } else {
-                const Interval full = full_tiles(tile);
-                int steps = (q_tiles.end - q_tiles.begin) * group();
+                const VisibleTiles full = full_tiles(tile);
+                int steps = q_tiles.count() * group();
                 QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
                 Scores rS, rdP;
                 Operand rP, rdS;
@@ -581,8 +584,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 const auto probabilities = [&] {
                     compute_p<Element, Config::kGeneral, Config::kBlockQ>(
                         rS, params, tile, at.head, tile.first_key + warp_key,
-                        at.q_tile * Config::kBlockQ,
-                        at.q_tile < full.begin || at.q_tile >= full.end, storage.lse[q.stage]);
+                        q_tiles.tile(at.i) * Config::kBlockQ, at.i < full.begin || at.i >= full.end,
+                        storage.lse[q.stage]);
                 };
                 const auto issue_dv_dk = [&](bool accumulate) {
                     gemm_async<Element, Config::kBlockQ>(

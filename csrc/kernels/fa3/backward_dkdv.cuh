@@ -226,7 +226,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 const int64_t statistics = workspace_row(params, s, head, 0);
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
-                    const int row = i * Config::kBlockQ;
+                    const int row = tile.q_tiles.tile(i) * Config::kBlockQ;
                     load<QTile>(at.q(), at.phase, params.q_map, q_rows, row,
                                 params.lse_log2 + statistics);
                     load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
@@ -340,7 +340,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             if (params.softcap != 0.f)
                 ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, step.head}
                     .softcap_gradient(x, p, tile.first_key + warp_key,
-                                      step.q_tile * Config::kBlockQ,
+                                      tile.q_tiles.tile(step.i) * Config::kBlockQ,
                                       [&](int col) { return storage.statistics[state.q()][col]; });
         p_pipeline.producer_acquire(at);
 #pragma unroll
@@ -356,7 +356,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // A consumer's position in the KV tiles: that of its scores.
     struct Walk {
         WorkTileState tile;
-        Interval q_tiles;
+        VisibleTiles q_tiles;
         QTileStep at;
         int left;  // iterations of the tile after this one
     };
@@ -367,10 +367,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             work_tiles.descriptions.consumer_wait(walk.tile);
             const KeyTile& tile = work_tiles[walk.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return false;
-            walk.q_tiles = {ptx::warp_uniform(tile.q_tiles.begin),
-                            ptx::warp_uniform(tile.q_tiles.end)};
+            walk.q_tiles = warp_uniform(tile.q_tiles);
             walk.at = {walk.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
-            walk.left = (walk.q_tiles.end - walk.q_tiles.begin) * group() - 1;
+            walk.left = walk.q_tiles.count() * group() - 1;
             if (!walk.q_tiles.empty()) return true;
             store_zeros(gradient_rows<Element>(view, tile, warp_key, cols));
         }
@@ -382,7 +381,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         StepState state;  // of the scores
         PState p;
         typename KPipeline::State k;
-        Interval full{};
+        VisibleTiles full{};
         Scores rS;
         Operand rP;
         GradientV rdV;
@@ -404,9 +403,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const KeyTile& tile = work_tiles[walk.tile];
             compute_p<Element, Config::kGeneral, Config::kBlockQ>(
                 rS, params, tile, walk.at.head, tile.first_key + warp_key,
-                walk.at.q_tile * Config::kBlockQ,
-                walk.at.q_tile < full.begin || walk.at.q_tile >= full.end,
-                storage.statistics[state.q()]);
+                walk.q_tiles.tile(walk.at.i) * Config::kBlockQ,
+                walk.at.i < full.begin || walk.at.i >= full.end, storage.statistics[state.q()]);
             pass_p(rS, p, state, tile, walk.at);
             rP.template round<Element>(rS);
             release(state.q());
@@ -477,7 +475,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         char* ds = nullptr;  // the current tile in the workspace
         const auto find_ds = [&] {
             const KeyTile& tile = work_tiles[walk.tile];
-            ds = params.ds_workspace.tile(params, tile.sequence.batch, walk.at.head, walk.at.q_tile,
+            ds = params.ds_workspace.tile(params, tile.sequence.batch, walk.at.head,
+                                          walk.q_tiles.tile(walk.at.i),
                                           tile.first_key / Config::kBlockKV);
         };
         const auto gradient_of_scores = [&] {
@@ -505,11 +504,12 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
                 if constexpr (Config::kStoresDS)
-                    ds +=
-                        params.ds_workspace.tiles.of_row(walk.at.q_tile) * DSWorkspaceTiles::kBytes;
+                    ds += params.ds_workspace.tiles.of_row(walk.q_tiles.tile(walk.at.i)) *
+                          DSWorkspaceTiles::kBytes;
                 walk.at.advance(walk.q_tiles);
                 if constexpr (Config::kStoresDS)
-                    if (walk.at.q_tile == walk.q_tiles.begin) find_ds();  // of the next head
+                    if (walk.at.i == walk.q_tiles.begin || walk.q_tiles.distance(walk.at.i) != 1)
+                        find_ds();  // of the next head
                 const StepState before = state;
                 state.advance();
                 wait(before.q(), before);

@@ -164,13 +164,12 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows = this->key_rows(params.k, s, this->head_k(tile.head));
-            int first_key = tile.kv_tiles.begin * Config::kBlockKV;
-            int left = tile.kv_tiles.end - tile.kv_tiles.begin;
-            int until_fetch = max_of(left - 1 - Config::kFetchAhead, 0);
-            if (left == 0) work_tiles.allow_fetch();
-            for (; left > 0; --left, --until_fetch, first_key += Config::kBlockKV) {
-                if (until_fetch == 0) work_tiles.allow_fetch();
-                load_tile<KTile>(k_pipeline, k, params.k_map, rows, first_key);
+            const VisibleTiles kv = tile.kv_tiles;
+            if (kv.empty()) work_tiles.allow_fetch();
+            for (int i = kv.begin; i < kv.end; ++i) {
+                if (i == max_of(kv.begin, kv.end - 1 - Config::kFetchAhead))
+                    work_tiles.allow_fetch();
+                load_tile<KTile>(k_pipeline, k, params.k_map, rows, kv.tile(i) * Config::kBlockKV);
                 k.advance();
             }
         });
@@ -182,7 +181,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             const Sequence& s = tile.sequence;
             const TensorRows rows = this->key_rows(params.v, s, this->head_k(tile.head));
             for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
-                load_tile<VTile>(v_pipeline, v, params.v_map, rows, i * Config::kBlockKV);
+                load_tile<VTile>(v_pipeline, v, params.v_map, rows,
+                                 tile.kv_tiles.tile(i) * Config::kBlockKV);
         });
     }
 
@@ -257,8 +257,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     // A consumer's position in the Q tiles: that of its scores.
     struct Walk {
         WorkTileState tile;
-        int kv_tile;
-        int last;  // the last KV tile that its rows see
+        int i;     // of the KV tile among the visible ones
+        int last;  // of the last one that its rows see
     };
 
     // Goes on to the next Q tile that has KV tiles. Tiles without any get zeros as dQ.
@@ -267,16 +267,15 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             work_tiles.descriptions.consumer_wait(walk.tile);
             const QueryTile& tile = work_tiles[walk.tile];
             if (ptx::warp_uniform(tile.first_query) < 0) return false;
-            const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
-                              ptx::warp_uniform(tile.kv_tiles.end)};
+            const VisibleTiles kv = warp_uniform(tile.kv_tiles);
             if (!kv.empty()) {
                 const int first_query = tile.first_query + consumer() * 64;
-                const Interval own = tiles_of(
+                const VisibleTiles own = tiles_of(
                     mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
                     Config::kBlockKV);
                 // At least one, even if it is hidden.
-                walk.kv_tile = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
-                walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.kv_tile, kv.end - 1));
+                walk.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
+                walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.i, kv.end - 1));
                 return true;
             }
             store_zeros(gradient_rows(tile));
@@ -286,7 +285,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     // The number of KV tiles of the Q tile that this consumer does not see: before its first one,
     // and after its last one.
     __device__ __forceinline__ int hidden_before(const Walk& walk) const {
-        return walk.kv_tile - ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.begin);
+        return walk.i - ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.begin);
     }
     __device__ __forceinline__ int hidden_after(const Walk& walk) const {
         return ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.end) - 1 - walk.last;
@@ -295,7 +294,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     // From S to P. lse has arrived with dO.
     __device__ __forceinline__ void compute_p(Scores& s, const Walk& walk) const {
         const QueryTile& tile = work_tiles[walk.tile];
-        const int first_key = walk.kv_tile * Config::kBlockKV;
+        const int first_key = tile.kv_tiles.tile(walk.i) * Config::kBlockKV;
         if constexpr (Config::kGeneral) {
             // In pieces of 32 columns, since softcap takes registers.
             using Part = RegisterTile<16, 32>;
@@ -329,7 +328,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                 const QueryTile& tile = work_tiles[walk.tile];
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
                     .softcap_gradient(dp, p, tile.first_query + warp_row(),
-                                      walk.kv_tile * Config::kBlockKV,
+                                      tile.kv_tiles.tile(walk.i) * Config::kBlockKV,
                                       [&](int row) { return storage.lse[warp_row() + row]; });
             }
         rdS.template round<Element>(dp);
@@ -383,7 +382,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             gemm_async<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
         };
         const auto probabilities = [&] {
-            if (walk.kv_tile == walk.last) release(q_pipeline(consumer()), q);
+            if (walk.i == walk.last) release(q_pipeline(consumer()), q);
             compute_p(rS, walk);
             compute_here(rS);
         };
@@ -391,7 +390,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             warpgroup_fence(rdP);
             release_and_advance(v_pipeline, v);
             compute_ds(rS, rdP, rdS, walk);
-            if (walk.kv_tile == walk.last) {
+            if (walk.i == walk.last) {
                 do_pipeline(consumer()).consumer_release({0, q.phase});
                 q.advance();
             }
@@ -416,8 +415,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             ptx::wgmma_wait<0>();
             gradient_of_scores();
             bool accumulate = false;
-            for (; walk.kv_tile < walk.last; accumulate = true) {
-                ++walk.kv_tile;
+            for (; walk.i < walk.last; accumulate = true) {
+                ++walk.i;
                 const uint32_t k_stage = k.stage;
                 k.advance();
                 k_pipeline.consumer_wait(k);

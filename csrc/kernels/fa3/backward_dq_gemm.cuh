@@ -104,12 +104,12 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const TensorRows rows = this->key_rows(params.k, s, tile.head / group());
-            const Interval own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
+            const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.tile(params, s.batch, tile.head,
                                                 tile.first_query / 64 + of, kv_tile);
             };
-            const Interval kv = tile.kv_tiles;
+            const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
                 if (i == max_of(kv.begin, kv.end - Config::kFetchAhead)) work_tiles.allow_fetch();
@@ -122,9 +122,10 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     if (i >= own[j].begin && i < own[j].end)
-                        ptx::bulk_load(ds_tile(c, j), ds(j, i), DSTile::kBytes, pipeline.full(c));
+                        ptx::bulk_load(ds_tile(c, j), ds(j, kv.tile(i)), DSTile::kBytes,
+                                       pipeline.full(c));
                 rows.load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
-                                 i * Config::kBlockKV);
+                                 kv.tile(i) * Config::kBlockKV);
                 c.advance();
             }
         });
@@ -138,7 +139,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     // --- Consumers ---
 
     // The KV tiles that a consumer's rows see, for which dS was stored.
-    __device__ __forceinline__ Interval kv_tiles_of(const QueryTile& tile, int consumer) const {
+    __device__ __forceinline__ VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};
         return tiles_of(mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
@@ -168,12 +169,10 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
             work_tiles.descriptions.consumer_wait(t);
             const QueryTile& tile = work_tiles[t];
             if (ptx::warp_uniform(tile.first_query) < 0) return;
-            const Interval kv{ptx::warp_uniform(tile.kv_tiles.begin),
-                              ptx::warp_uniform(tile.kv_tiles.end)};
-            Interval own = kv_tiles_of(tile, consumer);
-            own = {ptx::warp_uniform(own.begin), ptx::warp_uniform(own.end)};
+            const VisibleTiles kv = warp_uniform(tile.kv_tiles);
+            const VisibleTiles own = warp_uniform(kv_tiles_of(tile, consumer));
             if (own.empty()) {
-                skip(kv.end - kv.begin);
+                skip(kv.count());
                 rdQ.clear();
             } else {
                 skip(own.begin - kv.begin);

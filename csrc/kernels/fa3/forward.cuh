@@ -221,12 +221,12 @@ struct Fa3Forward : Fa3Cta<Config_> {
             [&](const QueryTile& tile, const WorkTileState&) {
                 const Sequence& s = tile.sequence;
                 const TensorRows rows = this->key_rows(params.k, s, this->head_k(tile.head));
-                const Interval kv = tile.kv_tiles;
+                const VisibleTiles kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
                     if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
                     load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
-                                                         i * Config::kBlockKV);
+                                                         kv.tile(i) * Config::kBlockKV);
                     k.advance();
                 }
                 return next;
@@ -278,7 +278,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             const TensorRows rows = this->key_rows(params.v, s, this->head_k(tile.head));
             for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
                 load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
-                                                     i * Config::kBlockKV);
+                                                     tile.kv_tiles.tile(i) * Config::kBlockKV);
         });
     }
 
@@ -361,7 +361,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     }
 
     // The KV tiles of which this consumer's rows see every key.
-    __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
+    __device__ __forceinline__ VisibleTiles full_tiles(const QueryTile& tile) const {
         const BandMask mask = mask_of(params, tile.sequence);
         const int first_query = query_of(tile, consumer * 64);
         const int last_query = min_of(query_of(tile, consumer * 64 + 63), mask.seqlen_q - 1);
@@ -378,14 +378,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // Applies the options, and the mask unless kFull excludes one.
     template <bool kFull>
-    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int kv_tile,
-                                                  const Interval& full) const {
+    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int i,
+                                                  const VisibleTiles& full) const {
         const int first_row = warp_row();
-        const int first_key = kv_tile * Config::kBlockKV;
+        const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
         if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
                 rS, tile.first_query + first_row, first_key);
-        if (!kFull && (kv_tile < full.begin || kv_tile >= full.end)) {
+        if (!kFull && (i < full.begin || i >= full.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
             mask_scores(rS, first_key,
                         [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
@@ -464,9 +464,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
         typename VPipeline::State v{};
         WorkTileState tile{}, tile_done{};  // of the scores and of the output
 
-        // The KV tile of the scores: from the last one down to the first.
+        // The index of the KV tile of the scores: from the last one down to the first.
         int kv_tile{}, first_kv_tile{};
-        Interval full{};
+        VisibleTiles full{};
         bool k_ready = false, v_ready = false;  // tested early, as the test has a long latency
         int hidden = 0;  // number of the next KV tiles that only other consumers see
 

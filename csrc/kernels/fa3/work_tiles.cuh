@@ -5,6 +5,7 @@
 #include "plan/head_dims.h"
 #include "problem/mask.cuh"
 #include "problem/sequences.cuh"
+#include "ptx/uniform.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
@@ -17,7 +18,7 @@ struct QueryTile {
     Sequence sequence;
     int head;
     int first_query;  // negative: there is no more work
-    Interval kv_tiles;
+    VisibleTiles kv_tiles;
     int split;       // index of the split of the keys, in the forward
     bool large_lse;  // in the backward: does any row of the call have a reference?
 
@@ -29,11 +30,15 @@ struct KeyTile {
     Sequence sequence;
     int head;       // of K and V
     int first_key;  // negative: there is no more work
-    Interval q_tiles;
+    VisibleTiles q_tiles;
     bool large_lse;  // does any row of the call have a reference?
 
     __device__ __forceinline__ int& first_row() { return first_key; }
 };
+
+__device__ __forceinline__ VisibleTiles warp_uniform(const VisibleTiles& tiles) {
+    return {ptx::warp_uniform(tiles.begin), ptx::warp_uniform(tiles.end)};
+}
 
 __device__ __forceinline__ BandMask mask_of(const AttentionParams& params,
                                             const Sequence& sequence) {
