@@ -88,7 +88,7 @@ class Svg:
 
 
 def tunings():
-    """(name, d, dv, consumers, block_kv, q, k, v stages, turns) as csrc/plan/tuning.h has them."""
+    """(name, d, dv, consumers, block_kv, q, k, v stages, ping_pong) as in csrc/plan/tuning.h."""
     source = (ROOT / "csrc/plan/tuning.h").read_text()
     table = source.split("kFa3Forward[] = {")[1].split("\n};\n")[0]
     keys = f"{int(source.split('kLongKeys = ')[1].split(';')[0]):,}"
@@ -114,15 +114,15 @@ def tunings():
 def shared_memory(tuning):
     """Stages of (letter, count, bytes), as Fa3ForwardConfig lays them out."""
     _, d, dv, consumers, block_kv, q, k, v, _ = tuning
-    slots = [
+    buffers = [
         ("Q", q, consumers * 64 * d * 2),
         ("K", k, block_kv * d * 2),
         ("V", v, block_kv * dv * 2),
         ("tiles", 4, 64),
         ("barriers", q + k + v + 4, 16),
     ]
-    assert sum(n * size for _, n, size in slots) <= SHARED_LIMIT
-    return slots
+    assert sum(n * size for _, n, size in buffers) <= SHARED_LIMIT
+    return buffers
 
 
 def registers(tuning):
@@ -147,7 +147,7 @@ def draw_roles():
         svg.box(x - 64, 14, 128, 44, heads[name], SAND if len(name) == 1 else SKY, 13)
 
     def signal(y, sources, targets, label, at, kind="full"):
-        color, dash = {"full": (BLUE, ""), "empty": (ORANGE, "7 4"), "turn": (PURPLE, "2 4")}[kind]
+        color, dash = {"full": (BLUE, ""), "empty": (ORANGE, "7 4"), "next": (PURPLE, "2 4")}[kind]
         start = lanes[sources[0]]
         for target in targets:
             svg.arrow(start, y, lanes[target], y, color, dash)
@@ -169,7 +169,7 @@ def draw_roles():
     signal(240, ["Q"], consumers, "full(Q): all bytes are there", 452)
     signal(266, ["K"], consumers, "full(K)", 155)
     action(280, "C0", "S = Q K\u2082\u1d40", SKY)
-    signal(326, ["C0"], ["C1"], "ping-pong", 625, "turn")
+    signal(326, ["C0"], ["C1"], "ping-pong", 625, "next")
     action(338, "C1", "S = Q K\u2082\u1d40", SKY)
     signal(390, ["C1", "C0"], ["K"], "empty(K)", 452, "empty")
     action(400, "K", "K of tile 1, 0, ...")
@@ -178,7 +178,7 @@ def draw_roles():
     signal(452, ["K"], consumers, "full(K)", 155)
     signal(476, ["V"], consumers, "full(V)", 452)
     action(488, "C0", ["S' = Q K\u2081\u1d40", "O += P V\u2082"], SKY, height=40)
-    signal(550, ["C0"], ["C1"], "ping-pong", 625, "turn")
+    signal(550, ["C0"], ["C1"], "ping-pong", 625, "next")
     action(562, "C1", ["S' = Q K\u2081\u1d40", "O += P V\u2082"], SKY, height=40)
     signal(628, ["C1", "C0"], ["K"], "empty(K): S' is there", 452, "empty")
     action(640, "C0", "P' = softmax(S')", GREEN)
@@ -256,13 +256,13 @@ def draw_shared_memory():
         svg.text(8, y + 19, tuning[0], 12)
         x = float(left)
         for letter, count, size in shared_memory(tuning)[:3]:
-            for slot in range(count):
+            for stage in range(count):
                 svg.box(
                     x,
                     y,
                     size * scale,
                     28,
-                    f"{letter}{slot}" if size > 5120 else letter,
+                    f"{letter}{stage}" if size > 5120 else letter,
                     colors[letter],
                 )
                 x += size * scale
@@ -479,9 +479,9 @@ def tables():
         "| --- | --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for tuning in tunings():
-        slots = shared_memory(tuning)
-        cells = [f"{n} x {size:,}" for _, n, size in slots]
-        total = sum(n * size for _, n, size in slots)
+        buffers = shared_memory(tuning)
+        cells = [f"{n} x {size:,}" for _, n, size in buffers]
+        total = sum(n * size for _, n, size in buffers)
         share = f"{100 * total / SHARED_LIMIT:.0f} %"
         tile = f"{tuning[3] * 64} x {tuning[4]}"
         rows.append(f"| {tuning[0]} | {tile} | {' | '.join(cells)} | {total:,} | {share} |")
