@@ -41,9 +41,9 @@ FLASH_HOST_DEVICE constexpr int64_t ds_group_bytes(const AttentionParams& params
         1);
 }
 
-// The memory that a call takes for dS: that of all heads, or of an equal part of them. Its limit is
-// the size of q, out and their gradients, which is linear in the sequence length, or a fixed size.
-// 0 if one head exceeds it, or if sequences are packed: the host does not know their lengths.
+// The memory that a call takes for dS: that of all heads, or of an equal share of them. Its limit
+// is the size of q, out and their gradients, which is linear in the sequence length, or a fixed
+// size. 0 if one head exceeds it, or if sequences are packed: the host does not know their lengths.
 FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& params) {
     constexpr int64_t kMost = int64_t{576} << 20;
     const int64_t heads_q = int64_t{params.heads_q} * params.batch;
@@ -52,8 +52,8 @@ FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& pa
     const int64_t bytes = ds_group_bytes(params);
     if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
     const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);
-    const int64_t parts = ceil_div(heads, min_of(most / bytes, heads));
-    return ceil_div(heads, parts) * bytes;
+    const int64_t passes = ceil_div(heads, min_of(most / bytes, heads));
+    return ceil_div(heads, passes) * bytes;
 }
 
 }  // namespace flash_ext

@@ -44,7 +44,7 @@ void make_plan(BackwardPlan& plan) {
     }
     row_of(plan.variant).plan_backward(plan);
     if (params.dsink != nullptr)
-        plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkParts);
+        plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkSplits);
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {

@@ -191,8 +191,8 @@ struct Backward {
     int warps_kv;       // block_kv = keys_per_warp * warps_kv
     int warps_d = 1;    // warps that share these rows, see backward_tile.cuh
     int ctas_per_sm = 1;
-    int dq_parts = 1;  // column ranges in which dQ is computed, to save registers
-    int stages = 2;    // stages of the pipeline of Q tiles with their dO
+    int dq_slices = 1;  // of columns, in which dQ is computed to save registers
+    int stages = 2;     // stages of the pipeline of Q tiles with their dO
 
     constexpr bool operator==(const Backward&) const = default;
 };
@@ -214,7 +214,7 @@ inline constexpr Fa1Backward kFa1Backward[] = {
     {.head_dims = {192, 192},
      .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {256, 256},
-     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 4}},
+     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 4}},
 };
 static_assert(has_all_rows(kFa1Backward));
 
@@ -250,11 +250,11 @@ inline constexpr Fa2Backward kFa2Backward[] = {
      .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2},
      .plain = {.block_q = 64, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1}},
     {.head_dims = {256, 256},
-     .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2},
+     .general = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2},
      .plain = {.block_q = 128, .keys_per_warp = 32, .warps_kv = 2, .warps_d = 4, .stages = 1},
-     .varlen = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2},
+     .varlen = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2},
      .small_plain =
-         {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_parts = 2}},
+         {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2}},
 };
 static_assert(has_all_rows(kFa2Backward));
 
@@ -343,8 +343,8 @@ inline constexpr int kMinFa3BackwardBlock = 64;
 
 // --- All variants ---
 
-// The ranges into which sink_gradient.cuh divides the rows of a head.
-inline constexpr int kSinkParts = 32;
+// The splits of the rows of a head in sink_gradient.cuh.
+inline constexpr int kSinkSplits = 32;
 
 // The fewest rows of a Q tile in any backward.
 inline constexpr int kMinBackwardBlockQ = 32;

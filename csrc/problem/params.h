@@ -176,7 +176,7 @@ struct BackwardParams : AttentionParams {
     // where dQ is summed in HBM. FA2 uses it in deterministic mode.
     int* dq_semaphore = nullptr;
     bool dq_accum_zeroed;                                // does the preprocess pass zero dq_accum?
-    float* dsink_partial = nullptr;                      // (Hq, kSinkParts)
+    float* dsink_partial = nullptr;                      // (Hq, kSinkSplits)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: the dS workspace, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh

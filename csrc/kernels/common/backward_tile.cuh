@@ -83,27 +83,27 @@ struct BackwardConfig {
     };
     static constexpr int kSharedBytes = sizeof(SharedStorage);
 
-    // dQ is computed in column parts where a warp's columns do not fit in registers together with
-    // dK and dV. A tile of dq_accum is in fragment order: [warp][part][m][n][lane][4].
-    static constexpr int kDQParts = kTuning.dq_parts;
-    using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQParts>;
+    // dQ is computed in slices of columns where a warp's columns do not fit in registers together
+    // with dK and dV. A tile of dq_accum is in fragment order: [warp][slice][m][n][lane][4].
+    static constexpr int kDQSlices = kTuning.dq_slices;
+    using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
     static_assert((DQ::kM & (DQ::kM - 1)) == 0, "operands of dQ start at an XOR of their blocks");
-    static_assert(kHeadDim % (16 * kWarpsN * kDQParts) == 0 && kBlockQ % (16 * kWarpsD) == 0);
+    static_assert(kHeadDim % (16 * kWarpsN * kDQSlices) == 0 && kBlockQ % (16 * kWarpsD) == 0);
     static_assert(kWorkspaceRows % kBlockQ == 0);
 };
 
-// This lane's first four floats of a part of a Q tile's dq_accum; fragment (m, n) is dq_fragment()
+// This lane's first four floats of a slice of a Q tile's dq_accum; fragment (m, n) is dq_fragment()
 // floats on.
 template <class Config>
-__device__ __forceinline__ float* dq_accum_part(const BackwardParams& params,
-                                                const Sequence& sequence, int head, int q_tile,
-                                                int part) {
-    constexpr int kPartFloats = Config::DQ::kM * Config::DQ::kN * 128;
+__device__ __forceinline__ float* dq_accum_slice(const BackwardParams& params,
+                                                 const Sequence& sequence, int head, int q_tile,
+                                                 int slice) {
+    constexpr int kSliceFloats = Config::DQ::kM * Config::DQ::kN * 128;
     return params.dq_accum +
            workspace_row(params, sequence, head, q_tile * Config::kBlockQ) * Config::kHeadDim +
-           (warp_id() * Config::kDQParts + part) * kPartFloats + lane_id() * 4;
+           (warp_id() * Config::kDQSlices + slice) * kSliceFloats + lane_id() * 4;
 }
 
 template <class Config>
@@ -117,8 +117,8 @@ struct QTileWalk {
     VisibleTiles q_tiles;
     int last_head;
     int head;
-    int i;         // in q_tiles
-    int step = 0;  // selects the stage in shared memory
+    int i;          // in q_tiles
+    int stage = 0;  // in shared memory, modulo kStages
 
     __device__ __forceinline__ QTileWalk(VisibleTiles q_tiles_, int first_head, int heads)
         : q_tiles(q_tiles_),
@@ -131,7 +131,7 @@ struct QTileWalk {
 
     __device__ __forceinline__ QTileWalk next() const {
         QTileWalk after = *this;
-        after.step ^= 1;
+        after.stage ^= 1;
         if (++after.i == q_tiles.end) {
             after.i = q_tiles.begin;
             ++after.head;
@@ -200,27 +200,29 @@ struct BackwardTile {
         return smem + offsetof(SharedStorage, ds_p);
     }
     __device__ __forceinline__ uint32_t p_tile() const { return ds_tile() + PTile::kBytes; }
-    __device__ __forceinline__ uint32_t q_tile_at(int step) const {
-        return smem + offsetof(SharedStorage, q) + step % Config::kStages * QTile::kBytes;
+    __device__ __forceinline__ uint32_t q_tile_at(int stage) const {
+        return smem + offsetof(SharedStorage, q) + stage % Config::kStages * QTile::kBytes;
     }
-    __device__ __forceinline__ uint32_t do_tile_at(int step) const {
-        return smem + offsetof(SharedStorage, dout) + step % Config::kStages * DOTile::kBytes;
+    __device__ __forceinline__ uint32_t do_tile_at(int stage) const {
+        return smem + offsetof(SharedStorage, dout) + stage % Config::kStages * DOTile::kBytes;
     }
 
     __device__ __forceinline__ void load_q(const QTileWalk& walk) const {
-        load_rows<QTile>(q_tile_at(walk.step), params.q, params.head_dim, walk);
+        load_rows<QTile>(q_tile_at(walk.stage), params.q, params.head_dim, walk);
     }
     __device__ __forceinline__ void load_do(const QTileWalk& walk) const {
-        load_rows<DOTile>(do_tile_at(walk.step), params.dout, params.head_dim_v, walk);
+        load_rows<DOTile>(do_tile_at(walk.stage), params.dout, params.head_dim_v, walk);
     }
 
-    __device__ __forceinline__ typename Config::Statistics& statistics(int step) const {
-        return shared_storage<SharedStorage>().statistics[step % Config::kStages];
+    __device__ __forceinline__ typename Config::Statistics& statistics(int stage) const {
+        return shared_storage<SharedStorage>().statistics[stage % Config::kStages];
     }
-    __device__ __forceinline__ float* lse_log2(int step) const { return statistics(step).lse_log2; }
-    __device__ __forceinline__ float* delta(int step) const { return statistics(step).delta; }
-    __device__ __forceinline__ float* reference(int step) const {
-        return statistics(step).reference;
+    __device__ __forceinline__ float* lse_log2(int stage) const {
+        return statistics(stage).lse_log2;
+    }
+    __device__ __forceinline__ float* delta(int stage) const { return statistics(stage).delta; }
+    __device__ __forceinline__ float* reference(int stage) const {
+        return statistics(stage).reference;
     }
 
     // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
@@ -229,7 +231,7 @@ struct BackwardTile {
                                               int first_key) const {
         rP.clear();
         gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
-                                        BFromRows<QTile>(q_tile_at(walk.step), warp_query()));
+                                        BFromRows<QTile>(q_tile_at(walk.stage), warp_query()));
         const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
         if constexpr (kGeneral)
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
@@ -242,13 +244,13 @@ struct BackwardTile {
         if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
             if (large_lse) [[unlikely]]
                 for_each_with_query<Rows::kKeys, Scores>(
-                    reference(walk.step) + warp_query(),
+                    reference(walk.stage) + warp_query(),
                     [&](int m, int n, int i, float r) { rP.v[m][n][i] -= r; });
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
         // The general kernel has scaled the scores before masking them.
-        exponentiate<Rows::kKeys>(rP, lse_log2(walk.step) + warp_query(),
+        exponentiate<Rows::kKeys>(rP, lse_log2(walk.stage) + warp_query(),
                                   kGeneral ? 1.f : params.scale_log2);
     }
 
@@ -257,10 +259,10 @@ struct BackwardTile {
     template <bool kThroughSoftcap = true>
     __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
                                                int first_key) const {
-        const float* delta_of_query = delta(walk.step) + warp_query();
+        const float* delta_of_query = delta(walk.stage) + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
-                                         BFromRows<DOTile>(do_tile_at(walk.step), warp_query()));
+                                         BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()));
         if constexpr (!kGeneral) {
             softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
             return;
@@ -284,7 +286,7 @@ struct BackwardTile {
             score_function(walk.head).softcap_gradient(
                 rdS, rP, first_key + warp_key, first_query, [&](int col) {
                     const int query = warp_query() + col;
-                    return lse_log2(walk.step)[query] + reference(walk.step)[query];
+                    return lse_log2(walk.stage)[query] + reference(walk.stage)[query];
                 });
         if (params.rng_state != nullptr) {
 #pragma unroll
@@ -306,8 +308,8 @@ struct BackwardTile {
 
     // dV += P^T dO
     __device__ __forceinline__ void accumulate_dv(GradientV& rdV, const Scores& rP,
-                                                  int step) const {
-        const BFromColumns<DOTile, Config::kWarpsD> dO(do_tile_at(step), 0, warp_d);
+                                                  int stage) const {
+        const BFromColumns<DOTile, Config::kWarpsD> dO(do_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
             gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
         } else {
@@ -317,8 +319,8 @@ struct BackwardTile {
 
     // dK += dS^T Q
     __device__ __forceinline__ void accumulate_dk(GradientK& rdK, const Scores& rdS,
-                                                  int step) const {
-        const BFromColumns<QTile, Config::kWarpsD> q(q_tile_at(step), 0, warp_d);
+                                                  int stage) const {
+        const BFromColumns<QTile, Config::kWarpsD> q(q_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
             gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
         } else {
@@ -326,9 +328,9 @@ struct BackwardTile {
         }
     }
 
-    // A column part of dQ of this iteration, without the factor scale: dS K over all keys of the
+    // A slice of dQ of this iteration, without the factor scale: dS K over all keys of the
     // tile. A barrier must follow before dS is overwritten.
-    template <int kPart>
+    template <int kSlice>
     __device__ __forceinline__ void compute_dq(DQ& rdQ) const {
         const int warp_m = warp_id() / Config::kWarpsN;
         const int warp_n = warp_id() % Config::kWarpsN;
@@ -336,7 +338,7 @@ struct BackwardTile {
         const AFromColumns<PTile> dS(ds_tile(), 0, warp_m * DQ::kM);
         const KColumns k(k_tile(), 0, warp_n);
         rdQ.clear();
-        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kPart*(DQ::kN / 2)>{k});
+        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
     }
 
     // dK and dV to HBM, through the memory of the K and V tiles; zeros for rows that are not in
@@ -394,8 +396,8 @@ __global__ void __launch_bounds__(Config::kThreads)
     using DQ = typename Config::DQ;
     const uint32_t sdQ = ptx::shared_address(dynamic_shared());
 #pragma unroll
-    for (int part = 0; part < Config::kDQParts; ++part) {
-        const float* accum = dq_accum_part<Config>(params, sequence, head, q_tile, part);
+    for (int slice = 0; slice < Config::kDQSlices; ++slice) {
+        const float* accum = dq_accum_slice<Config>(params, sequence, head, q_tile, slice);
         DQ rdQ;
 #pragma unroll
         for (int m = 0; m < DQ::kM; ++m)
@@ -411,7 +413,7 @@ __global__ void __launch_bounds__(Config::kThreads)
         rdQ.scale(params.gradient_scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(
             sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
-            warp_id() % Config::kWarpsN + part * (DQ::kN / 2) * Config::kWarpsN);
+            warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
     }
     __syncthreads();  // the tile is complete
     const int first_query = q_tile * Config::kBlockQ;

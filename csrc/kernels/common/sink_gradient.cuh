@@ -3,7 +3,7 @@
 // only through the denominator of the softmax. lse and delta come from the preprocess pass; rows of
 // the workspace that belong to no query have lse = +inf there, so they add 0.
 //
-// The rows of a head are divided into tuning::kSinkParts ranges, each summed by one CTA. A second
+// The rows of a head are divided into tuning::kSinkSplits, each summed by one CTA. A second
 // kernel adds the partial sums in a fixed order, so results repeat bit by bit.
 #pragma once
 
@@ -18,17 +18,17 @@ inline constexpr int kSinkThreads = 256;
 
 __global__ void __launch_bounds__(kSinkThreads)
     sink_gradient_kernel(const __grid_constant__ BackwardParams params) {
-    const int head = blockIdx.x / tuning::kSinkParts;
-    const int part = blockIdx.x % tuning::kSinkParts;
+    const int head = blockIdx.x / tuning::kSinkSplits;
+    const int split = blockIdx.x % tuning::kSinkSplits;
     const float sink_log2 = params.sink[head] * kLog2e;
     const float scale = exponent_scale(params);
     const int64_t rows_per_head = int64_t{params.q_blocks} * params.q_block_rows;
     const int64_t rows = tensor_batches(params) * rows_per_head;
-    const int64_t rows_per_part = ceil_div<int64_t>(rows, tuning::kSinkParts);
-    const int64_t end = min_of<int64_t>((part + 1) * rows_per_part, rows);
+    const int64_t rows_per_split = ceil_div<int64_t>(rows, tuning::kSinkSplits);
+    const int64_t end = min_of<int64_t>((split + 1) * rows_per_split, rows);
 
     float sum = 0.f;
-    for (int64_t row = part * rows_per_part + threadIdx.x; row < end; row += kSinkThreads) {
+    for (int64_t row = split * rows_per_split + threadIdx.x; row < end; row += kSinkThreads) {
         const int64_t batch = row / rows_per_head;
         const int64_t index = (batch * (params.heads_q - 1) + head) * rows_per_head + row;
         const float lse_log2 = params.lse_log2[index];
@@ -52,14 +52,14 @@ __global__ void sink_gradient_sum_kernel(const __grid_constant__ BackwardParams 
     const int head = blockIdx.x * blockDim.x + threadIdx.x;
     if (head >= params.heads_q) return;
     float sum = 0.f;
-    for (int part = 0; part < tuning::kSinkParts; ++part)
-        sum += params.dsink_partial[head * tuning::kSinkParts + part];
+    for (int split = 0; split < tuning::kSinkSplits; ++split)
+        sum += params.dsink_partial[head * tuning::kSinkSplits + split];
     params.dsink[head] = sum;
 }
 
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream) {
     const cudaError_t status = launch_kernel<sink_gradient_kernel>(
-        int64_t{params.heads_q} * tuning::kSinkParts, kSinkThreads, 0, params, stream);
+        int64_t{params.heads_q} * tuning::kSinkSplits, kSinkThreads, 0, params, stream);
     if (status != cudaSuccess) return status;
     return launch_kernel<sink_gradient_sum_kernel>(ceil_div(params.heads_q, 128), 128, 0, params,
                                                    stream);

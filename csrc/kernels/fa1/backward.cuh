@@ -23,9 +23,9 @@ struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeature
                                           tuning::fa1_backward({kHeadDim, kHeadDimV})> {
     using Base = BackwardConfig<Element, kHeadDim, kHeadDimV, kFeatures,
                                 tuning::fa1_backward({kHeadDim, kHeadDimV})>;
-    // The old dQ_i is fetched into shared memory. Where dQ is computed in column parts (d 256)
+    // The old dQ_i is fetched into shared memory. Where dQ is computed in slices (d 256)
     // there is no room for it, and it is not faster.
-    static constexpr bool kFetchesDQ = Base::kDQParts == 1;
+    static constexpr bool kFetchesDQ = Base::kDQSlices == 1;
     // It lies where other kernels keep their tile coordinates.
     static constexpr int kOldDQ = offsetof(typename Base::SharedStorage, tile_coord);
     static_assert(kOldDQ % 16 == 0);
@@ -53,7 +53,7 @@ __device__ __forceinline__ float4* old_dq(int m, int n) {
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
     const float* accum =
-        dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0);
+        dq_accum_slice<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0);
 #pragma unroll
     for (int m = 0; m < Config::DQ::kM; ++m)
 #pragma unroll
@@ -63,11 +63,12 @@ __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const Q
     ptx::cp_async_commit();
 }
 
-// Line 21: adds a column part of dQ_i to that in HBM.
+// Line 21: adds a slice of dQ_i to that in HBM.
 template <class Config>
 __device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const QTileWalk& walk,
-                                          const typename Config::DQ& rdQ, int part) {
-    float* accum = dq_accum_part<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), part);
+                                          const typename Config::DQ& rdQ, int slice) {
+    float* accum =
+        dq_accum_slice<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), slice);
     if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
 #pragma unroll
     for (int m = 0; m < Config::DQ::kM; ++m)
@@ -121,13 +122,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             cta.compute_ds(rdS, rP, walk, first_key);
             cta.share_p_ds(rP, rdS);
             if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
-            cta.accumulate_dv(rdV, rP, walk.step);
-            cta.accumulate_dk(rdK, rdS, walk.step);
+            cta.accumulate_dv(rdV, rP, walk.stage);
+            cta.accumulate_dk(rdK, rdS, walk.stage);
             if constexpr (Tile::kInRegisters) __syncthreads();  // dS^T is complete
-            compile_time_for<Config::kDQParts>([&](auto part) {
+            compile_time_for<Config::kDQSlices>([&](auto slice) {
                 typename Config::DQ rdQ;
-                cta.template compute_dq<part>(rdQ);
-                update_dq<Config>(cta, walk, rdQ, part);
+                cta.template compute_dq<slice>(rdQ);
+                update_dq<Config>(cta, walk, rdQ, slice);
             });
             walk = next;
         }

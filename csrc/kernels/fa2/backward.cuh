@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         cta.compute_ds(rdS, rP, walk, first_key);
         cta.share_p_ds(rP, rdS);
         if constexpr (!Tile::kInRegisters) __syncthreads();  // P^T and dS^T are complete
-        cta.accumulate_dk(rdK, rdS, walk.step);
-        cta.accumulate_dv(rdV, rP, walk.step);
+        cta.accumulate_dk(rdK, rdS, walk.stage);
+        cta.accumulate_dv(rdV, rP, walk.stage);
 
         if constexpr (Tile::kInRegisters || Config::kStages == 1)
             __syncthreads();  // dS^T is complete; all warps have left Q
@@ -151,12 +151,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         }
         const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile()};
         if (kWaitFirst && params.deterministic) dq_semaphore.wait();
-        compile_time_for<Config::kDQParts>([&](auto part) {
+        compile_time_for<Config::kDQSlices>([&](auto slice) {
             typename Config::DQ rdQ;
-            cta.template compute_dq<part>(rdQ);
+            cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
             add_dq<Config>(
-                rdQ, dq_accum_part<Config>(params, cta.sequence, walk.head, walk.q_tile(), part));
+                rdQ, dq_accum_slice<Config>(params, cta.sequence, walk.head, walk.q_tile(), slice));
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;

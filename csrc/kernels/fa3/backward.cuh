@@ -164,7 +164,7 @@ struct Fa3BackwardConfig {
 };
 
 // The position of the inner loop: Q tile and query head.
-struct QTileStep {
+struct QTilePosition {
     int i;  // of the Q tile among the visible ones
     int head;
 
@@ -200,11 +200,11 @@ __device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& param
     };
     if constexpr (kGeneral) {
         // In pieces of 32 columns, since softcap takes registers.
-        using Part = RegisterTile<16, 32>;
+        using Piece = RegisterTile<16, 32>;
 #pragma unroll
-        for (int n = 0; n < Scores::kN; n += Part::kN)
+        for (int n = 0; n < Scores::kN; n += Piece::kN)
             ScoreFunction<Element, Rows::kKeys, false>{params, sequence, head}.apply(
-                reinterpret_cast<Part&>(s.v[0][n]), first_key, first_query + 8 * n);
+                reinterpret_cast<Piece&>(s.v[0][n]), first_key, first_query + 8 * n);
     }
     if (masked) [[unlikely]] {
         if (!kGeneral && tile.large_lse) [[unlikely]]
@@ -294,7 +294,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     // iterations of a KV tile. The description stays in shared memory, since producers have few
     // registers.
     template <class Visit>
-    __device__ __forceinline__ void for_each_step(const KeyTile& tile, Visit visit) const {
+    __device__ __forceinline__ void for_each_q_tile(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
             const int head = (tile.head + 1) * group() - 1 - left;
@@ -340,7 +340,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
         typename QPipeline::State q;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) work_tiles.allow_fetch();
-            for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool last) {
+            for_each_q_tile(tile, [&](int head, int64_t workspace, int first_row, bool last) {
                 if (last) work_tiles.allow_fetch();
                 load_queries<QTile>(q_pipeline, q, params.q_map, params.q, tile, head, first_row,
                                     storage.lse[q.stage], params.lse_log2 + workspace);
@@ -351,7 +351,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_do() const {
         typename DOPipeline::State d;
         work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_step(tile, [&](int head, int64_t workspace, int first_row, bool) {
+            for_each_q_tile(tile, [&](int head, int64_t workspace, int first_row, bool) {
                 load_queries<DOTile>(do_pipeline, d, params.do_map, params.dout, tile, head,
                                      first_row, storage.delta[d.stage], params.delta + workspace);
             });
@@ -379,7 +379,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_step(tile, [&](int, int64_t workspace, int first_row, bool) {
+            for_each_q_tile(tile, [&](int, int64_t workspace, int first_row, bool) {
                 float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
                 int* dq_semaphore =
                     params.dq_semaphore + 1 + (workspace + first_row) / Config::kBlockQ;
@@ -397,12 +397,12 @@ struct Fa3Backward : Fa3Cta<Config_> {
 #pragma unroll 1
                 for (int i = 0; i < Config::kConsumers; ++i) {
                     const DQPipeline pipeline = dq_pipeline(i);
-                    float* part = accum + i * (DQPipeline::kStageBytes / 4);
+                    float* half = accum + i * (DQPipeline::kStageBytes / 4);
                     pipeline.consumer_wait(c);
                     if (stores) {
-                        ptx::bulk_store(part, pipeline.stage(c), DQPipeline::kStageBytes);
+                        ptx::bulk_store(half, pipeline.stage(c), DQPipeline::kStageBytes);
                     } else {
-                        ptx::bulk_add(part, pipeline.stage(c), DQPipeline::kStageBytes);
+                        ptx::bulk_add(half, pipeline.stage(c), DQPipeline::kStageBytes);
                     }
                     ptx::bulk_wait_read();
                     pipeline.consumer_release(c);
@@ -464,7 +464,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
                                                      Operand& rdS, uint32_t lse_stage,
                                                      const KeyTile& tile,
-                                                     const QTileStep& at) const {
+                                                     const QTilePosition& at) const {
         const bool softcap = Config::kGeneral && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
@@ -529,9 +529,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
         typename QPipeline::State q_done;                 // of dK, one iteration later
         typename DOPipeline::State d, d_done;             // of dP and of dV
         WorkTileState t;
-        typename DQPipeline::State part;  // of dQ
-        uint32_t ds = 0;                  // stage of dS that dQ reads
-        uint32_t ds_phase = 0;            // its phase
+        typename DQPipeline::State dq;
+        uint32_t ds = 0;        // stage of dS that dQ reads
+        uint32_t ds_phase = 0;  // its phase
         GradientK rdK;
         GradientV rdV;
         // Operands in shared memory; those of pipelines in the first stage.
@@ -563,8 +563,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 store_zeros(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
             } else {
                 const VisibleTiles full = full_tiles(tile);
-                int steps = q_tiles.count() * group();
-                QTileStep at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
+                int iterations = q_tiles.count() * group();
+                QTilePosition at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
                 Scores rS, rdP;
                 Operand rP, rdS;
                 DQ own_rdQ;
@@ -601,7 +601,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 };
                 // This consumer's half of dQ.
                 const auto issue_dq = [&] {
-                    dq_pipeline(consumer).producer_acquire(part);
+                    dq_pipeline(consumer).producer_acquire(dq);
                     const auto dS = in_stage<DSTile::kBytes>(ds_columns, ds);
                     if constexpr (Config::kTransposeDQ) {
                         gemm_async<Element, Config::kBlockKV>(rdQ, k_columns, dS, false);
@@ -646,7 +646,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 commit_ds();
                 bool accumulate = false;
 
-                while (--steps > 0) {
+                while (--iterations > 0) {
                     q.advance();
                     d.advance();
                     at.advance(q_tiles);
@@ -668,7 +668,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     warpgroup_fence(rdQ);
                     next_ds();
                     commit_ds();
-                    store_dq(rdQ, part);
+                    store_dq(rdQ, dq);
                 }
 
                 release_and_advance(v_pipeline, v);
@@ -681,7 +681,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 release_and_advance(k_pipeline, k);
                 q.advance();
                 d.advance();
-                store_dq(rdQ, part);
+                store_dq(rdQ, dq);
                 rdK.scale(params.scale);
                 store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
                            rdV);

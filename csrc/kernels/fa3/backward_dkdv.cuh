@@ -160,7 +160,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using StepState = PoolState<Config::kPairs>;
+    using IterationState = PoolState<Config::kPairs>;
     using PState = typename PPipeline::State;
     using Order = PingPong<2>;
     using Cta = Fa3Cta<Config>;
@@ -212,7 +212,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce_q_do() const {
-        StepState at;
+        IterationState at;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) {
                 work_tiles.allow_fetch();
@@ -276,7 +276,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     enum Consumer { kDV, kDK };
 
-    __device__ __forceinline__ void wait(uint32_t stage, const StepState& at) const {
+    __device__ __forceinline__ void wait(uint32_t stage, const IterationState& at) const {
         pool.consumer_wait({stage, at.phase});
     }
     // By all threads, since all read lse or delta.
@@ -286,7 +286,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     // From dP^T, and P^T in shared memory, to dS^T as an operand.
     __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PState& at,
-                                                     const StepState& state) const {
+                                                     const IterationState& state) const {
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             float p[4];
@@ -333,14 +333,15 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     // Passes P^T to consumer dK. The derivative of softcap is applied here, since it needs lse.
-    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const StepState& state,
-                                           const KeyTile& tile, const QTileStep& step) const {
+    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const IterationState& state,
+                                           const KeyTile& tile,
+                                           const QTilePosition& position) const {
         Scores x = p;
         if constexpr (Config::kGeneral)
             if (params.softcap != 0.f)
-                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, step.head}
+                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, position.head}
                     .softcap_gradient(x, p, tile.first_key + warp_key,
-                                      tile.q_tiles.tile(step.i) * Config::kBlockQ,
+                                      tile.q_tiles.tile(position.i) * Config::kBlockQ,
                                       [&](int col) { return storage.statistics[state.q()][col]; });
         p_pipeline.producer_acquire(at);
 #pragma unroll
@@ -357,7 +358,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     struct Walk {
         WorkTileState tile;
         VisibleTiles q_tiles;
-        QTileStep at;
+        QTilePosition at;
         int left;  // iterations of the tile after this one
     };
 
@@ -378,7 +379,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // S, P and dV.
     __device__ __forceinline__ void consume_dv() const {
         Walk walk;
-        StepState state;  // of the scores
+        IterationState state;  // of the scores
         PState p;
         typename KPipeline::State k;
         VisibleTiles full{};
@@ -393,7 +394,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const KMajor<QTile> q_rows(tile_in(state.q()));
             gemm_async<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
         };
-        const auto issue_gradient = [&](const StepState& at, bool accumulate) {
+        const auto issue_gradient = [&](const IterationState& at, bool accumulate) {
             const MNMajor<DOTile> do_columns(tile_in(at.dout()));
             gemm_async<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
         };
@@ -426,7 +427,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
                 walk.at.advance(walk.q_tiles);
-                const StepState before = state;
+                const IterationState before = state;
                 state.advance();
                 wait(before.dout(), before);
                 wait(state.q(), state);
@@ -456,7 +457,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // dP, dS and dK.
     __device__ __forceinline__ void consume_dk() const {
         Walk walk;
-        StepState state;  // of dP
+        IterationState state;  // of dP
         PState p;
         typename VPipeline::State v;
         Scores rdP;
@@ -468,7 +469,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             const KMajor<DOTile> do_rows(tile_in(state.dout()));
             gemm_async<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
         };
-        const auto issue_gradient = [&](const StepState& at, bool accumulate) {
+        const auto issue_gradient = [&](const IterationState& at, bool accumulate) {
             const MNMajor<QTile> q_columns(tile_in(at.q()));
             gemm_async<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
         };
@@ -510,7 +511,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 if constexpr (Config::kStoresDS)
                     if (walk.at.i == walk.q_tiles.begin || walk.q_tiles.distance(walk.at.i) != 1)
                         find_ds();  // of the next head
-                const StepState before = state;
+                const IterationState before = state;
                 state.advance();
                 wait(before.q(), before);
                 wait(state.dout(), state);

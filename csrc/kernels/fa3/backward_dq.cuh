@@ -297,11 +297,11 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         const int first_key = tile.kv_tiles.tile(walk.i) * Config::kBlockKV;
         if constexpr (Config::kGeneral) {
             // In pieces of 32 columns, since softcap takes registers.
-            using Part = RegisterTile<16, 32>;
+            using Piece = RegisterTile<16, 32>;
 #pragma unroll
-            for (int n = 0; n < Scores::kN; n += Part::kN)
+            for (int n = 0; n < Scores::kN; n += Piece::kN)
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .apply(reinterpret_cast<Part&>(s.v[0][n]), tile.first_query + warp_row(),
+                    .apply(reinterpret_cast<Piece&>(s.v[0][n]), tile.first_query + warp_row(),
                            first_key + 8 * n);
         }
         const BandMask mask = mask_of(params, tile.sequence);

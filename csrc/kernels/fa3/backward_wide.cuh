@@ -19,15 +19,15 @@ namespace flash_ext {
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
-    using Keys =
+    using DKDV =
         Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, false>;
-    using StoringKeys =
+    using DKDVStoringDS =
         Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
-    using Product = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
-    using Queries = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.k_stages,
-                                        kTuning.v_stages>;
+    using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
+    using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.k_stages,
+                                   kTuning.v_stages>;
     cudaError_t status =
-        launch_preprocess<Element, Keys::kGeneral, Keys::kBlockQ, kHeadDimV, 0>(params, stream);
+        launch_preprocess<Element, DKDV::kGeneral, DKDV::kBlockQ, kHeadDimV, 0>(params, stream);
     const int heads = params.heads_k * params.batch;
     const auto heads_at_a_time = static_cast<int>(params.ds_bytes / ds_group_bytes(params));
     if (heads_at_a_time > 0) {
@@ -35,15 +35,15 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
             const DSWorkspace ds_workspace{static_cast<char*>(params.ds), head,
                                            min_of(heads_at_a_time, heads - head),
                                            DSWorkspaceTiles(params)};
-            status = launch_fa3_backward_dkdv<StoringKeys>(params, ds_workspace, stream);
+            status = launch_fa3_backward_dkdv<DKDVStoringDS>(params, ds_workspace, stream);
             if (status == cudaSuccess)
-                status = launch_fa3_backward_dq_gemm<Product>(params, ds_workspace, stream);
+                status = launch_fa3_backward_dq_gemm<DQGemm>(params, ds_workspace, stream);
         }
         return status;
     }
     if (status == cudaSuccess)
-        status = launch_fa3_backward_dkdv<Keys>(params, DSWorkspace{}, stream);
-    if (status == cudaSuccess) status = launch_fa3_backward_dq<Queries>(params, stream);
+        status = launch_fa3_backward_dkdv<DKDV>(params, DSWorkspace{}, stream);
+    if (status == cudaSuccess) status = launch_fa3_backward_dq<DQ>(params, stream);
     return status;
 }
 
