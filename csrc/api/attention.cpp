@@ -55,7 +55,8 @@ Tensor allocate(const Workspace& workspace, const Tensor& q) {
 }
 
 Operand operand(const char* name, const Tensor& tensor) {
-    Operand x{name, tensor.data_ptr(), {1, 1, 1, 1}, {0, 0, 0, 0}};
+    const auto element_bytes = static_cast<int>(tensor.element_size());
+    Operand x{name, tensor.data_ptr(), {1, 1, 1, 1}, {0, 0, 0, 0}, element_bytes};
     const auto sizes = tensor.sizes();
     const auto strides = tensor.strides();
     const size_t first = 4 - sizes.size();  // packed sequences have no dimension of batches

@@ -167,7 +167,7 @@ struct Problem {
     }
 
     Operand operand(const char* name, int64_t rows, int64_t heads, int64_t dim) const {
-        Operand x{name, kMemory, {varlen ? 1 : batch, rows, heads, dim}, {}};
+        Operand x{name, kMemory, {varlen ? 1 : batch, rows, heads, dim}, {}, 2};
         int64_t stride = 1;
         for (int i = 3; i >= 0; --i) {
             x.strides[i] = stride;

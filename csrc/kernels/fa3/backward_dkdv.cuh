@@ -85,15 +85,16 @@ struct DSWorkspace {
     int heads = 0;
     DSWorkspaceTiles tiles;
 
+    template <class Element>
     __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
                                           int q_tile, int kv_tile) const {
         const int group = params.heads_q / params.heads_k;
         const int head = batch * params.heads_q + head_q - first_head * group;
         return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
-                          DSWorkspaceTiles::kBytes;
+                          DSTile<Element>::kBytes;
     }
 };
-static_assert(DSTile<__half>::kBytes == DSWorkspaceTiles::kBytes);
+static_assert(DSTile<__half>::kBytes == DSWorkspaceTiles::kElements * sizeof(__half));
 
 struct Fa3BackwardWideParams : Fa3BackwardMaps {
     DynamicPersistentScheduler scheduler;
@@ -476,9 +477,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         char* ds = nullptr;  // the current tile in the workspace
         const auto find_ds = [&] {
             const KeyTile& tile = work_tiles[walk.tile];
-            ds = params.ds_workspace.tile(params, tile.sequence.batch, walk.at.head,
-                                          walk.q_tiles.tile(walk.at.i),
-                                          tile.first_key / Config::kBlockKV);
+            ds = params.ds_workspace.template tile<Element>(
+                params, tile.sequence.batch, walk.at.head, walk.q_tiles.tile(walk.at.i),
+                tile.first_key / Config::kBlockKV);
         };
         const auto gradient_of_scores = [&] {
             warpgroup_fence(rdP);
@@ -506,7 +507,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 --walk.left;
                 if constexpr (Config::kStoresDS)
                     ds += params.ds_workspace.tiles.of_row(walk.q_tiles.tile(walk.at.i)) *
-                          DSWorkspaceTiles::kBytes;
+                          DSTile<Element>::kBytes;
                 walk.at.advance(walk.q_tiles);
                 if constexpr (Config::kStoresDS)
                     if (walk.at.i == walk.q_tiles.begin || walk.q_tiles.distance(walk.at.i) != 1)

@@ -106,8 +106,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
             const TensorRows rows = this->key_rows(params.k, s, tile.head / group());
             const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
-                return params.ds_workspace.tile(params, s.batch, tile.head,
-                                                tile.first_query / 64 + of, kv_tile);
+                return params.ds_workspace.template tile<Element>(
+                    params, s.batch, tile.head, tile.first_query / 64 + of, kv_tile);
             };
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
