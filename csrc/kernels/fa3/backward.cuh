@@ -706,7 +706,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
 // are more than a quarter of all (note 010).
 inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
     constexpr int kMaxTiles = 16;
-    constexpr int64_t kL2Share = int64_t{67} << 19;  // 33.5 MB
+    // 33.5 MiB, for leads of 33 heads of 1 MiB each (132 SMs, 4 tiles a head). The 32 MiB of
+    // make_schedule(), which are the share for whole groups of heads, would exclude them.
+    constexpr int64_t kL2Share = int64_t{67} << 19;
     const Schedule& schedule = params.schedule;
     if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
         schedule.tiles > kMaxTiles)
