@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                                                   : params.reference) +
                           first;
     // In shared memory the three follow one another.
-    ptx::cp_async_16(ptx::shared_address(cta.lse_log2(walk.stage)) + thread * 16,
+    ptx::cp_async_16(ptx::shared_address(cta.statistics(walk.stage).lse_log2) + thread * 16,
                      source + thread % kChunks * 4, true);
 }
 

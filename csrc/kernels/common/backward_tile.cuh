@@ -217,13 +217,6 @@ struct BackwardTile {
     __device__ __forceinline__ typename Config::Statistics& statistics(int stage) const {
         return shared_storage<SharedStorage>().statistics[stage % Config::kStages];
     }
-    __device__ __forceinline__ float* lse_log2(int stage) const {
-        return statistics(stage).lse_log2;
-    }
-    __device__ __forceinline__ float* delta(int stage) const { return statistics(stage).delta; }
-    __device__ __forceinline__ float* reference(int stage) const {
-        return statistics(stage).reference;
-    }
 
     // P^T of the warp's keys and queries. Queries past the sequence are not masked: their lse is
     // +inf, which makes their P zero.
@@ -244,13 +237,13 @@ struct BackwardTile {
         if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
             if (large_lse) [[unlikely]]
                 for_each_with_query<Rows::kKeys, Scores>(
-                    reference(walk.stage) + warp_query(),
+                    statistics(walk.stage).reference + warp_query(),
                     [&](int m, int n, int i, float r) { rP.v[m][n][i] -= r; });
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
         // The general kernel has scaled the scores before masking them.
-        exponentiate<Rows::kKeys>(rP, lse_log2(walk.stage) + warp_query(),
+        exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
                                   kGeneral ? 1.f : params.scale_log2);
     }
 
@@ -259,7 +252,7 @@ struct BackwardTile {
     template <bool kThroughSoftcap = true>
     __device__ __forceinline__ void compute_ds(Scores& rdS, Scores& rP, const QTileWalk& walk,
                                                int first_key) const {
-        const float* delta_of_query = delta(walk.stage) + warp_query();
+        const float* delta_of_query = statistics(walk.stage).delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
                                          BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()));
@@ -286,7 +279,8 @@ struct BackwardTile {
             score_function(walk.head).softcap_gradient(
                 rdS, rP, first_key + warp_key, first_query, [&](int col) {
                     const int query = warp_query() + col;
-                    return lse_log2(walk.stage)[query] + reference(walk.stage)[query];
+                    return statistics(walk.stage).lse_log2[query] +
+                           statistics(walk.stage).reference[query];
                 });
         if (params.rng_state != nullptr) {
 #pragma unroll

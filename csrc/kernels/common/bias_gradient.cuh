@@ -48,11 +48,12 @@ struct BiasGradient {
         ptx::cp_async_commit();
         const int first_query = walk.q_tile() * Config::kBlockQ;
         const int64_t first = workspace_row(cta.params, cta.sequence, walk.head, first_query);
+        auto& statistics = cta.statistics(0);
         for (int row = threadIdx.x; row < Config::kBlockQ; row += Config::kThreads) {
             const bool exists = first_query + row < cta.sequence.seqlen_q;
-            cta.lse_log2(0)[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
-            cta.delta(0)[row] = exists ? cta.params.delta[first + row] : 0.f;
-            cta.reference(0)[row] = exists ? cta.params.reference[first + row] : 0.f;
+            statistics.lse_log2[row] = exists ? cta.params.lse_log2[first + row] : INFINITY;
+            statistics.delta[row] = exists ? cta.params.delta[first + row] : 0.f;
+            statistics.reference[row] = exists ? cta.params.reference[first + row] : 0.f;
         }
     }
 
