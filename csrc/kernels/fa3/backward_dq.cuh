@@ -282,15 +282,6 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         }
     }
 
-    // The number of KV tiles of the Q tile that this consumer does not see: before its first one,
-    // and after its last one.
-    __device__ __forceinline__ int hidden_before(const Walk& walk) const {
-        return walk.i - ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.begin);
-    }
-    __device__ __forceinline__ int hidden_after(const Walk& walk) const {
-        return ptx::warp_uniform(work_tiles[walk.tile].kv_tiles.end) - 1 - walk.last;
-    }
-
     // From S to P. lse has arrived with dO.
     __device__ __forceinline__ void compute_p(Scores& s, const Walk& walk) const {
         const QueryTile& tile = work_tiles[walk.tile];
@@ -402,7 +393,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
         if (consumer() == 1) Order::signal_next(consumer());  // consumer 0 starts
         while (find_tile(walk)) {
-            skip(k, v, hidden_before(walk));
+            const VisibleTiles& kv_tiles = work_tiles[walk.tile].kv_tiles;
+            skip(k, v, walk.i - ptx::warp_uniform(kv_tiles.begin));
             q_pipeline(consumer()).consumer_wait(q);
             k_pipeline.consumer_wait(k);
             Order::wait(consumer());
@@ -439,7 +431,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             warpgroup_fence(rdQ);
             release_and_advance(k_pipeline, k);
             store(work_tiles[walk.tile]);
-            skip(k, v, hidden_after(walk));
+            skip(k, v, ptx::warp_uniform(kv_tiles.end) - 1 - walk.last);
             end_work_tile(walk.tile);
         }
     }
