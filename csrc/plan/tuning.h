@@ -128,9 +128,7 @@ struct Fa3Forward {
     int k_stages;
     int v_stages;
     bool ping_pong = false;
-    // FP8: does the softmax run beside P V, which takes two P? Columns of O that a P V computes.
-    bool overlap = false;
-    int partial_cols = 0;
+    int partial_cols = 0;  // FP8: columns of O that one P V computes
 };
 
 // What tiles depend on, apart from head dims and form. kSplits: the keys are split, or GQA is

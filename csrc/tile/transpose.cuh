@@ -22,28 +22,37 @@ namespace flash_ext {
 template <class Source, class Target, int kWarps>
 __device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, int warp) {
     static_assert(Source::kRows == Target::kCols && Source::kCols == Target::kRows);
+    static_assert(Source::kChunksPerRow % kWarps == 0);
     constexpr int kBlocks = Source::kRows / 32;  // of keys
-    constexpr int kChunks = Source::kCols / 16;
+    constexpr int kBlocksPerAtom = Target::kChunksPerRow / 2;
     const int lane = lane_id();
     const bool odd = lane >= 16;  // of this lane's columns, the odd one comes first
     const uint32_t first = odd ? 0x7531 : 0x6420, second = odd ? 0x6420 : 0x7531;
     // Where stmatrix stores the row whose address this lane gives.
     const int r = lane % 8, matrix = lane / 8;
     const int column = 2 * r + ((matrix % 2 == 0) != (r < 4));
-#pragma unroll 1
-    for (int chunk = warp; chunk < kChunks; chunk += kWarps) {
+    // Other chunks within an atom differ by an XOR, all else by a constant.
+    const uint32_t from = source + Source::offset(lane, warp);
+    const uint32_t to = target + Target::offset(16 * warp + column, matrix / 2);
+#pragma unroll
+    for (int chunk = 0; chunk < Source::kCols / 16; chunk += kWarps) {
         uint32_t keys[kBlocks][4];
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block)
-            ptx::ldmatrix_x4<true>(keys[block], source + Source::offset(32 * block + lane, chunk));
+            ptx::ldmatrix_x4<true>(keys[block],
+                                   (from ^ (chunk % Source::kChunksPerRow * 16)) +
+                                       chunk / Source::kChunksPerRow * Source::kAtomBytes +
+                                       32 * block * Source::kPitch);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
             const uint32_t(&x)[4] = keys[block];
             const uint32_t rows[4] = {
                 ptx::byte_permute(x[0], x[1], first), ptx::byte_permute(x[0], x[1], second),
                 ptx::byte_permute(x[2], x[3], first), ptx::byte_permute(x[2], x[3], second)};
-            ptx::stmatrix_x4(
-                target + Target::offset(16 * chunk + column, 2 * block + matrix / 2), rows);
+            ptx::stmatrix_x4((to ^ (block % kBlocksPerAtom * 32)) +
+                                 block / kBlocksPerAtom * Target::kAtomBytes +
+                                 16 * chunk * Target::kPitch,
+                             rows);
         }
     }
 }

@@ -97,7 +97,12 @@ struct Fp8Softmax : OnlineSoftmax<16> {
                 largest |= p.v[k][j] + 0x02020202;  // 448 is 0x7e
             }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) sum[i] = sums[i][0] + sums[i][1];
+        for (int i = 0; i < 2; ++i) {
+            sum[i] = sums[i][0] + sums[i][1];
+            // Here, beside the exponentials, and not after the retry, up to which all of them would
+            // be kept.
+            ptx::warpgroup_fence_operand(sum[i]);
+        }
         return (largest & 0x80808080) != 0;
     }
 };

@@ -108,7 +108,7 @@ struct Fa3ForwardConfig {
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kFp8 = sizeof(Element) == 1;
-    static constexpr bool kOverlap = kFp8 ? kTuning.overlap : kConsumers < 4;
+    static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
@@ -444,10 +444,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // Waits for issue_output().
-    template <int kFirstCol = 0>
+    // Waits for issue_output(), behind which kPending groups may still run.
+    template <int kFirstCol = 0, int kPending = 0>
     __device__ __forceinline__ void finish_output(const State& state, bool accumulate) const {
-        ptx::wgmma_wait<0>();
+        ptx::wgmma_wait<kPending>();
         if constexpr (kFp8) {
             warpgroup_fence(state.rPartial);
 #pragma unroll
@@ -463,18 +463,20 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // O (+)= P V by columns, as many at a time as registers hold; all but the last ones are
-    // finished.
+    // FP8: starts O += P V, as many columns at a time as registers hold, of which the last ones are
+    // still to be finished. settle() comes before O is added to.
+    static constexpr int kLastCol = Config::kHeadDimV - Config::kPartialCols;
+    template <class Settle>
     __device__ __forceinline__ void issue_all_output(const State& state, const Probabilities& rP,
-                                                     bool accumulate) const {
-        compile_time_for<Config::kHeadDimV / Config::kPartialCols>([&](auto i) {
+                                                     bool accumulate, Settle settle) const {
+        issue_output(state, rP, accumulate);
+        settle();
+        compile_time_for<kLastCol / Config::kPartialCols>([&](auto i) {
             constexpr int kFirst = i * Config::kPartialCols;
-            if constexpr (kFirst > 0)
-                finish_output<kFirst - Config::kPartialCols>(state, accumulate);
-            issue_output<kFirst>(state, rP, accumulate);
+            finish_output<kFirst>(state, accumulate);
+            issue_output<kFirst + Config::kPartialCols>(state, rP, accumulate);
         });
     }
-    static constexpr int kLastPartial = Config::kHeadDimV - Config::kPartialCols;
 
     __device__ __forceinline__ float exponent_scale() const {
         return Config::kGeneral || kFp8 ? 1.f : params.scale_log2;
@@ -732,27 +734,40 @@ struct Fa3Forward : Fa3Cta<Config_> {
             state.tile.advance();
             if (!begin_tile(state)) return false;
         }
-        k_pipeline.consumer_wait(state.k, state.k_ready);
-        Order::wait(consumer);
-        issue_scores(state.rS, state.q, state.k);
-        if constexpr (kUnmasked) {
-            state.rescaling.apply(state.rO);
-        } else {
-            settle_output(state);
-        }
-        v_pipeline.consumer_wait(state.v, state.v_ready);
         const bool accumulate = kUnmasked || !state.begun;
-        issue_all_output(state, rP, accumulate);
+        const auto settle = [&] {
+            if constexpr (kUnmasked) {
+                state.rescaling.apply(state.rO);
+            } else {
+                settle_output(state);
+            }
+        };
+        k_pipeline.consumer_wait(state.k, state.k_ready);
+        if constexpr (kFp8) {  // P V first: it is added to O while Q K^T runs
+            v_pipeline.consumer_wait(state.v, state.v_ready);
+            Order::wait(consumer);
+            issue_all_output(state, rP, accumulate, settle);
+            issue_scores(state.rS, state.q, state.k);
+        } else {
+            Order::wait(consumer);
+            issue_scores(state.rS, state.q, state.k);
+            settle();
+            v_pipeline.consumer_wait(state.v, state.v_ready);
+            issue_output(state, rP, accumulate);
+        }
         Order::signal_next(consumer);
         const auto v_read = state.v;
         state.v.advance();
         const auto finish = [&] {
-            finish_output<kLastPartial>(state, accumulate);
+            finish_output<kLastCol, kFp8>(state, accumulate);
             release(v_pipeline, v_read);
         };
-        if constexpr (kFp8) load_k_scale(state);
 
-        if constexpr (Config::kOverlap) {
+        if constexpr (kFp8) {
+            load_k_scale(state);
+            finish();
+            ptx::wgmma_wait<0>();
+        } else if constexpr (Config::kOverlap) {
             ptx::wgmma_wait<1>();
         } else {
             finish();
@@ -805,13 +820,20 @@ struct Fa3Forward : Fa3Cta<Config_> {
         settle_output(state);
         v_pipeline.consumer_wait(state.v);
         Order::wait(consumer);
+        const auto issue = [&](const Probabilities& p) {
+            if constexpr (kFp8) {
+                issue_all_output(state, p, !state.begun, [] {});
+            } else {
+                issue_output(state, p, !state.begun);
+            }
+        };
         if (odd) {
-            issue_all_output(state, rP[kNext], !state.begun);
+            issue(rP[kNext]);
         } else {
-            issue_all_output(state, rP[0], !state.begun);
+            issue(rP[0]);
         }
         Order::signal_next(consumer);
-        finish_output<kLastPartial>(state, !state.begun);
+        finish_output<kLastCol>(state, !state.begun);
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
         if constexpr (!Config::kGeneral && !Config::kMayHaveSplits && !kFp8) {
             __syncwarp();
