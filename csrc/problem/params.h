@@ -21,6 +21,17 @@ struct Bias {
     bool paired = false;  // is the element of every even key aligned to two elements?
 };
 
+// x = x_fp8 * descale. Strides in elements; 0 where one value serves all. `last` is the stride of
+// blocks (of 128 rows; q and k) or of channels (v).
+struct Descale {
+    const float* data = nullptr;  // null: 1
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+    int64_t last_stride = 0;
+    bool by_query_head = false;
+};
+inline constexpr int kDescaleRows = 128;  // of a block
+
 // See schedule/tile_order.cuh.
 struct Schedule {
     int tiles = 0;  // per head
@@ -58,6 +69,12 @@ struct AttentionParams {
     int64_t alibi_batch_stride = 0;
     Bias bias;
     const float* sink = nullptr;  // (Hq)
+
+    // Of FP8 inputs.
+    Descale q_descale;     // (B, Hk) or (B, Hq, blocks)
+    Descale k_descale;     // (B, Hk) or (B, Hk, blocks)
+    Descale v_descale;     // (B, Hk) or (B, Hk, Dv)
+    ElementType out_type;  // of out; that of the inputs unless they are FP8
 
     // Dropout, see dropout.cuh. A keep_threshold of 65536 drops nothing.
     const int64_t* rng_state = nullptr;  // (2): seed, offset
