@@ -136,8 +136,9 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
 bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool varlen) {
     const int64_t dims = varlen ? 3 : 4;
     for (const Tensor* x : {&q, &k, &v})
-        if (x->dim() != dims || x->numel() == 0 || x->stride(dims - 1) != 1 ||
-            x->scalar_type() != q.scalar_type() || dense_strides(*x).back() != 1)
+        if (x->dim() != dims || x->numel() == 0 || x->scalar_type() == ScalarType::Float8_e4m3fn ||
+            x->stride(dims - 1) != 1 || x->scalar_type() != q.scalar_type() ||
+            dense_strides(*x).back() != 1)
             return false;
     for (int dim = 0; dim < dims; ++dim)
         if (k.size(dim) != v.size(dim)) return false;
