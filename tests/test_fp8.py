@@ -575,6 +575,20 @@ def test_blocks_of_packed_sequences(name: str) -> None:
         torch.ops.flash_ext.fwd(**arguments, **{name: torch.ones(3, heads, least)})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("q_descale", "k_descale"))
+def test_blocks_are_counted_in_debugging(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FLASH_EXT_DEBUG=1, on a GPU."""
+    arguments = good("cuda", packed=True)
+    heads, least = (4, 2) if name == "q_descale" else (2, 3)
+    monkeypatch.setenv("FLASH_EXT_DEBUG", "1")
+    for blocks in (least, least + 3):
+        descale = torch.ones(2, heads, blocks, device="cuda")
+        torch.ops.flash_ext.fwd(**arguments, **{name: descale})
+    with pytest.raises(ERRORS, match=f"{name} must be of at least {least} blocks"):
+        torch.ops.flash_ext.fwd(**arguments, **{name: descale[..., : least - 1]})
+
+
 @pytest.mark.parametrize("variant", ("fa1", "fa2"))
 def test_fa1_and_fa2_have_no_fp8(variant: str, device: str) -> None:
     for op in (torch.ops.flash_ext.fwd, torch.ops.flash_ext.check):

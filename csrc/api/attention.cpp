@@ -104,8 +104,8 @@ ElementType element_type(ScalarType dtype) {
     return dtype == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
 }
 
-// One value, or (B, H), or (B, H, blocks or channels). `heads_k`: whether H is Hk in all of them.
-Descale descale_of(const std::optional<Tensor>& tensor, bool heads_k) {
+// Of one value, (B, Hk), or (B, H, blocks or channels), where H is Hq for q's blocks.
+Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
     Descale descale;
     if (!tensor) return descale;
     descale.data = static_cast<const float*>(tensor->data_ptr());
@@ -114,7 +114,7 @@ Descale descale_of(const std::optional<Tensor>& tensor, bool heads_k) {
     descale.head_stride = tensor->stride(1);
     if (tensor->dim() < 3) return descale;
     descale.last_stride = tensor->stride(2);
-    descale.by_query_head = !heads_k;
+    descale.by_query_head = of_queries;
     return descale;
 }
 
@@ -123,8 +123,9 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
                  const Options& options) {
     const Sizes& sizes = call.sizes;
     const int64_t kUnlimited = BandMask::kUnlimited;
-    params.element_type = element_type(q.scalar_type());
-    params.out_type = element_type(out_dtype(q, options));
+    const ScalarType dtype = q.scalar_type();
+    params.element_type = element_type(dtype);
+    params.out_type = element_type(out_dtype(dtype, options));
     params.batch = static_cast<int>(sizes.batch);
     params.seqlen_q = static_cast<int>(sizes.seqlen_q);
     params.seqlen_k = static_cast<int>(sizes.seqlen_k);
@@ -153,9 +154,9 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
     if (options.bias) params.bias = bias_of(*options.bias);
     params.sink = data_of<float>(options.sink);
 
-    params.q_descale = descale_of(options.q_descale, /*heads_k=*/false);
-    params.k_descale = descale_of(options.k_descale, /*heads_k=*/true);
-    params.v_descale = descale_of(options.v_descale, /*heads_k=*/true);
+    params.q_descale = descale_of(options.q_descale, /*of_queries=*/true);
+    params.k_descale = descale_of(options.k_descale, /*of_queries=*/false);
+    params.v_descale = descale_of(options.v_descale, /*of_queries=*/false);
 
     if (options.dropout_p > 0) {
         params.rng_state = data_of<int64_t>(options.rng_state);
@@ -224,7 +225,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     Tensor out = into;
     if (!out.defined())
         out = empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v),
-                    out_dtype(q, given));
+                    out_dtype(q.scalar_type(), given));
     Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
     params.q = operands[0].view();
     params.k = operands[1].view();

@@ -165,12 +165,13 @@ inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) 
     }
 }
 
-inline bool is_fp8(const Tensor& x) { return x.scalar_type() == ScalarType::Float8_e4m3fn; }
+// What FP8 inputs are. (A tensor is asked for its dtype once: each time costs tens of nanoseconds.)
+inline bool is_fp8(ScalarType dtype) { return dtype == ScalarType::Float8_e4m3fn; }
 
-// Of out. The FP8 result type of a call that names none is bfloat16.
-inline ScalarType out_dtype(const Tensor& q, const Options& options) {
+// The dtype of out, for that of q.
+inline ScalarType out_dtype(ScalarType dtype, const Options& options) {
     if (options.out_dtype) return *options.out_dtype;
-    return is_fp8(q) ? ScalarType::BFloat16 : q.scalar_type();
+    return is_fp8(dtype) ? ScalarType::BFloat16 : dtype;
 }
 
 // One of q_descale, k_descale and v_descale. `last`: the values of a head, by blocks of rows or by
@@ -194,18 +195,20 @@ inline void check_descale(const char* argument, const Tensor& descale, int64_t h
     refuse(argument, wanted.str(), shape_text(descale.sizes()));
 }
 
-// What only FP8 inputs have, and what they cannot have.
-inline void check_fp8_options(const Tensor& q, const Sizes& sizes, const Options& options) {
-    const std::tuple<const char*, const std::optional<Tensor>&> descales[] = {
-        {"q_descale", options.q_descale},
-        {"k_descale", options.k_descale},
-        {"v_descale", options.v_descale}};
-    if (!is_fp8(q)) {
-        const std::string got = std::string("one for ") + dtype_name(q.scalar_type());
-        for (const auto& [name, descale] : descales)
-            if (descale) refuse(name, "None unless q, k and v are float8_e4m3fn", got);
-        if (options.out_dtype && *options.out_dtype != q.scalar_type())
-            refuse("out_dtype", std::string("None or q's dtype ") + dtype_name(q.scalar_type()),
+// What only FP8 inputs have, and what they cannot have. `dtype` is q's.
+inline void check_fp8_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
+                              const Options& options) {
+    if (!is_fp8(dtype)) {
+        const auto refuse_given = [&](const char* name, const std::optional<Tensor>& descale) {
+            if (descale)
+                refuse(name, "None unless q, k and v are float8_e4m3fn",
+                       std::string("one for ") + dtype_name(dtype));
+        };
+        refuse_given("q_descale", options.q_descale);
+        refuse_given("k_descale", options.k_descale);
+        refuse_given("v_descale", options.v_descale);
+        if (options.out_dtype && *options.out_dtype != dtype)
+            refuse("out_dtype", std::string("None or q's dtype ") + dtype_name(dtype),
                    dtype_name(*options.out_dtype));
         return;
     }
@@ -232,7 +235,8 @@ inline void check_fp8_options(const Tensor& q, const Sizes& sizes, const Options
                       "(batch, heads_k, head_dim_v)", sizes, q);
 }
 
-inline void check_options(const Tensor& q, const Sizes& sizes, const Options& options) {
+inline void check_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
+                          const Options& options) {
     // The kernels have scale * log2(e), softcap * log2(e), its inverse and scale / softcap in
     // float32: within these bounds they are finite.
     const double softcap = options.softcap;
@@ -257,7 +261,7 @@ inline void check_options(const Tensor& q, const Sizes& sizes, const Options& op
         require_device("alibi_slopes", slopes, q);
         require_contiguous_rows("alibi_slopes", slopes);
     }
-    check_fp8_options(q, sizes, options);
+    check_fp8_options(q, dtype, sizes, options);
     if (options.bias) check_bias(*options.bias, sizes, q);
     if (options.sink)
         require_option("sink", *options.sink, ScalarType::Float, {sizes.heads_q}, "(heads_q)", q);
@@ -344,9 +348,9 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
         if (!tensor.is_cuda())
             refuse(name, "on a CUDA device like the other inputs", "a tensor elsewhere");
     }
-    if (q.scalar_type() != ScalarType::Half && q.scalar_type() != ScalarType::BFloat16 &&
-        !is_fp8(q))
-        refuse("q", "float16, bfloat16 or float8_e4m3fn", dtype_name(q.scalar_type()));
+    const ScalarType dtype = q.scalar_type();
+    if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16 && !is_fp8(dtype))
+        refuse("q", "float16, bfloat16 or float8_e4m3fn", dtype_name(dtype));
     for (const auto& [name, tensor] : inputs) require_like(name, tensor, q);
 
     sizes.batch =
@@ -372,7 +376,7 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
             require_option(name, *offsets, ScalarType::Int, {sizes.batch + 1}, "(batch + 1)", q);
     }
     check_sizes(sizes);
-    check_options(q, sizes, options);
+    check_options(q, dtype, sizes, options);
     check_architecture(q);
     return sizes;
 }
@@ -381,7 +385,7 @@ inline Sizes check_backward(const Tensor& dout, const std::optional<Tensor>& dls
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                             const Options& options) {
     const Sizes sizes = check_forward(q, k, v, options);
-    if (is_fp8(q))
+    if (is_fp8(q.scalar_type()))
         refuse("q", "float16 or bfloat16 (no variant has a backward for float8_e4m3fn)",
                dtype_name(q.scalar_type()));
     const std::vector<int64_t> shape = sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v);

@@ -123,8 +123,10 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     static std::atomic<int8_t> answers[kDevices][2][kDims];
     const int device = q.get_device_index() + 1;  // the CPU is -1
     const int64_t dim = q.size(3);
-    const bool half = q.scalar_type() == ScalarType::Half;
-    if (device >= kDevices || dim >= kDims || (!half && q.scalar_type() != ScalarType::BFloat16))
+    const ScalarType dtype = q.scalar_type();
+    if (dtype == ScalarType::Float8_e4m3fn) return false;  // out would have another dtype
+    const bool half = dtype == ScalarType::Half;
+    if (device >= kDevices || dim >= kDims || (!half && dtype != ScalarType::BFloat16))
         return passes_check(q, k, v);
     auto& answer = answers[device][half][dim];
     if (answer == 0) answer = passes_check(q, k, v) ? 1 : -1;
@@ -136,9 +138,8 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
 bool runs(const Tensor& q, const Tensor& k, const Tensor& v, bool varlen) {
     const int64_t dims = varlen ? 3 : 4;
     for (const Tensor* x : {&q, &k, &v})
-        if (x->dim() != dims || x->numel() == 0 || x->scalar_type() == ScalarType::Float8_e4m3fn ||
-            x->stride(dims - 1) != 1 || x->scalar_type() != q.scalar_type() ||
-            dense_strides(*x).back() != 1)
+        if (x->dim() != dims || x->numel() == 0 || x->stride(dims - 1) != 1 ||
+            x->scalar_type() != q.scalar_type() || dense_strides(*x).back() != 1)
             return false;
     for (int dim = 0; dim < dims; ++dim)
         if (k.size(dim) != v.size(dim)) return false;
