@@ -28,7 +28,10 @@ from torch import Tensor
 import flash_ext
 
 BOTH = ("forward", "backward")
-LIMITS = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-4}
+FP8 = torch.float8_e4m3fn
+LIMITS = {
+    FP8: 6e-2, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-4,
+}  # fmt: skip
 HALF = torch.float16
 PTX_SECONDS = 400
 
@@ -93,6 +96,21 @@ class Ask:
 
     def dropout(self) -> dict[str, Any]:
         return {"dropout_p": 0.2, "rng_state": torch.tensor([3, 4], device=self.device)}
+
+    def fp8(self) -> Iterator[Call]:
+        """Descales of each shape: numbers, by heads, by blocks and channels."""
+        number, by_head = self.statistics() + 0.5, self.statistics(2, 2) + 0.5
+        blocks_q, blocks_k = self.statistics(2, 4, 2) + 0.5, self.statistics(2, 2, 3) + 0.5
+        channels = self.statistics(2, 2, 64) + 0.5
+        for q_descale, k_descale, v_descale in (
+            (None, None, None),
+            (number, number[None], number),
+            (by_head, by_head, by_head),
+            (blocks_q, blocks_k, channels),
+        ):
+            given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+            call = self.dense(heads=(4, 2), seqlens=(140, 300), causal=True, **given)
+            yield replace(call, q=call.q.to(FP8), k=call.k.to(FP8), v=call.v.to(FP8))
 
     def layouts(self) -> Iterator[Call]:
         plain = self.dense(heads=(4, 2))
@@ -159,7 +177,11 @@ def off(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) -> str | 
 
 def agrees(call: Call, variant: str, direction: str) -> str | None:
     """None where a variant's results of this call agree with standard attention in float64."""
-    limit, exact = LIMITS[call.q.dtype], call.to(torch.float64)
+    limit = LIMITS[call.q.dtype]
+    if call.q.dtype == FP8:  # the same numbers, which their descales belong to
+        exact = replace(call, options=call.options | {"out_dtype": torch.float64})
+    else:
+        exact = call.to(torch.float64)
 
     def attend(c: Call) -> tuple[Tensor, Tensor]:
         return c.attend(variant)
@@ -259,6 +281,7 @@ def features() -> dict[str, Feature]:
         "float32, float64": Feature(
             lambda a: (a.dense(dtype=x) for x in (torch.float32, torch.float64))
         ),
+        "FP8 (float8_e4m3fn), descales of every shape": Feature(Ask.fp8),
         f"every head dim from 1 to {largest}": Feature(head_dims),
         "head dim of v unlike q's": Feature(
             lambda a: (a.dense(*x) for x in ((192, 128), (128, 64), (40, 256), (64, 1)))

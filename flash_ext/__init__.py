@@ -7,8 +7,9 @@
     print(flash_ext.explain(q, k, v, causal=True))  # which variant runs, and why not the others
 
 `flash_ext.reference` is standard attention, `flash_ext.tiled` the papers' algorithms in torch.
-VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too. KERNEL_DIMS
-are the head dims for which CUDA kernels are compiled; others are padded to these.
+VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too (and with FP8
+inputs fa3 does). KERNEL_DIMS are the head dims for which CUDA kernels are compiled; others are
+padded to these.
 """
 
 import sys

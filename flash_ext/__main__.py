@@ -3,6 +3,7 @@
     python -m flash_ext                                        # versions, devices, an example
     python -m flash_ext --q 2 4096 32 128 --k 2 4096 8 128 --causal
     python -m flash_ext --q 1 1 32 128 --k 1 9000 8 128 --softcap 50 --sink
+    python -m flash_ext --dtype float8_e4m3fn --q 1 8192 32 128 --out-dtype float16
     python -m flash_ext --options                              # all options
 
 Shapes are (batch, seqlen, heads, head_dim); `flash_ext.explain` says the same of your own tensors.
@@ -25,6 +26,7 @@ from .ops.options import ABOUT, FIELDS, TENSOR_OPTIONS, table
 
 _SHAPE = ("B", "S", "H", "D")
 _SCALARS = tuple(n for n in FIELDS if n not in {*TENSOR_OPTIONS, "window_left", "window_right"})
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn")
 
 
 def usable_device(text: str) -> str:
@@ -48,13 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--q", default=(2, 1024, 16, 64), **shape, help="queries; default: 2 1024 16 64")
     add("--k", **shape, help="keys; default: as q")
     add("--v", **shape, help="values; default: as k")
-    add("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32", "float64"])
+    add("--dtype", default="bfloat16", choices=_DTYPES)
     add("--device", type=usable_device, help="default: cuda where there is a GPU, else cpu")
     add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1))
     for name in _SCALARS:
         x, about = FIELDS[name], ABOUT[name].meaning.replace("%", "%%")
         taken: dict[str, Any] = {"action": "store_true"}
-        if x.default is not False:
+        if name == "out_dtype":
+            taken = {"type": lambda text: getattr(torch, text), "metavar": "DTYPE"}
+        elif x.default is not False:
             taken = {"default": x.default, "type": str if x.type == "str" else float}
         add(f"--{name.replace('_', '-')}", help=about, **taken)
     add("--alibi", action="store_true", help="with alibi_slopes")

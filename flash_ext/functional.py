@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import ops
-from .ops.checks import require_pair, require_tensors, statistics_dtype
+from .ops.checks import require_dtype, require_pair, require_tensors, statistics_dtype
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -29,6 +29,10 @@ class AttentionOptions(TypedDict, total=False):
     seqused_k: Tensor | None
     dropout_p: float
     rng_state: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    out_dtype: torch.dtype | None
     deterministic: bool | None
     variant: str
 
@@ -48,6 +52,10 @@ def attention_options(
     seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     deterministic: bool | None = None,
     variant: str = "auto",
 ) -> dict[str, Any]:
@@ -87,6 +95,17 @@ def attention_options(
             rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     if rng_state is not None:
         options["rng_state"] = rng_state
+    if q_descale is not None:
+        require_tensors(q_descale=q_descale)
+        options["q_descale"] = q_descale.to(torch.float32)
+    if k_descale is not None:
+        require_tensors(k_descale=k_descale)
+        options["k_descale"] = k_descale.to(torch.float32)
+    if v_descale is not None:
+        require_tensors(v_descale=v_descale)
+        options["v_descale"] = v_descale.to(torch.float32)
+    if out_dtype is not None:
+        options["out_dtype"] = require_dtype("out_dtype", out_dtype)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic is not False:
@@ -154,15 +173,22 @@ def attention(
     "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3"
     (2024), Algorithms 1 to 3 (variant "fa3").
 
-    The variant "fa3" runs only on Hopper GPUs (compute capability 9.0). It does not take dropout, a
-    bias, a softcap above 2048, or rows of q, k or v that TMA cannot address: rows must start and
-    end on 16-byte boundaries (so D and Dv are multiples of 8), and may not be one row expanded over
-    the sequence (a row stride of 0). Where the gradient of out has such rows, or a tensor is empty,
-    fa2's kernels compute the gradients: `flash_ext.explain` says which kernels do.
+    The variant "fa3" runs only on Hopper GPUs (compute capability 9.0), with FP8 on a CPU too. It
+    does not take dropout, a bias, a softcap above 2048, or rows of q, k or v that TMA cannot
+    address: rows must start and end on 16-byte boundaries (so D and Dv are multiples of 8), and may
+    not be one row expanded over the sequence (a row stride of 0). Where the gradient of out has
+    such rows, or a tensor is empty, fa2's kernels compute the gradients: `flash_ext.explain` says
+    which kernels do.
+
+    FP8: q, k and v in float8_e4m3fn are q_descale · q and so on, where quantization has divided
+    them by the descales (FlashAttention-3 §3.3). Only "fa3" has them, and only forward, with rows
+    on 16-byte boundaries (so D and Dv are multiples of 16). P is rounded to float8_e4m3fn too,
+    after a factor of 2^7; scores, softmax and sums are float32. Descales are finite and above 0,
+    which is not checked.
 
     Args:
-        q: queries (B, Sq, Hq, D), float16 or bfloat16; on CPU also float32 and float64. D is 1 to
-            256. Any strides with a contiguous last dimension, as for k and v.
+        q: queries (B, Sq, Hq, D), float16, bfloat16 or float8_e4m3fn; on CPU also float32 and
+            float64. D is 1 to 256. Any strides with a contiguous last dimension, as for k and v.
         k: keys (B, Sk, Hk, D), of q's dtype and device, as all tensors below unless they say
             otherwise. Hq is a multiple of Hk: query head h reads key head h // (Hq / Hk)
             (grouped-query attention).
@@ -187,19 +213,25 @@ def attention(
         dropout_p: the probability of dropping an entry of P after the softmax, in [0, 1).
         rng_state: int64 of shape (2,): seed and offset of the dropout mask
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
+        q_descale: float32, of FP8 inputs only; None is 1. One number (0-dim or (1,)); (B, Hk): of
+            each batch element and key head; or (B, Hq, ⌈Sq / 128⌉): of blocks of 128 queries. Any
+            strides. A constant: it gets no gradient.
+        k_descale: the same, by blocks (B, Hk, ⌈Sk / 128⌉) of 128 keys.
+        v_descale: the same, but by channels (B, Hk, Dv) in place of blocks.
+        out_dtype: the dtype of out: with FP8 inputs bfloat16 (None) or float16, otherwise q's.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
         variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 where it can, fa2
-            elsewhere (on a CPU with larger tiles than the paper's). It chooses without a warning:
-            the result is as exact, and `flash_ext.explain` says what runs and why not the others. A
-            named one runs or raises with the reason.
+            elsewhere (on a CPU with larger tiles than the paper's). FP8 inputs have only fa3. It
+            chooses without a warning: the result is as exact, and `flash_ext.explain` says what
+            runs and why not the others. A named one runs or raises with the reason.
         return_lse: return lse too.
 
-    alibi_slopes and sink may be of any floating dtype: they are converted to float32 (with float64
-    inputs, float64).
+    alibi_slopes, sink and descales may be of any floating dtype: they are converted to float32
+    (with float64 inputs, float64).
 
     Returns:
-        out (B, Sq, Hq, Dv) in q's dtype, contiguous; with return_lse the pair (out, lse), where lse
+        out (B, Sq, Hq, Dv) in out_dtype, contiguous; with return_lse the pair (out, lse), where lse
         (B, Hq, Sq) is the natural logarithm of the softmax's denominator, in float32 (float64 for
         float64). A query that sees no key gives out = 0 and zero gradients; its lse is −inf, or the
         sink.
@@ -277,6 +309,8 @@ def attention_varlen(
         bias: (B or 1, Hq or 1, Lq or 1, Lk or 1), indexed by positions within the sequence.
             Positions that an Lq or Lk other than 1 does not reach are hidden.
         seqused_k: int32 (B): sequence b has only the first seqused_k[b] of its keys.
+        q_descale, k_descale: blocks count from the first row of each sequence, and are as many as
+            the longest one has, or more: on CUDA checked only with FLASH_EXT_DEBUG=1.
 
     The variants, the other options, and what is raised are those of `attention`. In the dropout
     mask a sequence is a batch element, and rows and columns are positions within the sequence.

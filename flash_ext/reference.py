@@ -12,9 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cpu.descales import channel_factors, row_factors
+from .cpu.fp8 import P_SCALE_LOG2, to_fp8
 from .cpu.mask import band
 from .cpu.sequences import Span, spans
 from .dropout import keep_mask, keep_scale
+from .ops.checks import result_dtype, statistics_dtype
+from .ops.options import FP8
 
 
 def attention(
@@ -32,20 +36,30 @@ def attention(
     seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Standard attention (FlashAttention, Algorithm 0), in q's dtype, differentiable repeatedly.
 
+    With FP8 inputs everything is in float32, but P, relative to its row's maximum, is rounded to
+    FP8, as the variants round it. With an out_dtype of float32 or float64 everything is in that
+    dtype, and nothing is rounded to FP8.
+
     Args:
         q: (B, Sq, Hq, D), any floating dtype. Upcast it yourself for a float64 reference.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk.
-        scale, causal, window, softcap, alibi_slopes, bias, sink, seqused_k, dropout_p, rng_state:
-            as in `flash_ext.attention`.
+        scale, causal, window, softcap, alibi_slopes, bias, sink, seqused_k, dropout_p, rng_state,
+            q_descale, k_descale, v_descale: as in `flash_ext.attention`.
+        out_dtype: of out, with FP8 inputs; None is bfloat16. Above.
         first_batch: the batch index that dropout gives to q[0].
 
     Returns:
-        out (B, Sq, Hq, Dv) in q's dtype and lse (B, Hq, Sq) in float32 (float64 for float64). A
-        query that sees no key has out = 0 and zero gradients; its lse is the sink, without one −∞.
+        out (B, Sq, Hq, Dv) in q's dtype (or out_dtype) and lse (B, Hq, Sq) in float32 (float64 for
+        float64). A query that sees no key has out = 0 and zero gradients; its lse is the sink,
+        without one −∞.
     """
     if seqused_k is not None:
         return _by_sequence(
@@ -55,6 +69,8 @@ def attention(
             seqused_k=seqused_k,
             alibi_slopes=alibi_slopes,
             bias=bias,
+            descales=(q_descale, k_descale, v_descale),
+            out_dtype=out_dtype,
             first_batch=first_batch,
             scale=scale,
             causal=causal,
@@ -64,6 +80,13 @@ def attention(
             dropout_p=dropout_p,
             rng_state=rng_state,
         )
+    out_dtype, has_fp8 = result_dtype(q.dtype, out_dtype), q.dtype == FP8
+    if has_fp8:
+        dtype = statistics_dtype(out_dtype)
+        q, k = (
+            x.to(dtype) * row_factors(descale, x) for x, descale in ((q, q_descale), (k, k_descale))
+        )
+        v = v.to(dtype) * channel_factors(v_descale, v)
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, group = k.shape[1], heads // k.shape[2]
     if scale is None:
@@ -98,6 +121,8 @@ def attention(
     P = S.softmax(dim=-1).masked_fill(dead, 0)
     lse = S.to(torch.promote_types(S.dtype, torch.float32)).logsumexp(dim=-1)
     lse = lse.masked_fill(dead.squeeze(-1), -math.inf)
+    if has_fp8 and out_dtype.itemsize == 2:
+        P = _rounded_to_fp8(P)
     if sink is not None:
         P = P[..., 1:]
 
@@ -107,7 +132,16 @@ def attention(
         shape = (batch, heads, seqlen_q, seqlen_k)
         keep = keep_mask(rng_state, dropout_p, *shape, first_batch=first_batch)
         P = P * keep * keep_scale(dropout_p)
-    return (P @ V).transpose(1, 2), lse
+    return (P @ V).transpose(1, 2).to(out_dtype), lse
+
+
+def _rounded_to_fp8(P: Tensor) -> Tensor:
+    """As the variants round P: relative to the maximum of the row, with a factor of 2^7."""
+    if P.shape[-1] == 0:
+        return P
+    largest = P.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(P.dtype).tiny)
+    factor = 2.0**P_SCALE_LOG2
+    return to_fp8(P / largest * factor) * (largest / factor)
 
 
 def attention_varlen(
@@ -124,7 +158,8 @@ def attention_varlen(
         sequence, out = 0 and lse = −∞.
     """
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    out, lse = _by_sequence(q[None], k[None], v[None], cu_seqlens, **options)
+    descales = tuple(options.pop(f"{name}_descale", None) for name in ("q", "k", "v"))
+    out, lse = _by_sequence(q[None], k[None], v[None], cu_seqlens, descales=descales, **options)
     return out.squeeze(0), lse.squeeze(0)
 
 
@@ -137,12 +172,14 @@ def _by_sequence(
     seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    descales: tuple[Tensor | None, ...] = (None, None, None),
+    out_dtype: torch.dtype | None = None,
     first_batch: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`attention` one span at a time; packed tensors come as a batch of one."""
-    out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=result_dtype(q.dtype, out_dtype))
+    dtype = statistics_dtype(out.dtype)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=dtype)
     for span in spans(q, k, cu_seqlens, seqused_k):
         if alibi_slopes is not None:
@@ -150,10 +187,13 @@ def _by_sequence(
         if bias is not None:
             bias = bias[(None,) * (4 - bias.dim())]
             options["bias"] = _whole_bias_of(span, bias)
+        for name, descale in zip(("q", "k", "v"), descales, strict=True):
+            options[f"{name}_descale"] = None if descale is None else span.descale_of(descale)
         out_part, lse_part = attention(
             span.of_queries(q),
             span.of_keys(k),
             span.of_keys(v),
+            out_dtype=out_dtype,
             first_batch=first_batch + span.sequences.start,
             **options,
         )

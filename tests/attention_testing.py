@@ -45,7 +45,7 @@ import torch
 import flash_ext
 import flash_ext.reference
 from flash_ext import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
-from flash_ext.ops.options import ABOUT, FA3_ROW_BYTES
+from flash_ext.ops.options import ABOUT, DESCALE_ROWS, FA3_ROW_BYTES, FP8, FP8_VARIANTS
 
 __all__ = [
     "CPU_VARIANTS",
@@ -54,6 +54,7 @@ __all__ = [
     "LAYOUTS",
     "UNALIGNED_LAYOUTS",
     "VARIANTS",
+    "FP8",
     "Expected",
     "Inputs",
     "Problem",
@@ -81,7 +82,7 @@ __all__ = [
 SQUARE_DIMS = tuple(d for d, dv in KERNEL_DIMS if d == dv)
 
 LAYOUTS = (
-    "bshd",  # rows padded with NaN, strides and offset multiples of 8 elements
+    "bshd",  # rows padded with NaN, strides and offset multiples of 16 bytes
     "bhsd",  # SDPA's layout, seen through a transpose
     "sbhd",  # sequence first, batch second
     "packed",  # q, k and v are slices of one projection's output
@@ -105,7 +106,8 @@ class Problem:
     "bh"; a bias "bhqk", or with a 1 for each dimension that it broadcasts, as in "1h1k".
     `bias_short` is by how many positions the bias of packed sequences misses the longest one. With
     `lengths_q` and `lengths_k` the sequences are packed, with `tail` unused rows after them; batch
-    and sequence lengths then follow from these.
+    and sequence lengths then follow from these. The descales of FP8 inputs are "scalar", "one" of
+    shape (1,), by "head", or "fine": by blocks of rows or by channels.
     """
 
     batch: int = 2
@@ -135,6 +137,10 @@ class Problem:
     lengths_q: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     tail: int = 7
+    q_descale: str = ""
+    k_descale: str = ""
+    v_descale: str = ""
+    out_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.lengths_q is not None:
@@ -164,6 +170,7 @@ class Problem:
         for field in (
             *("scale", "dropout_p", "layout", "loss", "logit_gain", "head_dim_v", "softcap"),
             *("alibi", "bias", "bias_type", "bias_short", "bias_gradient", "sink"),
+            *("q_descale", "k_descale", "v_descale", "out_dtype"),
         ):
             value = getattr(self, field)
             if value != getattr(Problem, field):
@@ -274,6 +281,10 @@ def device_unsupported_reason(variant: str, device: str) -> str | None:
 def unsupported_reason(variant: str, problem: Problem, device: str) -> str | None:
     """Why a variant does not run a problem on a device: part of the message; None where it runs."""
     p = problem
+    if p.dtype == FP8 and variant not in FP8_VARIANTS:
+        return "has no FP8 inputs"
+    if p.dtype == FP8 and device == "cpu":
+        return None
     if reason := device_unsupported_reason(variant, device):
         return reason
     for name, about in ABOUT.items():
@@ -336,6 +347,9 @@ class Inputs:
     seqused_k: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that require a gradient, by the name of the gradient."""
@@ -345,7 +359,10 @@ class Inputs:
 
     def options(self) -> dict[str, torch.Tensor]:
         """The optional tensors that are given, without cu_seqlens."""
-        names = ("rng_state", "alibi_slopes", "bias", "sink", "seqused_k")
+        names = (
+            *("rng_state", "alibi_slopes", "bias", "sink", "seqused_k"),
+            *("q_descale", "k_descale", "v_descale"),
+        )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def upcast(self, dtype: torch.dtype) -> Inputs:
@@ -367,7 +384,8 @@ def _view_in_poison(
     batch: int, seqlen: int, heads: int, dim: int, layout: str, device: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """A (batch, seqlen, heads, dim) view of the given layout, every element around it NaN."""
-    padded_dim = (dim + 7) // 8 * 8 + 8
+    multiple = max(8, FA3_ROW_BYTES // dtype.itemsize)
+    padded_dim = -(-dim // multiple) * multiple + multiple
     if layout == "bhsd":
         buffer = _poisoned((batch, heads, seqlen + 2, padded_dim), device, dtype)
         return buffer[:, :, 1 : 1 + seqlen, :dim].transpose(1, 2)
@@ -479,7 +497,7 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     if p.packed:
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
     inputs = Inputs(
-        *(x.detach().requires_grad_() for x in (q, k, v)),
+        *(x.detach().requires_grad_(p.dtype != FP8) for x in (q, k, v)),
         dout=dout if p.loss != "lse" else None,
         dlse=dlse if p.loss != "out" else None,
     )
@@ -503,7 +521,36 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
             _row_in_poison(torch.tensor((0, *itertools.accumulate(x)), dtype=torch.int32), device)
             for x in (p.lengths_q, p.lengths_k)
         )
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if kind := getattr(p, name):
+            setattr(inputs, name, _make_descale(p, name, kind, device, generator))
     return inputs
+
+
+def _make_descale(
+    problem: Problem, name: str, kind: str, device: str, generator: torch.Generator
+) -> torch.Tensor:
+    """From a half to two, with odd strides; NaN for the blocks that a sequence does not have."""
+    p = problem
+    if kind in ("scalar", "one"):
+        return _row_in_poison(torch.rand(1, generator=generator) * 1.5 + 0.5, device)[
+            0 if kind == "scalar" else slice(None)
+        ]
+    shape = (p.batch, p.heads_k)
+    if kind == "head":
+        return _row_in_poison(torch.rand(shape, generator=generator) * 1.5 + 0.5, device)
+    assert kind == "fine"
+    if name == "v_descale":
+        numbers = torch.rand((*shape, p.dim_v), generator=generator) * 1.5 + 0.5
+        return _row_in_poison(numbers, device)
+    heads, longest = (p.heads_q, p.seqlen_q) if name == "q_descale" else (p.heads_k, p.seqlen_k)
+    blocks = -(-longest // DESCALE_ROWS) + p.packed
+    numbers = torch.rand((blocks, p.batch, heads), generator=generator) * 1.5 + 0.5
+    if p.packed:
+        lengths = torch.tensor(p.lengths_q if name == "q_descale" else p.lengths_k)
+        unused = torch.arange(blocks)[:, None] * DESCALE_ROWS >= lengths
+        numbers = numbers.masked_fill(unused[:, :, None], torch.nan)
+    return _row_in_poison(numbers, device).permute(1, 2, 0)
 
 
 def options_of(problem: Problem) -> dict[str, object]:
@@ -514,7 +561,7 @@ def options_of(problem: Problem) -> dict[str, object]:
         "window": problem.window,
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
-    }
+    } | ({} if problem.out_dtype is None else {"out_dtype": problem.out_dtype})
 
 
 def attend(

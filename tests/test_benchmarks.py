@@ -655,10 +655,28 @@ def test_support_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_feature_on_the_cpu(name: str) -> None:
     if name.startswith("every head dim"):
         pytest.skip("many calls; test_attention has the head dims")
+    if name.startswith("FP8"):
+        answers = support.probe(torch.device("cpu"), [name])[name]
+        reasons = [reason for by_variant in answers.values() for reason in by_variant.values()]
+        assert all("has no FP8 inputs" in reason for reason in reasons)
+        return
     assert support.probe(torch.device("cpu"), [name])[name] == {
         variant: dict.fromkeys(support.features()[name].directions)
         for variant in flash_ext.CPU_VARIANTS
     }
+
+
+def test_support_of_fp8_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fa3, as on a GPU that has it."""
+    monkeypatch.setattr(support, "variants", lambda device: ("fa3",))
+    (name,) = (n for n in support.features() if n.startswith("FP8"))
+    (answers,) = support.probe(torch.device("cpu"), [name])[name].values()
+    assert answers["forward"] is None
+    assert "no variant has a backward for float8_e4m3fn" in answers["backward"]
+    attention = flash_ext.attention
+    monkeypatch.setattr(flash_ext, "attention", lambda *a, k_descale=None, **k: attention(*a, **k))
+    (answers,) = support.probe(torch.device("cpu"), [name])[name].values()
+    assert answers["forward"].startswith("wrong result: out is off by")
 
 
 def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

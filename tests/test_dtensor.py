@@ -16,7 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from attention_testing import Problem, attend, make_inputs
+from attention_testing import FP8, Problem, attend, device_unsupported_reason, make_inputs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -143,6 +143,29 @@ def check_two_dimensions(mesh: DeviceMesh) -> None:
     close(out, attend(DENSE, inputs), "two dimensions")
 
 
+def check_fp8(mesh: DeviceMesh) -> None:
+    """Descales follow the batch elements and heads that they belong to."""
+    if device_unsupported_reason("fa3", mesh.device_type) and mesh.device_type == "cuda":
+        return
+    problem = dataclasses.replace(
+        DENSE, dtype=FP8, seqlen_k=150, q_descale="fine", k_descale="head", v_descale="fine"
+    )
+    whole = make_inputs(problem, mesh.device_type)
+    expected = attend(problem, whole, variant="fa3")
+    for placement in (HEADS, BATCH):
+        parts = {
+            name: DTensor.from_local(
+                getattr(whole, name).chunk(RANKS, placement.dim)[mesh.get_rank()].contiguous(),
+                mesh,
+                [placement],
+            )
+            for name in "qkv"
+        }
+        out = attend(problem, dataclasses.replace(whole, **parts), variant="fa3")
+        assert out.placements == (placement,) and out.dtype == torch.bfloat16
+        close(out, expected, f"FP8 {placement}")
+
+
 def check_dropout(mesh: DeviceMesh) -> None:
     """Two equal halves drop unalike; the backward pass has the forward's masks."""
     torch.manual_seed(0)
@@ -236,6 +259,7 @@ CHECKS = (
     check_explained,
     check_cases,
     check_two_dimensions,
+    check_fp8,
     check_dropout,
     check_replicated_dropout,
     check_compiled,

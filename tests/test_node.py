@@ -327,6 +327,31 @@ def test_empty_tensors(sizes: dict, device: str) -> None:
         assert gradient.shape == x.shape and not gradient.any()
 
 
+@pytest.mark.parametrize("options", ("", "causal", "q_descale", "out_dtype"))
+def test_fp8_is_refused(options: str, device: str) -> None:
+    """By the node in C++, and with options that only Python's has by that one."""
+    q, k, v = (x.detach().to(torch.float8_e4m3fn).requires_grad_() for x in leaves(device))
+    values = {
+        "causal": True,
+        "q_descale": torch.ones((), device=device),
+        "out_dtype": torch.float16,
+    }
+    given = {options: values[options]} if options else {}
+    with pytest.raises(RuntimeError, match="no variant has a backward for float8_e4m3fn"):
+        flash_ext.attention(q, k, v, **given)
+
+
+@pytest.mark.parametrize("option", ("q_descale", "k_descale", "v_descale", "out_dtype"))
+def test_options_of_fp8_come_to_cpp_by_their_names(option: str, device: str) -> None:
+    if device == "cpu" and torch.__version__ < "2.13":
+        pytest.skip("in the tests' way to the CPU kernels torch before 2.13 loses the messages")
+    announce = getattr(torch.ops.flash_ext, f"node_options_{device.upper()}")
+    value = torch.float16 if option == "out_dtype" else torch.ones(2, 2, device=device)
+    number = announce(**{option: value})
+    with pytest.raises((ValueError, RuntimeError), match=f"flash_ext: {option} must be None"):
+        getattr(torch.ops.aten, node.NAME)(*leaves(device), dropout_p=number)
+
+
 @pytest.mark.parametrize("bad", ("dimensions", "types", "strides", "heads"))
 def test_errors_are_those_of_the_op(bad: str, device: str) -> None:
     if device == "cpu" and torch.__version__ < "2.13":

@@ -203,6 +203,39 @@ def test_fa2_computes_the_gradients_of_empty_tensors(native: ModuleType) -> None
     assert p.choose_backward("fa3") == ("fa2", "variant 'fa3' has no backward for an empty k")
 
 
+@pytest.mark.parametrize("head_dims", ((64, 64), (80, 112), (192, 128), (256, 16)))
+def test_only_fa3_has_fp8(head_dims: tuple[int, int], native: ModuleType) -> None:
+    dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
+    p = problem(native, seqlen_q=100, seqlen_k=100, fp8=True, **dims)
+    assert p.choose_forward("auto") == p.choose_forward("fa3") == ("fa3", "")
+    for variant in ("fa1", "fa2"):
+        assert p.choose_forward(variant) == (None, f"variant '{variant}' has no FP8 inputs")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (dict(softcap=2049.0), "has no softcap above 2048"),
+        (dict(head_dim=72), "needs rows of q that start and end on 16-byte boundaries"),
+        (dict(head_dim_v=72), "needs rows of v that start and end on 16-byte boundaries"),
+        (dict(gpu=A100), "needs a Hopper GPU (compute capability 9.0), this one has 8.0"),
+    ],
+)
+def test_no_variant_stands_in_for_fp8(
+    fields: dict[str, object], why: str, native: ModuleType
+) -> None:
+    p = problem(native, **{"seqlen_q": 100, "seqlen_k": 100, "fp8": True, **fields})
+    assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why}")
+    others = ", and no other variant has FP8 inputs"
+    assert p.choose_forward("auto") == (None, f"variant 'fa3' {why}{others}")
+
+
+def test_fp8_has_no_backward(native: ModuleType) -> None:
+    p = problem(native, seqlen_q=100, seqlen_k=100, fp8=True)
+    variant, why = p.choose_backward("fa3")
+    assert variant is None and "variant 'fa3' has no backward for float8_e4m3fn" in why
+
+
 def test_what_does_not_fit_a_gpu_is_refused(native: ModuleType) -> None:
     p = problem(native, gpu=SMALL, seqlen_q=100, seqlen_k=100)
     why = "needs {} bytes of shared memory per block {}at head dimensions 64 and 64"

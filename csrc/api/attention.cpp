@@ -55,8 +55,11 @@ Tensor allocate(const Workspace& workspace, const Tensor& q) {
 }
 
 Operand operand(const char* name, const Tensor& tensor) {
-    const auto element_bytes = static_cast<int>(tensor.element_size());
-    Operand x{name, tensor.data_ptr(), {1, 1, 1, 1}, {0, 0, 0, 0}, element_bytes};
+    Operand x{.name = name,
+              .data = tensor.data_ptr(),
+              .sizes = {1, 1, 1, 1},
+              .strides = {0, 0, 0, 0},
+              .element_bytes = static_cast<int>(tensor.element_size())};
     const auto sizes = tensor.sizes();
     const auto strides = tensor.strides();
     const size_t first = 4 - sizes.size();  // packed sequences have no dimension of batches
@@ -96,13 +99,33 @@ Options readable(Options options) {
     return options;
 }
 
+ElementType element_type(ScalarType dtype) {
+    if (dtype == ScalarType::Float8_e4m3fn) return ElementType::kFloat8;
+    return dtype == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+}
+
+// Of one value, (B, Hk), or (B, H, blocks or channels), where H is Hq for q's blocks.
+Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
+    Descale descale;
+    if (!tensor) return descale;
+    descale.data = static_cast<const float*>(tensor->data_ptr());
+    if (tensor->dim() < 2) return descale;
+    descale.batch_stride = tensor->stride(0);
+    descale.head_stride = tensor->stride(1);
+    if (tensor->dim() < 3) return descale;
+    descale.last_stride = tensor->stride(2);
+    descale.by_query_head = of_queries;
+    return descale;
+}
+
 // Everything but the tensors of the pass.
 void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
                  const Options& options) {
     const Sizes& sizes = call.sizes;
     const int64_t kUnlimited = BandMask::kUnlimited;
-    params.element_type =
-        q.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+    const ScalarType dtype = q.scalar_type();
+    params.element_type = element_type(dtype);
+    params.out_type = element_type(out_dtype(dtype, options));
     params.batch = static_cast<int>(sizes.batch);
     params.seqlen_q = static_cast<int>(sizes.seqlen_q);
     params.seqlen_k = static_cast<int>(sizes.seqlen_k);
@@ -130,6 +153,10 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
         params.alibi_batch_stride = options.alibi_slopes->stride(0);
     if (options.bias) params.bias = bias_of(*options.bias);
     params.sink = data_of<float>(options.sink);
+
+    params.q_descale = descale_of(options.q_descale, /*of_queries=*/true);
+    params.k_descale = descale_of(options.k_descale, /*of_queries=*/false);
+    params.v_descale = descale_of(options.v_descale, /*of_queries=*/false);
 
     if (options.dropout_p > 0) {
         params.rng_state = data_of<int64_t>(options.rng_state);
@@ -197,8 +224,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     Tensor out = into;
     if (!out.defined())
-        out =
-            empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v), q.scalar_type());
+        out = empty(q, sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v),
+                    out_dtype(q.scalar_type(), given));
     Tensor lse = empty(q, sizes.statistics(), ScalarType::Float);
     params.q = operands[0].view();
     params.k = operands[1].view();

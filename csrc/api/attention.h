@@ -29,6 +29,10 @@ struct Options {
     std::optional<Tensor> seqused_k;
     double dropout_p = 0;
     std::optional<Tensor> rng_state;
+    std::optional<Tensor> q_descale;
+    std::optional<Tensor> k_descale;
+    std::optional<Tensor> v_descale;
+    std::optional<torch::headeronly::ScalarType> out_dtype;
     bool deterministic = false;
     std::string variant = "auto";
 };

@@ -25,12 +25,15 @@
         double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> bias,        \
         std::optional<Tensor> sink, std::optional<Tensor> cu_seqlens_q,                        \
         std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_k, double dropout_p, \
-        std::optional<Tensor> rng_state, bool deterministic, Text variant
+        std::optional<Tensor> rng_state, std::optional<Tensor> q_descale,                      \
+        std::optional<Tensor> k_descale, std::optional<Tensor> v_descale,                      \
+        std::optional<torch::headeronly::ScalarType> out_dtype, bool deterministic, Text variant
 #define OPTIONS                                                                                 \
     Options {                                                                                   \
         scale, causal, window_left, window_right, softcap, std::move(alibi_slopes),             \
             std::move(bias), std::move(sink), std::move(cu_seqlens_q), std::move(cu_seqlens_k), \
-            std::move(seqused_k), dropout_p, std::move(rng_state), deterministic,               \
+            std::move(seqused_k), dropout_p, std::move(rng_state), std::move(q_descale),        \
+            std::move(k_descale), std::move(v_descale), out_dtype, deterministic,               \
             std::move(variant.value)                                                            \
     }
 

@@ -22,6 +22,7 @@
 #include "plan/device.h"
 #include "plan/head_dims.h"
 #include "plan/variants.h"
+#include "problem/params.h"
 
 namespace flash_ext {
 
@@ -65,6 +66,14 @@ inline const char* dtype_name(ScalarType dtype) {
             return "int64";
         case ScalarType::Bool:
             return "bool";
+        case ScalarType::Float8_e4m3fn:
+            return "float8_e4m3fn";
+        case ScalarType::Float8_e5m2:
+            return "float8_e5m2";
+        case ScalarType::Float8_e4m3fnuz:
+            return "float8_e4m3fnuz";
+        case ScalarType::Float8_e5m2fnuz:
+            return "float8_e5m2fnuz";
         default:
             return "another dtype";
     }
@@ -156,7 +165,78 @@ inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) 
     }
 }
 
-inline void check_options(const Tensor& q, const Sizes& sizes, const Options& options) {
+// What FP8 inputs are. (A tensor is asked for its dtype once: each time costs tens of nanoseconds.)
+inline bool is_fp8(ScalarType dtype) { return dtype == ScalarType::Float8_e4m3fn; }
+
+// The dtype of out, for that of q.
+inline ScalarType out_dtype(ScalarType dtype, const Options& options) {
+    if (options.out_dtype) return *options.out_dtype;
+    return is_fp8(dtype) ? ScalarType::BFloat16 : dtype;
+}
+
+// One of q_descale, k_descale and v_descale. `last`: the values of a head, by blocks of rows or by
+// channels. With varlen the blocks are as many as those of the longest sequence, or more; only the
+// device knows that number.
+inline void check_descale(const char* argument, const Tensor& descale, int64_t heads, int64_t last,
+                          const char* layout, const Sizes& sizes, const Tensor& q) {
+    const int64_t dims = descale.dim();
+    require_dtype(argument, descale, ScalarType::Float);
+    require_device(argument, descale, q);
+    bool fits = dims == 0 || (dims == 1 && descale.size(0) == 1);
+    if (dims == 2) fits = descale.size(0) == sizes.batch && descale.size(1) == sizes.heads_k;
+    if (dims == 3)
+        fits = descale.size(0) == sizes.batch && descale.size(1) == heads &&
+               (last < 0 || descale.size(2) == last);
+    if (fits) return;
+    std::ostringstream wanted;
+    wanted << "one number, of shape (batch, heads_k) = (" << sizes.batch << ", " << sizes.heads_k
+           << "), or " << layout << " = (" << sizes.batch << ", " << heads << ", ";
+    (last < 0 ? wanted << "blocks" : wanted << last) << ")";
+    refuse(argument, wanted.str(), shape_text(descale.sizes()));
+}
+
+// What only FP8 inputs have, and what they cannot have. `dtype` is q's.
+inline void check_fp8_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
+                              const Options& options) {
+    if (!is_fp8(dtype)) {
+        const auto refuse_given = [&](const char* name, const std::optional<Tensor>& descale) {
+            if (descale)
+                refuse(name, "None unless q, k and v are float8_e4m3fn",
+                       std::string("one for ") + dtype_name(dtype));
+        };
+        refuse_given("q_descale", options.q_descale);
+        refuse_given("k_descale", options.k_descale);
+        refuse_given("v_descale", options.v_descale);
+        if (options.out_dtype && *options.out_dtype != dtype)
+            refuse("out_dtype", std::string("None or q's dtype ") + dtype_name(dtype),
+                   dtype_name(*options.out_dtype));
+        return;
+    }
+    if (options.out_dtype && *options.out_dtype != ScalarType::BFloat16 &&
+        *options.out_dtype != ScalarType::Half)
+        refuse("out_dtype", "bfloat16 or float16 with float8_e4m3fn inputs",
+               dtype_name(*options.out_dtype));
+    if (options.bias)
+        refuse("bias", "None with float8_e4m3fn inputs (no variant has both)",
+               shape_text(options.bias->sizes()));
+    if (options.dropout_p != 0)
+        refuse("dropout_p", "0 with float8_e4m3fn inputs (no variant has both)", options.dropout_p);
+    const auto blocks = [&](int64_t rows) {
+        return sizes.varlen ? -1 : (rows + kDescaleRows - 1) / kDescaleRows;
+    };
+    if (options.q_descale)
+        check_descale("q_descale", *options.q_descale, sizes.heads_q, blocks(sizes.seqlen_q),
+                      "(batch, heads_q, blocks of 128 queries)", sizes, q);
+    if (options.k_descale)
+        check_descale("k_descale", *options.k_descale, sizes.heads_k, blocks(sizes.seqlen_k),
+                      "(batch, heads_k, blocks of 128 keys)", sizes, q);
+    if (options.v_descale)
+        check_descale("v_descale", *options.v_descale, sizes.heads_k, sizes.head_dim_v,
+                      "(batch, heads_k, head_dim_v)", sizes, q);
+}
+
+inline void check_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
+                          const Options& options) {
     // The kernels have scale * log2(e), softcap * log2(e), its inverse and scale / softcap in
     // float32: within these bounds they are finite.
     const double softcap = options.softcap;
@@ -181,6 +261,7 @@ inline void check_options(const Tensor& q, const Sizes& sizes, const Options& op
         require_device("alibi_slopes", slopes, q);
         require_contiguous_rows("alibi_slopes", slopes);
     }
+    check_fp8_options(q, dtype, sizes, options);
     if (options.bias) check_bias(*options.bias, sizes, q);
     if (options.sink)
         require_option("sink", *options.sink, ScalarType::Float, {sizes.heads_q}, "(heads_q)", q);
@@ -267,8 +348,9 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
         if (!tensor.is_cuda())
             refuse(name, "on a CUDA device like the other inputs", "a tensor elsewhere");
     }
-    if (q.scalar_type() != ScalarType::Half && q.scalar_type() != ScalarType::BFloat16)
-        refuse("q", "float16 or bfloat16", dtype_name(q.scalar_type()));
+    const ScalarType dtype = q.scalar_type();
+    if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16 && !is_fp8(dtype))
+        refuse("q", "float16, bfloat16 or float8_e4m3fn", dtype_name(dtype));
     for (const auto& [name, tensor] : inputs) require_like(name, tensor, q);
 
     sizes.batch =
@@ -294,7 +376,7 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
             require_option(name, *offsets, ScalarType::Int, {sizes.batch + 1}, "(batch + 1)", q);
     }
     check_sizes(sizes);
-    check_options(q, sizes, options);
+    check_options(q, dtype, sizes, options);
     check_architecture(q);
     return sizes;
 }
@@ -303,6 +385,9 @@ inline Sizes check_backward(const Tensor& dout, const std::optional<Tensor>& dls
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                             const Options& options) {
     const Sizes sizes = check_forward(q, k, v, options);
+    if (is_fp8(q.scalar_type()))
+        refuse("q", "float16 or bfloat16 (no variant has a backward for float8_e4m3fn)",
+               dtype_name(q.scalar_type()));
     const std::vector<int64_t> shape = sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v);
     const char* layout =
         sizes.varlen ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)";

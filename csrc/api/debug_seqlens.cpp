@@ -47,6 +47,21 @@ void debug_seqlens(const Sizes& sizes, const Options& options, cudaStream_t stre
             refuse("seqused_k[" + std::to_string(b) + "]",
                    "from 0 to the sequence's " + std::to_string(length) + " keys", used[b]);
     }
+    const std::pair<const char*, const std::optional<Tensor>&> descales[] = {
+        {"q_descale", options.q_descale}, {"k_descale", options.k_descale}};
+    for (int i = 0; i < 2 && sizes.varlen; ++i) {
+        const auto& [name, descale] = descales[i];
+        if (!descale || descale->dim() < 3) continue;
+        for (size_t b = 0; b + 1 < offsets[i].size(); ++b) {
+            const int length = offsets[i][b + 1] - offsets[i][b];
+            const int64_t blocks = (length + kDescaleRows - 1) / kDescaleRows;
+            if (descale->size(2) < blocks)
+                refuse(name,
+                       "of at least " + std::to_string(blocks) +
+                           " blocks, those of the longest sequence",
+                       shape_text(descale->sizes()));
+        }
+    }
     for (int i = 0; i < 2 && sizes.varlen && options.bias; ++i) {
         const int64_t reach = options.bias->size(2 + i);
         for (size_t b = 0; reach != 1 && b + 1 < offsets[i].size(); ++b)

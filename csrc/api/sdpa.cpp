@@ -123,8 +123,10 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     static std::atomic<int8_t> answers[kDevices][2][kDims];
     const int device = q.get_device_index() + 1;  // the CPU is -1
     const int64_t dim = q.size(3);
-    const bool half = q.scalar_type() == ScalarType::Half;
-    if (device >= kDevices || dim >= kDims || (!half && q.scalar_type() != ScalarType::BFloat16))
+    const ScalarType dtype = q.scalar_type();
+    if (dtype == ScalarType::Float8_e4m3fn) return false;  // out would have another dtype
+    const bool half = dtype == ScalarType::Half;
+    if (device >= kDevices || dim >= kDims || (!half && dtype != ScalarType::BFloat16))
         return passes_check(q, k, v);
     auto& answer = answers[device][half][dim];
     if (answer == 0) answer = passes_check(q, k, v) ? 1 : -1;

@@ -41,7 +41,7 @@ struct Operand {
     void* data;
     int64_t sizes[4];
     int64_t strides[4];
-    int element_bytes;
+    int element_bytes = 2;
 
     bool is_empty() const;
     // Do all rows start on 16-byte boundaries and end on them?
@@ -62,6 +62,9 @@ struct Call {
     double softcap;
     bool has_bias;
     bool has_dropout;
+
+    // q, k and v have one dtype, and the only one of a byte is float8_e4m3fn.
+    bool has_fp8() const { return operands[0].element_bytes == 1; }
 };
 
 }  // namespace flash_ext

@@ -128,6 +128,7 @@ struct Fa3Forward {
     int k_stages;
     int v_stages;
     bool ping_pong = false;
+    int partial_cols = 0;  // FP8: columns of O that one P V computes
 };
 
 // What tiles depend on, apart from head dims and form. kSplits: the keys are split, or GQA is
@@ -182,6 +183,32 @@ constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths le
         return row.few_queries;
     return lengths == Fa3Lengths::kLongKeys ? row.long_keys : row.usual;
 }
+
+struct Fa3ForwardFp8Row {
+    HeadDims head_dims;
+    Fa3Forward all;
+};
+
+inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
+    {.head_dims = {64, 64},
+     .all = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
+    {.head_dims = {96, 96},
+     .all = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 96}},
+    {.head_dims = {128, 128},
+     .all = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
+    {.head_dims = {192, 128},
+     .all = {.consumers = 2, .block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
+    {.head_dims = {256, 256},
+     .all = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
+};
+
+constexpr HeadDims fa3_fp8_head_dims(HeadDims dims) {
+    for (const HeadDims padded : kHeadDims)
+        if (padded.holds(dims) && has_row(kFa3ForwardFp8, padded)) return padded;
+    throw "no row that holds these head dims";
+}
+
+constexpr Fa3Forward fa3_forward_fp8(HeadDims dims) { return row_of(kFa3ForwardFp8, dims).all; }
 
 // --- FA1 and FA2, backward ---
 

@@ -85,9 +85,12 @@ std::string shared_memory_reason(const Call& call, Pass pass, int needed) {
     return text.str();
 }
 
+constexpr const char* kNoFp8 = "has no FP8 inputs";
+
 // --- FA1 ---
 
 std::string fa1_unsupported_reason(const Call& call, Pass pass) {
+    if (call.has_fp8()) return kNoFp8;
     return shared_memory_reason(
         call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
             return pass == Pass::kForward ? fa1_forward_shared_bytes<dim, dim_v>()
@@ -119,6 +122,7 @@ cudaError_t run_fa1_backward(const BackwardParams& params, cudaStream_t stream) 
 // --- FA2 ---
 
 std::string fa2_unsupported_reason(const Call& call, Pass pass) {
+    if (call.has_fp8()) return kNoFp8;
     return shared_memory_reason(
         call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
             return pass == Pass::kForward ? fa2_forward_shared_bytes<dim, dim_v>()
@@ -165,6 +169,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.device.major != 9)
         return "needs a Hopper GPU (compute capability 9.0), this one has " +
                std::to_string(call.device.major) + "." + std::to_string(call.device.minor);
+    if (call.has_fp8() && backward) return "has no backward for float8_e4m3fn";
     if (call.has_dropout) return "has no dropout";
     if (call.has_bias) return "has no bias";
     if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";

@@ -21,6 +21,17 @@ struct Bias {
     bool paired = false;  // is the element of every even key aligned to two elements?
 };
 
+// x = x_fp8 * descale. Strides in elements; 0 where one value serves all. `last` is the stride of
+// blocks (of 128 rows; q and k) or of channels (v).
+struct Descale {
+    const float* data = nullptr;  // null: 1
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+    int64_t last_stride = 0;
+    bool by_query_head = false;
+};
+inline constexpr int kDescaleRows = 128;  // of a block
+
 // See schedule/tile_order.cuh.
 struct Schedule {
     int tiles = 0;  // per head
@@ -59,6 +70,12 @@ struct AttentionParams {
     Bias bias;
     const float* sink = nullptr;  // (Hq)
 
+    // Of FP8 inputs.
+    Descale q_descale;     // (B, Hk) or (B, Hq, blocks)
+    Descale k_descale;     // (B, Hk) or (B, Hk, blocks)
+    Descale v_descale;     // (B, Hk) or (B, Hk, Dv)
+    ElementType out_type;  // of out; that of the inputs unless they are FP8
+
     // Dropout, see dropout.cuh. A keep_threshold of 65536 drops nothing.
     const int64_t* rng_state = nullptr;  // (2): seed, offset
     uint32_t keep_threshold = 1u << 16;
@@ -85,10 +102,13 @@ FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     return Features::kPlain;
 }
 
-// The factor from the scores that the softmax gets to exponents of 2. The general form scales
-// scores before it masks them, the others in the exponent.
+// The factor from a maximum of the softmax to an exponent of 2. The general form scales scores
+// before it masks them, the others in the exponent. With FP8 the factor of the scores differs
+// between tiles, so maxima include it.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
-    return features_of(params) == Features::kGeneral ? 1.f : params.scale_log2;
+    const bool scaled =
+        features_of(params) == Features::kGeneral || params.element_type == ElementType::kFloat8;
+    return scaled ? 1.f : params.scale_log2;
 }
 
 // The number of queries of a sequence; with varlen the mean.

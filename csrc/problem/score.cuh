@@ -106,17 +106,19 @@ struct ScoreFunction {
                 x -= slope * fabsf(static_cast<float>(distance));
             });
         }
-        if (!kHasBias || params.bias.data == nullptr) return;
-        switch (params.bias.type) {
-            case BiasType::kElement:
-                add_bias<Element>(s, first_row, first_col, sign * kLog2e);
-                break;
-            case BiasType::kFloat32:
-                add_bias<float>(s, first_row, first_col, sign * kLog2e);
-                break;
-            case BiasType::kBool:
-                add_bias<bool>(s, first_row, first_col, 1.f);
-                break;
+        if constexpr (kHasBias) {
+            if (params.bias.data == nullptr) return;
+            switch (params.bias.type) {
+                case BiasType::kElement:
+                    add_bias<Element>(s, first_row, first_col, sign * kLog2e);
+                    break;
+                case BiasType::kFloat32:
+                    add_bias<float>(s, first_row, first_col, sign * kLog2e);
+                    break;
+                case BiasType::kBool:
+                    add_bias<bool>(s, first_row, first_col, 1.f);
+                    break;
+            }
         }
     }
 

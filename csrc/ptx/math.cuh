@@ -59,6 +59,26 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
     }
 }
 
+// Four floats rounded to e4m3 and packed, the first in the lowest byte. Numbers beyond 448 become
+// 448; a NaN stays one.
+__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+    uint32_t packed;
+    asm("{ .reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high}; }"
+        : "=r"(packed)
+        : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+    return packed;
+}
+
+// Bytes of x and y, selected by the four lowest hexadecimal digits of `selector`.
+__device__ __forceinline__ uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
+    uint32_t result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(selector));
+    return result;
+}
+
 template <class Element>
 __device__ __forceinline__ Element from_float(float x) {
     if constexpr (std::is_same_v<Element, __half>) {

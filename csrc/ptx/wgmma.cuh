@@ -1,4 +1,5 @@
-// wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x 16) B (16 x N), asynchronous. A and B are
+// wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x K) B (K x N) with K = 16, of FP8 32,
+// asynchronous. A and B are
 // read from shared memory through descriptors (tile/wgmma.cuh), or A from registers. sm_90a only.
 // PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instructions".
 #pragma once
@@ -8,6 +9,8 @@
 
 #include <cstdint>
 #include <type_traits>
+
+#include "tile/tensor_view.h"
 
 namespace flash_ext::ptx {
 
@@ -78,10 +81,32 @@ struct Wgmma;
                            "n"(int{kTransposeB}));                                                 \
         }                                                                                          \
     };
+// Both operands of FP8 are K-major.
+#define FLASH_WGMMA_FP8(N, TEXT, OPERANDS, O0, O1, O2, O3, O4, O5, O6)                             \
+    template <>                                                                                    \
+    struct Wgmma<Float8, N, false> {                                                               \
+        static __device__ __forceinline__ void mma(float (&d)[N / 2], uint64_t a, uint64_t b,      \
+                                                   int accumulate) {                               \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O2 ", 0; "                             \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                \
+                         " {" TEXT "}, %" O0 ", %" O1 ", p, 1, 1; }"                               \
+                         : LIST OPERANDS                                                           \
+                         : "l"(a), "l"(b), "r"(accumulate));                                       \
+        }                                                                                          \
+        static __device__ __forceinline__ void mma(float (&d)[N / 2], const uint32_t (&a)[4],      \
+                                                   uint64_t b, int accumulate) {                   \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O5 ", 0; "                             \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                \
+                         " {" TEXT "}, {%" O0 ",%" O1 ",%" O2 ",%" O3 "}, %" O4 ", p, 1, 1; }"     \
+                         : LIST OPERANDS                                                           \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));   \
+        }                                                                                          \
+    };
 #define LIST(...) __VA_ARGS__
-#define FLASH_WGMMA(...)                             \
-    FLASH_WGMMA_TYPED(__half, "f16", __VA_ARGS__)    \
-    FLASH_WGMMA_TYPED(__nv_bfloat16, "bf16", __VA_ARGS__)
+#define FLASH_WGMMA(...)                                  \
+    FLASH_WGMMA_TYPED(__half, "f16", __VA_ARGS__)         \
+    FLASH_WGMMA_TYPED(__nv_bfloat16, "bf16", __VA_ARGS__) \
+    FLASH_WGMMA_FP8(__VA_ARGS__)
 FLASH_WGMMA(32, T10("") ",%10,%11,%12,%13,%14,%15", (F16(0)), "16", "17", "18", "19", "20", "21", "22")
 FLASH_WGMMA(64, T30 ",%30,%31", (F32(0)), "32", "33", "34", "35", "36", "37", "38")
 FLASH_WGMMA(80, T30 "," T10("3"), (F32(0), F8(32)), "40", "41", "42", "43", "44", "45", "46")
@@ -100,6 +125,7 @@ FLASH_WGMMA(256, T90 "," T10("9") "," T10("10") "," T10("11") ",%120,%121,%122,%
 #undef LIST
 #undef FLASH_WGMMA
 #undef FLASH_WGMMA_TYPED
+#undef FLASH_WGMMA_FP8
 // clang-format on
 
 }  // namespace flash_ext::ptx

@@ -38,8 +38,9 @@ FLASH_HOST_DEVICE int64_t row_bytes(const TensorView& view) {
 
 template <class Element>
 inline constexpr CUtensorMapDataType kTensorMapType =
-    std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    sizeof(Element) == 1              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+    : std::is_same_v<Element, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
 // A box is what one instruction loads: kBoxRows rows of an atom.
 template <class Tile, int kBoxRows = Tile::kRows>
@@ -54,7 +55,9 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head
             function = nullptr;
         return reinterpret_cast<Encode>(function);
     }();
-    static_assert(Tile::kPitch >= 64, "a swizzle of 32 bytes is not encoded");
+    constexpr CUtensorMapSwizzle kSwizzle = Tile::kPitch == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : Tile::kPitch == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                 : CU_TENSOR_MAP_SWIZZLE_32B;
     if (encode == nullptr) return cudaErrorNotSupported;
     constexpr uint64_t kNoBound = 0x7fffffff;
     const uint64_t row = row_bytes<typename Tile::Element>(view);
@@ -65,7 +68,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head
     const auto try_to_encode = [&] {
         return encode(&map, kTensorMapType<typename Tile::Element>, 4, view.data, sizes, strides,
                       box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                      Tile::kPitch == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                      kSwizzle,
                       kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                              : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -34,7 +34,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(encoded)) : encoded);
 }
 
-// A K-major operand, stored [m or n][k]. A step of 16 along k is two 16-byte chunks of each row.
+// A K-major operand, stored [m or n][k]. A step along k (16 elements, of FP8 32) is two 16-byte
+// chunks of each row.
 template <class Tile, bool kPinned = true>
 struct KMajor {
     static constexpr bool kTranspose = false;
@@ -64,10 +65,10 @@ struct MNMajor {
 };
 
 // The A operand in registers, rounded to the input type.
-template <int kCols>
+template <int kCols, int kElementBytes = 2>
 struct RegisterOperand {
     static constexpr bool kTranspose = false;
-    uint32_t v[kCols / 16][4];
+    uint32_t v[kCols * kElementBytes / 32][4];
 
     template <class Element>
     __device__ __forceinline__ void round(const RegisterTile<16, kCols>& source) {
@@ -87,7 +88,7 @@ __device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& 
     auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kK / 16; ++k)
+    for (int k = 0; k < kK * static_cast<int>(sizeof(Element)) / 32; ++k)
         if constexpr (A::kTranspose) {
             Wgmma::mma_mn_major(d, a.at(k), b.at(k), accumulate || k > 0);
         } else {

@@ -1,8 +1,8 @@
-"""The CPU kernels of the ops: FlashAttention 1 and 2 as tile loops in torch.
+"""The CPU kernels of the ops: FlashAttention 1, 2 and the FP8 form of 3 as tile loops in torch.
 
-They are for reading and for testing: `tiled` has the papers' algorithms line by line, `tiling` cuts
-a call into tiles, `mask` and `sequences` say what is visible, as in standard attention, and
-`checks` refuses wrong arguments.
+They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` that of
+FP8 inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say what is visible
+and what FP8 numbers stand for, as in standard attention, and `checks` refuses wrong arguments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.options import VARIANTS, BackwardTensors, Options
+from ..ops.options import FP8, VARIANTS, BackwardTensors, Options
 from ..ops.schemas import library
 from . import tiled
 from .checks import check_backward, check_forward
@@ -30,6 +30,8 @@ def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tens
 
 def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str]:
     variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
+    if q.dtype == FP8:
+        return variant, -1, "no variant has a backward for float8_e4m3fn"
     return variant, variant, ""
 
 

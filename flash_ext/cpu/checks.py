@@ -9,6 +9,9 @@ from ..ops.checks import dtype_name, refuse, require_device, statistics_dtype
 from ..ops.options import (
     ABOUT,
     CPU_VARIANTS,
+    DESCALE_ROWS,
+    FP8,
+    FP8_VARIANTS,
     MAX_FACTOR,
     TENSOR_OPTIONS,
     VARIANTS,
@@ -16,7 +19,7 @@ from ..ops.options import (
     Options,
 )
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
 _MAX_HEAD_DIM = 256
 
 
@@ -59,7 +62,20 @@ def _check_variant(options: Options) -> None:
         refuse("variant", " or ".join(map(repr, ("auto", *VARIANTS))), repr(options.variant))
 
 
-def _choose_variant(options: Options) -> str:
+def _choose_fp8_variant(options: Options) -> str:
+    """With the reasons of csrc/plan/variants.cpp."""
+    variant = FP8_VARIANTS[-1] if options.variant == "auto" else options.variant
+    if variant not in FP8_VARIANTS:
+        raise ValueError(f"flash_ext: variant {variant!r} has no FP8 inputs")
+    most = ABOUT["softcap"].most[variant]
+    if options.softcap > most:
+        raise ValueError(f"flash_ext: variant {variant!r} has no softcap above {most}")
+    return variant
+
+
+def _choose_variant(q: Tensor, options: Options) -> str:
+    if q.dtype == FP8:
+        return _choose_fp8_variant(options)
     if options.variant == "auto":
         return CPU_VARIANTS[-1]
     if options.variant not in CPU_VARIANTS:
@@ -83,7 +99,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         if tensor.dim() != dims:
             refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
     if q.dtype not in _DTYPES:
-        refuse("q", "float16, bfloat16, float32 or float64", q.dtype)
+        refuse("q", "float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype)
     for name, tensor, _ in layouts:
         _require_like(name, tensor, q)
 
@@ -148,6 +164,67 @@ def _check_bias(q: Tensor, k: Tensor, bias: Tensor, batch: int) -> None:
             refuse("bias", f"1 or {name} = {size} in dimension {dim}", shape)
 
 
+def _most_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Of any sequence."""
+    if cu_seqlens is None:
+        return x.shape[1]
+    return max(cu_seqlens.diff().tolist(), default=0)
+
+
+def _check_descale(
+    argument: str, descale: Tensor, q: Tensor, shape: tuple[int, int], large: str, last: int
+) -> None:
+    """One number, (batch, heads_k) = `shape`, or the large shape with `last` numbers a head."""
+    if descale.dtype != torch.float32:
+        refuse(argument, "float32", descale.dtype)
+    require_device(argument, descale, q)
+    batch, heads_k = shape
+    heads = q.shape[-2] if argument == "q_descale" else heads_k
+    more = q.dim() == 3 and argument != "v_descale"  # of packed sequences, where some are shorter
+    given = tuple(descale.shape)
+    whole = given[:2] == (batch, heads) and len(given) == 3
+    if given in ((), (1,), shape) or (whole and (given[2] == last or (more and given[2] > last))):
+        return
+    at_least = "at least " if more else ""
+    wanted = f"one number, of shape (batch, heads_k) = {shape}, or {large} ="
+    refuse(argument, f"{wanted} ({batch}, {heads}, {at_least}{last})", given)
+
+
+def _check_fp8_options(q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int) -> None:
+    """What only FP8 inputs have, and what they cannot have."""
+    if q.dtype != FP8:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            if getattr(options, name) is not None:
+                got = f"one for {dtype_name(q.dtype)}"
+                refuse(name, "None unless q, k and v are float8_e4m3fn", got)
+        if options.out_dtype not in (None, q.dtype):
+            refuse("out_dtype", f"None or q's dtype {dtype_name(q.dtype)}", options.out_dtype)
+        return
+    if options.out_dtype not in (None, torch.bfloat16, torch.float16):
+        refuse("out_dtype", "bfloat16 or float16 with float8_e4m3fn inputs", options.out_dtype)
+    without = "with float8_e4m3fn inputs (no variant has both)"
+    if options.bias is not None:
+        refuse("bias", f"None {without}", tuple(options.bias.shape))
+    if options.dropout_p != 0:
+        refuse("dropout_p", f"0 {without}", options.dropout_p)
+    shape = (batch, k.shape[-2])
+    blocks_q, blocks_k = (
+        -(-_most_rows(x, cu_seqlens) // DESCALE_ROWS)
+        for x, cu_seqlens in ((q, options.cu_seqlens_q), (k, options.cu_seqlens_k))
+    )
+    queries, keys = (
+        "(batch, heads_q, blocks of 128 queries)",
+        "(batch, heads_k, blocks of 128 keys)",
+    )
+    for name, large, last in (
+        ("q_descale", queries, blocks_q),
+        ("k_descale", keys, blocks_k),
+        ("v_descale", "(batch, heads_k, head_dim_v)", v.shape[-1]),
+    ):
+        if (descale := getattr(options, name)) is not None:
+            _check_descale(name, descale, q, shape, large, last)
+
+
 def _check_options(q: Tensor, k: Tensor, options: Options, batch: int) -> None:
     heads, dtype = q.shape[-2], statistics_dtype(q.dtype)
     for name, about in ABOUT.items():
@@ -192,14 +269,19 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
         given = "cu_seqlens_q" if options.cu_seqlens_k is None else "cu_seqlens_k"
         refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
-    _check_options(q, k, options, batch=_check_lengths(q, k, options))
-    return _choose_variant(options)
+    batch = _check_lengths(q, k, options)
+    _check_fp8_options(q, k, v, options, batch)
+    _check_options(q, k, options, batch)
+    return _choose_variant(q, options)
 
 
 def check_backward(tensors: BackwardTensors, options: Options) -> str:
     """Check the arguments of the backward pass and choose the variant, as `check_forward` does."""
     q, v = tensors.q, tensors.v
     variant = check_forward(q, tensors.k, v, options)
+    if q.dtype == FP8:
+        why = "no variant has a backward for float8_e4m3fn"
+        refuse("q", f"float16, bfloat16, float32 or float64 ({why})", q.dtype)
     *rows, heads, _ = q.shape
     if options.cu_seqlens is None:
         out_layout = "(batch, seqlen_q, heads_q, head_dim_v)"

@@ -44,6 +44,10 @@ class Span:
         """Their part of (Hq) or (B, Hq)."""
         return alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[self.sequences]
 
+    def descale_of(self, descale: Tensor) -> Tensor:
+        """Their part of one number, (B, Hk), or (B, H, blocks or channels)."""
+        return descale if descale.dim() < 2 else descale[self.sequences]
+
     def bias_of(self, bias: Tensor) -> Tensor:
         """Their part of (B|1, Hq|1, Sq|1, Sk|1), a view; it may be shorter than they are."""
         positions = map(slice, self.lengths)

@@ -1,7 +1,7 @@
 """FlashAttention 1 and 2 as tile loops in torch: the CPU kernels, to be read with the papers.
 
 FlashAttention-3 is not here: its tile loop is FlashAttention-2's. What it adds (which warps copy,
-which compute, and when) has no counterpart on a CPU.
+which compute, and when) has no counterpart on a CPU. Its FP8 form has: `fp8.py`.
 
 Line numbers and symbols are those of the pseudocode: Algorithms 2 and 4 of FlashAttention (Dao et
 al., 2022), Algorithms 1 and 2 of FlashAttention-2 (Dao, 2023). What the papers write for one head
@@ -34,12 +34,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.checks import statistics_dtype
-from ..ops.options import BackwardTensors, Options
+from ..ops.checks import result_dtype, statistics_dtype
+from ..ops.options import FP8, BackwardTensors, Options
+from . import fp8
 from .sequences import Span, spans
-from .tiling import Tiling
-
-_LOG2_E = 1 / math.log(2)
+from .tiling import Tiling, exp_, reciprocal, starting_statistics
 
 
 class Operands(NamedTuple):
@@ -63,26 +62,6 @@ class Saved(NamedTuple):
     """What the scores of a row, and its L, are relative to; 0 for most rows. None: for all."""
 
 
-def _starting_statistics(tiling: Tiling) -> tuple[Tensor, Tensor]:
-    """m and ℓ before the first tile: of the sink, which is a key with value 0."""
-    sink = tiling.sink_rows()
-    m = sink.clamp(min=torch.finfo(tiling.dtype).min)
-    return m, torch.exp(sink - m)
-
-
-def _reciprocal(row_sum: Tensor) -> Tensor:
-    """diag(ℓ)⁻¹, where a row that saw no key (ℓ = 0) keeps its O = 0."""
-    return row_sum.masked_fill(row_sum == 0, 1).reciprocal_()
-
-
-def _exp_(tile: Tensor) -> Tensor:
-    """e to the power of the tile, in place. On a CPU `exp_` takes several times longer at −∞.
-
-    In float64, because a factor's rounding error in an exponent grows with the exponent.
-    """
-    return tile.copy_(tile.double().mul_(_LOG2_E).exp2_())
-
-
 def _dropped(tile: Tensor, kept: Tensor | None) -> Tensor:
     """The tile ∘ Z_ij, without the factor 1 / (1 − p)."""
     return tile if kept is None else tile * kept
@@ -94,7 +73,7 @@ def _probabilities(S_ij: Tensor, saved: Saved, rows: slice) -> Tensor:
         reference = saved.reference[:, rows]
         # Relative to its maximum no score is above 0, except by rounding.
         S_ij = S_ij.sub_(reference).clamp_(max=torch.where(reference == 0, math.inf, 0.0))
-    return _exp_(S_ij.sub_(saved.L[:, rows]))
+    return exp_(S_ij.sub_(saved.L[:, rows]))
 
 
 def _relative_to_maximum(tiling: Tiling, operands: Operands, saved: Saved) -> Saved:
@@ -107,14 +86,14 @@ def _relative_to_maximum(tiling: Tiling, operands: Operands, saved: Saved) -> Sa
     if not large.any():
         return saved
     Q, K, _ = operands
-    m, ell = _starting_statistics(tiling)
+    m, ell = starting_statistics(tiling)
     for k0, k1 in tiling.kv_blocks():
         for q0, q1 in tiling.q_blocks_seeing(k0, k1):
             tile = tiling.tile(q0, q1, k0, k1)
             m_i, ell_i = m[:, tile.rows], ell[:, tile.rows]
             S_ij = tile.scores(Q[:, tile.rows] @ K[:, tile.keys].mT)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
-            row_sum = _exp_(S_ij.sub_(m_new)).sum(dim=-1, keepdim=True)
+            row_sum = exp_(S_ij.sub_(m_new)).sum(dim=-1, keepdim=True)
             ell_i.mul_(torch.exp(m_i - m_new)).add_(row_sum)
             m_i.copy_(m_new)
     L = torch.where(large, ell.log(), saved.L)
@@ -128,7 +107,7 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
         O (B·Hk, Sq·G, Dv) and L (B·Hk, Sq·G, 1).
     """
     Q, K, V = operands
-    m, ell = _starting_statistics(tiling)  # 3
+    m, ell = starting_statistics(tiling)  # 3
     Out = Q.new_zeros((*Q.shape[:2], V.shape[2]))
 
     for k0, k1 in tiling.kv_blocks():  # 6
@@ -139,7 +118,7 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             S_ij = tile.scores(Q_i @ K_j.mT)  # 10, 11
             m_ij = S_ij.amax(dim=-1, keepdim=True)  # 12: m̃_ij
             m_ij.clamp_(min=torch.finfo(m_ij.dtype).min)
-            P_ij = _exp_(S_ij.sub_(m_ij))  # P̃_ij
+            P_ij = exp_(S_ij.sub_(m_ij))  # P̃_ij
             ell_ij = P_ij.sum(dim=-1, keepdim=True)  # ℓ̃_ij
             m_new = torch.maximum(m_i, m_ij)  # 13
             old, new = torch.exp(m_i - m_new), torch.exp(m_ij - m_new)
@@ -147,7 +126,7 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             P_ij = _dropped(P_ij, tile.kept())  # 14
             PV_ij = (tiling.rounded(P_ij) @ V_j).mul_(tiling.keep_scale)
             O_new = ell_i * old * O_i + new * PV_ij  # 15
-            O_i.copy_(O_new.mul_(_reciprocal(ell_new)))
+            O_i.copy_(O_new.mul_(reciprocal(ell_new)))
             ell_i.copy_(ell_new)  # 16
             m_i.copy_(m_new)
 
@@ -161,7 +140,7 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
     Arguments and results as for `fa1_forward`.
     """
     Q, K, V = operands
-    m, ell = _starting_statistics(tiling)
+    m, ell = starting_statistics(tiling)
     Out = Q.new_zeros((*Q.shape[:2], V.shape[2]))
     L = torch.empty_like(m)
 
@@ -173,13 +152,13 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             K_j, V_j = K[:, tile.keys], V[:, tile.keys]  # 7
             S_ij = tile.scores(Q_i @ K_j.mT)  # 8
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))  # 9
-            P_ij = _exp_(S_ij.sub_(m_new))  # P̃_ij
+            P_ij = exp_(S_ij.sub_(m_new))  # P̃_ij
             rescale = torch.exp(m_i - m_new)
             ell_i = rescale * ell_i + P_ij.sum(dim=-1, keepdim=True)
             P_ij = _dropped(P_ij, tile.kept())
             O_i.mul_(rescale).add_(tiling.rounded(P_ij) @ V_j)  # 10
             m_i = m_new
-        O_i.mul_(_reciprocal(ell_i).mul_(tiling.keep_scale))  # 12, 14
+        O_i.mul_(reciprocal(ell_i).mul_(tiling.keep_scale))  # 12, 14
         L[:, rows] = m_i + ell_i.log()  # 13, 15
 
     return Out, L
@@ -294,11 +273,17 @@ def forward(
     """
     q, k, v = (_as_batch(x, options) for x in (q, k, v))
     batch, seqlen_q, heads, _ = q.shape
-    out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]))
+    dtype = result_dtype(q.dtype, options.out_dtype)
+    out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]), dtype=dtype)
     lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=statistics_dtype(q.dtype))
     for span in spans(q, k, options.cu_seqlens, options.seqused_k):
         tiling = Tiling.of(span, q, k, v, options, on_chip)
-        Out, L = _FORWARD[variant](tiling, _operands(span, tiling, q, k, v))
+        operands = _operands(span, tiling, q, k, v)
+        if q.dtype == FP8:
+            descales = fp8.Descales.of(span, tiling, q, k, v, options)
+            Out, L = fp8.fa3_forward(tiling, *operands, descales)
+        else:
+            Out, L = _FORWARD[variant](tiling, operands)
         tiling.from_rows(Out, span.of_queries(out))
         tiling.from_rows(L, span.of_queries(_by_position(lse)))
     return _as_given(out, options), _as_given(lse, options)

@@ -22,6 +22,8 @@ ON_CHIP_ELEMENTS = 128 * 1024
 SCORES_BYTES = 2 * 1024 * 1024
 """What `fast_block_sizes` gives S_ij, all heads together."""
 
+_LOG2_E = 1 / math.log(2)
+
 
 def block_sizes(on_chip: int, head_dim: int) -> tuple[int, int]:
     """(B_r, B_c) for M = `on_chip` elements (FlashAttention, Algorithm 1, line 1).
@@ -276,3 +278,26 @@ class Tile:
             for size, length, part in zip(bias.shape[2:], lengths, bias_ij.shape[2:], strict=True)
         )
         return self._split_heads(F.pad(bias_ij, (0, columns, 0, rows), value=-math.inf), 1)
+
+
+# --- Steps that all the algorithms share ---
+
+
+def starting_statistics(tiling: Tiling) -> tuple[Tensor, Tensor]:
+    """m and ℓ before the first tile: of the sink, which is a key with value 0."""
+    sink = tiling.sink_rows()
+    m = sink.clamp(min=torch.finfo(tiling.dtype).min)
+    return m, torch.exp(sink - m)
+
+
+def reciprocal(row_sum: Tensor) -> Tensor:
+    """diag(ℓ)⁻¹, where a row that saw no key (ℓ = 0) keeps its O = 0."""
+    return row_sum.masked_fill(row_sum == 0, 1).reciprocal_()
+
+
+def exp_(tile: Tensor) -> Tensor:
+    """e to the power of the tile, in place. On a CPU `exp_` takes several times longer at −∞.
+
+    In float64, because a factor's rounding error in an exponent grows with the exponent.
+    """
+    return tile.copy_(tile.double().mul_(_LOG2_E).exp2_())

@@ -6,14 +6,15 @@
 
 check raises what fwd would, or gives the index in VARIANTS of the variant that runs, and of that
 whose kernels compute its gradients. These are its own ("" for `why`), or fa2's where fa3's cannot;
--1 stands for none.
+-1 stands for none, as with FP8.
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq);
 with cu_seqlens q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), out (total_q, Hq, Dv),
-lse (Hq, total_q). lse is float32 (float64 for float64, which only the CPU kernels take) and the
-natural logarithm. Gradients are contiguous and have the shape and dtype of what they belong to, or
-the shape (0,): dsink without a sink, dbias without a bias, for a bool one and without need_dbias.
-The options are those of `flash_ext.ops.options.Options`.
+lse (Hq, total_q). out has q's dtype, with FP8 inputs (which have no gradients) that of the option
+out_dtype. lse is float32 (float64 for float64, which only the CPU kernels take) and the natural
+logarithm. Gradients are contiguous and have the shape and dtype of what they belong to, or the
+shape (0,): dsink without a sink, dbias without a bias, for a bool one and without need_dbias. The
+options are those of `flash_ext.ops.options.Options`.
 
     options        the options, described once, and the variants
     schemas        the schemas: defined here, so that fake and CPU kernels need no binary

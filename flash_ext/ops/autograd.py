@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import node
-from .options import TENSOR_OPTIONS
+from .options import FP8, TENSOR_OPTIONS
 from .schemas import bwd, fwd, library
 from .torch_private import (
     any_requires_grad,
@@ -122,9 +122,10 @@ def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if type(q) is not Tensor:
         meet(q)
     bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
-    if (
-        torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
-    ) or in_dual_level():  # tangents are refused
+    needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
+    if needs_grad or in_dual_level():  # tangents are refused
+        if needs_grad and q.dtype is FP8:
+            raise RuntimeError("flash_ext: no variant has a backward for float8_e4m3fn")
         return _record_forward(options, q, k, v, bias, sink)
     with below_autograd():
         return _fwd(q, k, v, **options)
@@ -145,11 +146,13 @@ node.define(library, _record_backward)
 # --- Autocast ---
 # Only of q, k and v: lse, slopes, sink and bias are meant to be float32. Gradients need no cast.
 
+_NOT_CAST = (torch.float64, FP8)
+
 
 def autocast_tensors(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's type, except those in float64."""
+    """The tensors in autocast's type, except those in float64 or FP8."""
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x if x.dtype in _NOT_CAST else x.to(dtype) for x in tensors)
 
 
 def _fwd_autocast(device_type: str) -> Callable[..., Any]:

@@ -18,6 +18,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def result_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of out, for q's dtype and the option `out_dtype`."""
+    if out_dtype is not None:
+        return out_dtype
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
 def refuse(argument: str, wanted: str, got: object) -> NoReturn:
     """Raise the ValueError that names the argument, what was expected and what was given."""
     if isinstance(got, torch.dtype):
@@ -34,6 +41,13 @@ def require_tensors(**arguments: Any) -> None:
                 refuse(name, f"a dense tensor ({hint})", "a nested tensor")
         elif not hasattr(x, "__torch_function__"):  # which the proxies of torch.fx have
             refuse(name, "a tensor", None if x is None else f"a value of type {type(x).__name__}")
+
+
+def require_dtype(argument: str, dtype: Any) -> torch.dtype:
+    """Refuse what is no dtype."""
+    if not isinstance(dtype, torch.dtype):
+        refuse(argument, "a torch.dtype", repr(dtype))
+    return dtype
 
 
 def require_pair(argument: str, window: Any) -> tuple[int, int]:

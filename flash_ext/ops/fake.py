@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import register_fake
 
-from .checks import require_device, statistics_dtype
+from .checks import require_device, result_dtype, statistics_dtype
 from .options import BackwardTensors
 from .schemas import library
 
@@ -22,7 +22,8 @@ def _require_one_device(q: Tensor, **others: Any) -> None:
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     _require_one_device(q, k=k, v=v, **options)
     *batch, rows, heads, _ = q.shape  # no batch where sequences are packed
-    out = q.new_empty((*batch, rows, heads, v.shape[-1]))
+    dtype = result_dtype(q.dtype, options.get("out_dtype"))
+    out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=dtype)
     lse = q.new_empty((*batch, heads, rows), dtype=statistics_dtype(q.dtype))
     return out, lse
 

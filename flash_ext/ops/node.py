@@ -48,8 +48,11 @@ _BACKWARD_SCHEMA = (
 )
 _PLAIN = {"causal", "scale"}
 """The options that ATen's op has too."""
-_PYTHON_ONLY = {"sink", "dropout_p", "rng_state"}
-"""Those that only the node in Python has."""
+_PYTHON_ONLY = {
+    *("sink", "dropout_p", "rng_state"),
+    *("q_descale", "k_descale", "v_descale", "out_dtype"),
+}
+"""Those that only the node in Python has, or refuses."""
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:

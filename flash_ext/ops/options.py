@@ -11,13 +11,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 VARIANTS = ("fa1", "fa2", "fa3")
 """Every variant, oldest first. `torch.ops.flash_ext.check` returns indices into this tuple."""
 
 CPU_VARIANTS = ("fa1", "fa2")
-"""Those with CPU kernels, oldest first; "auto" means the last. fa3 is fa2 scheduled for Hopper."""
+"""Those with CPU kernels, oldest first; "auto" means the last. fa3 is fa2 scheduled for Hopper,
+except with FP8 inputs, which only it has, on the CPU too."""
+
+FP8 = torch.float8_e4m3fn
+"""The dtype of FP8 inputs."""
+
+FP8_VARIANTS = ("fa3",)
+"""The variants that take them, forward only."""
+
+DESCALE_ROWS = 128
+"""The queries or keys of a block that has its own descale."""
 
 KERNEL_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """Head dims, of q and of v, with CUDA kernels, as csrc/ has them (tests/test_native.py compares).
@@ -44,7 +55,10 @@ class About:
 
     dims: tuple[str, ...] = ()
     """Of a tensor: what its dimensions run over, "batch" and "heads" by these names. Leading ones
-    may be missing."""
+    may be missing, of a `factor` the others."""
+
+    factor: bool = False
+    """Whether it is a tensor with one number for all, or else with both batch and heads."""
 
     most: Mapping[str, float] = field(default_factory=dict)
     """The largest value that a variant takes, where that is less than others do."""
@@ -118,6 +132,30 @@ class Options:
     rng_state: Tensor | None = _option(
         None, "int64 (2): seed and offset of the dropout mask; None: drawn", dims=("state",)
     )
+    q_descale: Tensor | None = _option(
+        None,
+        "q = FP8 q · this: one number, (B, Hk), or (B, Hq, ⌈Sq / 128⌉) by blocks of queries",
+        variants=FP8_VARIANTS,
+        dims=("batch", "heads", "blocks"),
+        factor=True,
+    )
+    k_descale: Tensor | None = _option(
+        None,
+        "k = FP8 k · this: one number, (B, Hk), or (B, Hk, ⌈Sk / 128⌉) by blocks of keys",
+        variants=FP8_VARIANTS,
+        dims=("batch", "heads", "blocks"),
+        factor=True,
+    )
+    v_descale: Tensor | None = _option(
+        None,
+        "v = FP8 v · this: one number, (B, Hk), or (B, Hk, Dv) by channels",
+        variants=FP8_VARIANTS,
+        dims=("batch", "heads", "channels"),
+        factor=True,
+    )
+    out_dtype: torch.dtype | None = _option(
+        None, "of out; with FP8 bfloat16 or float16, otherwise q's; None: bfloat16, or q's"
+    )
     deterministic: bool = _option(False, "gradients that repeat bit by bit")
     variant: str = _option("auto", "'fa1', 'fa2', 'fa3', or 'auto': the fastest that runs")
 
@@ -140,7 +178,10 @@ TENSOR_OPTIONS = frozenset(name for name, x in FIELDS.items() if "Tensor" in str
 
 def dim_of(name: str, dims: int, what: str) -> int | None:
     """Which dimension of an option, a tensor with `dims` dimensions, is "batch" or "heads"."""
-    present = ABOUT[name].dims[-dims:]
+    about = ABOUT[name]
+    present = about.dims[-dims:] if dims > 0 else ()
+    if about.factor:
+        present = about.dims[:dims] if dims >= 2 else ()
     return present.index(what) if what in present else None
 
 
@@ -164,6 +205,7 @@ _SCHEMA_TYPES = {
     "int": "SymInt",  # so that a new window needs no compilation
     "str": "str",
     "Tensor | None": "Tensor?",
+    "torch.dtype | None": "ScalarType?",
 }
 
 

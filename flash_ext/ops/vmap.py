@@ -1,7 +1,8 @@
 """`torch.vmap` of the ops: the mapped dimension becomes part of the batch, in one call.
 
-Where the batch cannot hold it (packed sequences, a different sink for each element, dropout, whose
-masks would differ, gradients that are summed over the batch) the elements run one by one.
+Where the batch cannot hold it (packed sequences, a different sink or descale for each element,
+dropout, whose masks would differ, gradients that are summed over the batch) the elements run one by
+one. Descales of (B, Hk) and larger belong to the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from .options import ABOUT
+from .options import ABOUT, dim_of
 from .torch_private import register_vmap_kernel
 
 _OF_BATCH = {name for name, about in ABOUT.items() if "batch" in about.dims}
@@ -29,12 +30,19 @@ def _folded(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     return x if x.dim() == 4 and x.stride(-1) == 1 else x.contiguous()
 
 
+def _is_one_number(name: str, x: Tensor, dim: int | None) -> bool:
+    """Whether a factor is one number for the whole batch of an element."""
+    return dim_of(name, x.dim() - (dim is not None), "batch") is None
+
+
 def _folded_options(
     options: dict[str, Any], dims: dict[str, int | None], size: int, batch: int
 ) -> dict[str, Any]:
     folded = dict(options)
     for name in dims.keys() & _OF_BATCH:
         x, dim = options[name], dims[name]
+        if ABOUT[name].factor and _is_one_number(name, x, dim):
+            continue
         if name == "alibi_slopes" and x.dim() == 1 + (dim is not None):  # (Hq), one for the batch
             x, dim = (x[None], None) if dim is None else (x.movedim(dim, 0)[:, None], 0)
         folded[name] = _folded(x, dim, size, batch)
@@ -90,6 +98,10 @@ def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callabl
             "cu_seqlens_q" in options
             or options.get("dropout_p", 0.0) > 0
             or option_dims.get("sink") is not None
+            or any(
+                dim is not None and ABOUT[name].factor and _is_one_number(name, options[name], dim)
+                for name, dim in option_dims.items()
+            )
             or sums_over_batch(options)
         )
         call = _one_by_one if apart else _together

@@ -19,6 +19,7 @@ void append(std::vector<StableIValue>& stack, const Options& x) {
          {from(x.scale), from(x.causal), from(x.window_left), from(x.window_right), from(x.softcap),
           from(x.alibi_slopes), from(x.bias), from(x.sink), from(x.cu_seqlens_q),
           from(x.cu_seqlens_k), from(x.seqused_k), from(x.dropout_p), from(x.rng_state),
+          from(x.q_descale), from(x.k_descale), from(x.v_descale), from(x.out_dtype),
           from(x.deterministic), from(x.variant)})
         stack.push_back(value);
 }

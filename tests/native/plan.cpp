@@ -160,6 +160,7 @@ struct Problem {
     int window_left = -1, window_right = -1;
     bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
     bool repeated_rows = false;  // of k
+    bool fp8 = false;
     double softcap = 0;
 
     Sizes sizes() const {
@@ -174,6 +175,7 @@ struct Problem {
             stride *= x.sizes[i];
         }
         if (repeated_rows && name[0] == 'k') x.strides[1] = 0;
+        if (fp8) x.element_bytes = 1;
         return x;
     }
 
@@ -307,6 +309,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readwrite("sink", &Problem::sink)
         .def_readwrite("deterministic", &Problem::deterministic)
         .def_readwrite("repeated_rows", &Problem::repeated_rows)
+        .def_readwrite("fp8", &Problem::fp8)
         .def_readwrite("softcap", &Problem::softcap)
         .def("choose_forward",
              [](const Problem& p, const std::string& wanted) {

@@ -99,7 +99,7 @@ cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl) 
     cudaError_t status = cudaSuccess;
     const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
     dispatch_head_dims(padded, [&](auto, auto dim_v) {
-        dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
+        dispatch_element(params.out_type, [&](auto element) {
             status = launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
                 ceil_div<int64_t>(statistics_rows(params), kCombineWarps), 32 * kCombineWarps, 0,
                 params, stream, pdl);

@@ -14,21 +14,33 @@
 
 namespace flash_ext {
 
-// Calls launch(element tag, features constant) with the values of this call as compile-time
-// constants. kForms are the forms of the kernel; the last one is kGeneral. A form that the kernel
-// does not have, or that comes before `least`, is replaced by the next one that it has.
-template <Features... kForms, class Launch>
-void dispatch_kernel(const AttentionParams& params, Launch launch,
-                     Features least = Features::kPlain) {
+// Calls function(element tag), of 16 bits.
+template <class Function>
+void dispatch_element(ElementType type, Function function) {
+    if (type == ElementType::kFloat16) {
+        function(__half{});
+    } else {
+        function(__nv_bfloat16{});
+    }
+}
+
+// Calls function(features constant). kForms are the forms of the kernel; the last one is kGeneral.
+// A form that the kernel does not have, or that comes before `least`, is replaced by the next one
+// that it has.
+template <Features... kForms, class Function>
+void dispatch_features(const AttentionParams& params, Features least, Function function) {
     const Features needed = max_of(features_of(params), least);
     Features features = Features::kGeneral;
     (((features = kForms) >= needed) || ...);
-    dispatch<kForms...>(features, [&](auto kFeatures) {
-        if (params.element_type == ElementType::kFloat16) {
-            launch(__half{}, kFeatures);
-        } else {
-            launch(__nv_bfloat16{}, kFeatures);
-        }
+    dispatch<kForms...>(features, function);
+}
+
+// Calls launch(element tag, features constant) with the values of this call.
+template <Features... kForms, class Launch>
+void dispatch_kernel(const AttentionParams& params, Launch launch,
+                     Features least = Features::kPlain) {
+    dispatch_features<kForms...>(params, least, [&](auto features) {
+        dispatch_element(params.element_type, [&](auto element) { launch(element, features); });
     });
 }
 

@@ -12,26 +12,29 @@
 
 namespace flash_ext {
 
+// The factor of O after a change of row_max.
+struct RowRescaling {
+    bool needed = false;  // by any row of the warp
+    float factor[2];
+
+    template <class Output>
+    __device__ __forceinline__ void apply(Output& o) const {
+        if (!needed) [[likely]]
+            return;
+#pragma unroll
+        for (int n = 0; n < Output::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o.v[0][n][i] *= factor[i / 2];
+    }
+};
+
 template <class Element, int kCols>
 struct OptimisticSoftmax : OnlineSoftmax<16> {
     // Then no P exceeds it, and fp16 holds it.
     static constexpr float kLimit = 4096.f;
 
-    // The factor of O after a change of row_max.
-    struct Rescaling {
-        bool needed = false;  // by any row of the warp
-        float factor[2];
-
-        template <class Output>
-        __device__ __forceinline__ void apply(Output& o) const {
-            if (!needed) [[likely]]
-                return;
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) o.v[0][n][i] *= factor[i / 2];
-        }
-    };
+    using Rescaling = RowRescaling;
+    using Probabilities = RegisterOperand<kCols>;
 
     // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet.
     __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,

@@ -8,6 +8,8 @@
 //     init()            by thread 0, before anything else: initializes the barriers
 //     produce()         by lane 0 of each warp of the first warpgroup
 //     consume()         by all threads of the other warpgroups
+//     produce_by_warps()  by all lanes of the first warpgroup, before produce(); by default it does
+//                       nothing
 //     begin(), end()    by all threads, before and after these; by default they do nothing. With
 //                       programmatic dependent launch (PDL) they wait for the previous kernel in
 //                       the stream, unless only produce() has to
@@ -70,6 +72,7 @@ struct Fa3Cta {
 
     __device__ __forceinline__ void begin() const {}
     __device__ __forceinline__ void end() const {}
+    __device__ __forceinline__ void produce_by_warps() const {}
 
     // The number of query heads that share a head of K and V.
     __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
@@ -133,6 +136,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
     kernel.begin();
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        kernel.produce_by_warps();
         if (lane_id() == 0) kernel.produce();
     } else {
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -52,6 +52,7 @@
 
 #include <utility>
 
+#include "kernels/common/fp8_softmax.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/common/recompute_rows.cuh"
@@ -65,6 +66,7 @@
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/tma_load.cuh"
+#include "tile/transpose.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
@@ -74,6 +76,17 @@ struct Fa3ForwardParams : ForwardParams {
     CUtensorMap q_map;
     CUtensorMap k_map;
     CUtensorMap v_map;
+};
+
+static __device__ const float kNoDescale = 1.f;
+
+// The pipeline of V tiles as TMA loads them, where they are then transposed.
+template <class RowMajorVPipeline, bool kFp8>
+struct Fp8Storage {};
+template <class RowMajorVPipeline>
+struct Fp8Storage<RowMajorVPipeline, true> {
+    typename RowMajorVPipeline::Barriers barriers;
+    alignas(1024) typename RowMajorVPipeline::Stages stages;
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
@@ -94,15 +107,21 @@ struct Fa3ForwardConfig {
     static constexpr bool kPingPong = kTuning.ping_pong;
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
-    static constexpr bool kOverlap = kConsumers < 4;
+    static constexpr bool kFp8 = sizeof(Element) == 1;
+    static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
+    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
+    static constexpr int kConsumerRegisters =
+        kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
+    // FP8: warps of the first warpgroup that transpose V; columns of O that one P V computes.
+    static constexpr int kTransposers = 2;
+    static constexpr int kPartialCols = kFp8 ? kTuning.partial_cols : kHeadDimV;
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using TransposedVTile = SharedTile<Element, kHeadDimV, kBlockKV>;
     // Rows of a TMA box. A row of K or V should be requested as a whole, not one swizzle atom of
     // all rows first: decoding, which is bound by memory, is slower otherwise
     // (docs/notes/009-fa3-forward.md).
@@ -111,6 +130,8 @@ struct Fa3ForwardConfig {
     using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
     using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
     using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
+    // What TMA loads; FP8 is transposed from here to a stage of VPipeline.
+    using RowMajorVPipeline = Pipeline<kFp8 ? 2 : 1, kFp8 ? VTile::kBytes : 16>;
     using WorkTiles = WorkTilePipeline<QueryTile>;
 
     struct SharedStorage {
@@ -122,6 +143,7 @@ struct Fa3ForwardConfig {
         typename VPipeline::Barriers v_barriers;
         typename WorkTiles::Storage work_tiles;
         int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
+        Fp8Storage<RowMajorVPipeline, kFp8> fp8;
     };
     // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -138,13 +160,19 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using QPipeline = typename Config::QPipeline;
     using KPipeline = typename Config::KPipeline;
     using VPipeline = typename Config::VPipeline;
+    static constexpr bool kFp8 = Config::kFp8;
+    using RowMajorVPipeline = typename Config::RowMajorVPipeline;
     using Scores = RegisterTile<16, Config::kBlockKV>;
-    using Probabilities = RegisterOperand<Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
-    using Softmax = OptimisticSoftmax<Element, Config::kBlockKV>;
+    struct Nothing {};
+    using PartialOutput =
+        std::conditional_t<kFp8, RegisterTile<16, Config::kPartialCols>, Nothing>;
+    using Softmax = std::conditional_t<kFp8, Fp8Softmax<Config::kBlockKV>,
+                                       OptimisticSoftmax<Element, Config::kBlockKV>>;
+    using Probabilities = typename Softmax::Probabilities;
     using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
-    using Cta::group, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
+    using Cta::elected, Cta::group, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
         Cta::work_tiles;
     using typename Cta::WorkTileState;
 
@@ -167,8 +195,18 @@ struct Fa3Forward : Fa3Cta<Config_> {
         ptx::prefetch_tensor_map(params.v_map);
         q_pipeline.init(kReaders);
         k_pipeline.init(kReaders);
-        v_pipeline.init(kReaders);
-        work_tiles.init(kReaders + 2);  // and the producers of Q and V
+        if constexpr (kFp8) {
+            v_pipeline.init(kReaders, Config::kTransposers);
+            row_major_v().init(Config::kTransposers);
+            work_tiles.init(kReaders + 1 + Config::kTransposers);  // and Q's producer
+        } else {
+            v_pipeline.init(kReaders);
+            work_tiles.init(kReaders + 2);  // and the producers of Q and V
+        }
+    }
+
+    __device__ __forceinline__ RowMajorVPipeline row_major_v() const {
+        return {storage.fp8.stages, storage.fp8.barriers};
     }
 
     // --- The rows of a Q tile: queries, or the heads of a group ---
@@ -208,6 +246,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // iterations before it is needed.
     __device__ __forceinline__ void produce_k() const {
         typename KPipeline::State k;
+        typename RowMajorVPipeline::State v;
         const int total = cta_count(params.schedule);
         bool started = false;
         const auto fetch = [&] {
@@ -228,6 +267,13 @@ struct Fa3Forward : Fa3Cta<Config_> {
                     load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
                                                          kv.tile(i) * Config::kBlockKV);
                     k.advance();
+                    if constexpr (kFp8) {
+                        const TensorRows v_rows =
+                            this->key_rows(params.v, s, this->head_k(tile.head));
+                        load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, v_rows,
+                                                             kv.tile(i) * Config::kBlockKV);
+                        v.advance();
+                    }
                 }
                 return next;
             });
@@ -282,14 +328,46 @@ struct Fa3Forward : Fa3Cta<Config_> {
         });
     }
 
+    // FP8: transposes V tiles, by all lanes of kTransposers warps.
+    __device__ __forceinline__ void transpose_v() const {
+        const RowMajorVPipeline source = row_major_v();
+        typename RowMajorVPipeline::State from;
+        typename VPipeline::State to;
+        for (WorkTileState t;; t.advance()) {
+            work_tiles.descriptions.consumer_wait(t);
+            const QueryTile& tile = work_tiles[t];
+            if (tile.first_query < 0) return;
+            const int tiles = tile.kv_tiles.count();
+            __syncwarp();
+            release(work_tiles.descriptions, t);
+#pragma unroll 1
+            for (int i = 0; i < tiles; ++i) {
+                source.consumer_wait(from);
+                v_pipeline.producer_acquire(to);
+                transpose_fp8<VTile, typename Config::TransposedVTile, Config::kTransposers>(
+                    source.stage(from), v_pipeline.stage(to), warp_id() - 1);
+                ptx::fence_proxy_async();  // wgmma will read what was stored
+                __syncwarp();
+                if (elected) v_pipeline.producer_commit(to);
+                release_and_advance(source, from);
+                to.advance();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void produce_by_warps() const {
+        if constexpr (kFp8)
+            if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
+    }
+
     __device__ __forceinline__ void produce() const {
         switch (warp_id()) {
             case 0:
                 return produce_k();
-            case 1:
+            case 3:
                 return produce_q();
             case 2:
-                return produce_v();
+                if constexpr (!kFp8) return produce_v();
         }
     }
 
@@ -300,6 +378,35 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ int warp_row() const {
         return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
+
+    // What a consumer carries from one iteration to the next. The matrices are only referenced: as
+    // members they would make the compiler treat the whole object as an array in most passes.
+    struct State {
+        Scores& rS;
+        Output& rO;
+        Softmax& softmax;
+        typename Softmax::Rescaling& rescaling;  // of O, before P V is added
+        Softmax& done;                           // of the previous tile, until it is stored
+        PartialOutput& rPartial;                 // FP8
+
+        typename QPipeline::State q{};
+        typename KPipeline::State k{};
+        typename VPipeline::State v{};
+        WorkTileState tile{}, tile_done{};  // of the scores and of the output
+
+        // The index of the KV tile of the scores: from the last one down to the first.
+        int kv_tile{}, first_kv_tile{};
+        VisibleTiles full{};
+        bool k_ready = false, v_ready = false;  // tested early, as the test has a long latency
+        int hidden = 0;  // number of the next KV tiles that only other consumers see
+
+        // FP8: factors of the scores of two rows, and of the KV tile.
+        float q_scale[2], k_scale;
+        const float* k_descales;
+
+        bool begun = true;  // P belongs to the first iteration of a tile
+        bool kept = false;  // O belongs to the previous tile and is not stored yet
+    };
 
     // Releases KV tiles that this consumer does not use.
     template <class Pipeline>
@@ -322,16 +429,110 @@ struct Fa3Forward : Fa3Cta<Config_> {
         gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
     }
 
-    // Starts O = P V or O += P V.
-    __device__ __forceinline__ void issue_output(Output& rO, const Probabilities& rP,
-                                                 const typename VPipeline::State& v,
+    // Starts O = P V or O += P V. FP8 starts columns of a partial O = P V: the tensor core keeps
+    // only some 14 bits of a sum, so sums over many keys are formed in float32 (finish_output).
+    template <int kFirstCol = 0>
+    __device__ __forceinline__ void issue_output(const State& state, const Probabilities& rP,
                                                  bool accumulate) const {
-        const MNMajor<VTile, false> v_columns(v_pipeline.stage(v));
-        gemm_async<Element, Config::kBlockKV>(rO, rP, v_columns, accumulate);
+        if constexpr (kFp8) {
+            const KMajor<typename Config::TransposedVTile, false> v_columns(
+                v_pipeline.stage(state.v), kFirstCol);
+            gemm_async<Element, Config::kBlockKV>(state.rPartial, rP, v_columns, false);
+        } else {
+            const MNMajor<VTile, false> v_columns(v_pipeline.stage(state.v));
+            gemm_async<Element, Config::kBlockKV>(state.rO, rP, v_columns, accumulate);
+        }
+    }
+
+    // Waits for issue_output(), behind which kPending groups may still run.
+    template <int kFirstCol = 0, int kPending = 0>
+    __device__ __forceinline__ void finish_output(const State& state, bool accumulate) const {
+        ptx::wgmma_wait<kPending>();
+        if constexpr (kFp8) {
+            warpgroup_fence(state.rPartial);
+#pragma unroll
+            for (int n = 0; n < PartialOutput::kN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float& sum = state.rO.v[0][kFirstCol / 8 + n][i];
+                    const float x = state.rPartial.v[0][n][i];
+                    sum = accumulate ? sum + x : x;
+                }
+        } else {
+            warpgroup_fence(state.rO);
+        }
+    }
+
+    // FP8: starts O += P V, as many columns at a time as registers hold, of which the last ones are
+    // still to be finished. settle() comes before O is added to.
+    static constexpr int kLastCol = Config::kHeadDimV - Config::kPartialCols;
+    template <class Settle>
+    __device__ __forceinline__ void issue_all_output(const State& state, const Probabilities& rP,
+                                                     bool accumulate, Settle settle) const {
+        issue_output(state, rP, accumulate);
+        settle();
+        compile_time_for<kLastCol / Config::kPartialCols>([&](auto i) {
+            constexpr int kFirst = i * Config::kPartialCols;
+            finish_output<kFirst>(state, accumulate);
+            issue_output<kFirst + Config::kPartialCols>(state, rP, accumulate);
+        });
     }
 
     __device__ __forceinline__ float exponent_scale() const {
-        return Config::kGeneral ? 1.f : params.scale_log2;
+        return Config::kGeneral || kFp8 ? 1.f : params.scale_log2;
+    }
+
+    // --- Descales of FP8 ---
+
+    // Those of a query head's rows, or of its KV head: of all blocks or channels.
+    __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
+                                                        int head_q) const {
+        if (x.data == nullptr) return &kNoDescale;
+        const int head = x.by_query_head ? head_q : this->head_k(head_q);
+        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
+    }
+
+    // The factors of the scores of this lane's two rows, without that of the keys, and where that
+    // is.
+    __device__ __forceinline__ void begin_scales(State& state, const QueryTile& tile) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = warp_row() + lane_row() + 8 * i;
+            const int head = tile.head + min_of(head_of(row), group() - 1);
+            const int block = min_of(query_of(tile, row), tile.sequence.seqlen_q - 1) / kDescaleRows;
+            state.q_scale[i] =
+                __ldg(descales_of(params.q_descale, tile, head) + block * params.q_descale.last_stride);
+            if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
+        }
+        state.k_descales = descales_of(params.k_descale, tile, tile.head);
+    }
+
+    // That of the keys of the KV tile.
+    __device__ __forceinline__ void load_k_scale(State& state) const {
+        constexpr int kTiles = kDescaleRows / Config::kBlockKV;
+        static_assert(kTiles * Config::kBlockKV == kDescaleRows);
+        state.k_scale = __ldg(state.k_descales + VisibleTiles::tile(state.kv_tile) / kTiles * params.k_descale.last_stride);
+    }
+
+    // Applies v's to O, per head or per channel.
+    __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const {
+        const float* source = descales_of(params.v_descale, tile, tile.head);
+        const int64_t stride = params.v_descale.last_stride;
+        if (stride == 0) {
+            rO.scale(__ldg(source));
+            return;
+        }
+        source += lane_col() * stride;
+        const int columns = params.head_dim_v - lane_col();
+#pragma unroll
+        for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
+            if (8 * n < columns) {
+                const float x = __ldg(source), y = __ldg(source + stride);
+                rO.v[0][n][0] *= x;
+                rO.v[0][n][1] *= y;
+                rO.v[0][n][2] *= x;
+                rO.v[0][n][3] *= y;
+            }
     }
 
     // The index of this warp among all consumer warps of the grid.
@@ -399,7 +600,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     }
 
     static __device__ __forceinline__ bool is_to_be_marked(float max, float lse) {
-        return !Config::kGeneral && needs_recomputing(max, lse);
+        return !Config::kGeneral && !kFp8 && needs_recomputing(max, lse);
     }
 
     // Stores O / l and lse to HBM, or the results of a split.
@@ -416,6 +617,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 rO.v[0][n][2 * i + 1] *= factor;
             }
         }
+        if constexpr (kFp8) descale_output(rO, tile);
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
         const int row = lane_row() + 8 * i;
@@ -437,42 +639,28 @@ struct Fa3Forward : Fa3Cta<Config_> {
             store_rows(params.o_partial, rO, index_of);
         } else {
             const int first_row = tile.first_query + warp_row();
-            const auto gO =
-                global_tile<Element>(params.out, s.batch, s.q_begin + first_row, tile.head,
-                                     s.seqlen_q - first_row, params.head_dim_v);
+            const int rows = s.seqlen_q - first_row;
             float lse = softmax.lse(0, i, exponent_scale());
             if (is_to_be_marked(softmax.max(0, i), lse)) [[unlikely]] {
                 lse = mark_of(warp_number());
                 has_marked() = true;
             }
-            if (has_row && row < gO.rows) params.lse[statistics + first_row + row] = lse;
-            store_rows(gO, rO);
+            if (has_row && row < rows) params.lse[statistics + first_row + row] = lse;
+            const auto store_as = [&](auto element) {
+                store_rows(global_tile<decltype(element)>(params.out, s.batch,
+                                                          s.q_begin + first_row, tile.head, rows,
+                                                          params.head_dim_v),
+                           rO);
+            };
+            if constexpr (!kFp8) {
+                store_as(Element{});
+            } else if (params.out_type == ElementType::kFloat16) {
+                store_as(__half{});
+            } else {
+                store_as(__nv_bfloat16{});
+            }
         }
     }
-
-    // What a consumer carries from one iteration to the next. The matrices are only referenced: as
-    // members they would make the compiler treat the whole object as an array in most passes.
-    struct State {
-        Scores& rS;
-        Output& rO;
-        Softmax& softmax;
-        typename Softmax::Rescaling& rescaling;  // of O, before P V is added
-        Softmax& done;                           // of the previous tile, until it is stored
-
-        typename QPipeline::State q{};
-        typename KPipeline::State k{};
-        typename VPipeline::State v{};
-        WorkTileState tile{}, tile_done{};  // of the scores and of the output
-
-        // The index of the KV tile of the scores: from the last one down to the first.
-        int kv_tile{}, first_kv_tile{};
-        VisibleTiles full{};
-        bool k_ready = false, v_ready = false;  // tested early, as the test has a long latency
-        int hidden = 0;  // number of the next KV tiles that only other consumers see
-
-        bool begun = true;  // P belongs to the first iteration of a tile
-        bool kept = false;  // O belongs to the previous tile and is not stored yet
-    };
 
     // With one stage, Q is released as soon as the tile's last scores are complete; with two, when
     // the next tile begins, so that the last iteration may belong to the unmasked main loop.
@@ -491,6 +679,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             state.kv_tile -= state.hidden;
             skip(k_pipeline, state.k, state.hidden, state.k_ready);
         }
+        if constexpr (kFp8) begin_scales(state, tile);
         q_pipeline.consumer_wait(state.q);
         return true;
     }
@@ -504,9 +693,22 @@ struct Fa3Forward : Fa3Cta<Config_> {
         state.v_ready = v_pipeline.consumer_test(state.v);
         if (kReleaseEarly && !kUnmasked && state.kv_tile == state.first_kv_tile)
             release_and_advance(q_pipeline, state.q);
+        float scale[2] = {state.q_scale[0] * state.k_scale, state.q_scale[1] * state.k_scale};
+        if constexpr (kFp8 && Config::kGeneral) {
+#pragma unroll
+            for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state.rS.v[0][n][i] *= scale[i / 2];
+            scale[0] = scale[1] = 1.f;
+        }
         finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
         if (!kUnmasked && first) state.softmax = begin_softmax(work_tiles[state.tile]);
-        state.rescaling = state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
+        if constexpr (kFp8) {
+            state.rescaling = state.softmax.step(state.rS, rP, scale, !kUnmasked && first);
+        } else {
+            state.rescaling =
+                state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
+        }
     }
 
     // Before P V: rescales O, or stores it as the result of the previous tile.
@@ -532,34 +734,48 @@ struct Fa3Forward : Fa3Cta<Config_> {
             state.tile.advance();
             if (!begin_tile(state)) return false;
         }
+        const bool accumulate = kUnmasked || !state.begun;
+        const auto settle = [&] {
+            if constexpr (kUnmasked) {
+                state.rescaling.apply(state.rO);
+            } else {
+                settle_output(state);
+            }
+        };
         k_pipeline.consumer_wait(state.k, state.k_ready);
-        Order::wait(consumer);
-        issue_scores(state.rS, state.q, state.k);
-        if constexpr (kUnmasked) {
-            state.rescaling.apply(state.rO);
+        if constexpr (kFp8) {  // P V first: it is added to O while Q K^T runs
+            v_pipeline.consumer_wait(state.v, state.v_ready);
+            Order::wait(consumer);
+            issue_all_output(state, rP, accumulate, settle);
+            issue_scores(state.rS, state.q, state.k);
         } else {
-            settle_output(state);
+            Order::wait(consumer);
+            issue_scores(state.rS, state.q, state.k);
+            settle();
+            v_pipeline.consumer_wait(state.v, state.v_ready);
+            issue_output(state, rP, accumulate);
         }
-        v_pipeline.consumer_wait(state.v, state.v_ready);
-        issue_output(state.rO, rP, state.v, kUnmasked || !state.begun);
         Order::signal_next(consumer);
         const auto v_read = state.v;
         state.v.advance();
-        const auto finish_output = [&] {
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(state.rO);
+        const auto finish = [&] {
+            finish_output<kLastCol, kFp8>(state, accumulate);
             release(v_pipeline, v_read);
         };
 
-        if constexpr (Config::kOverlap) {
+        if constexpr (kFp8) {
+            load_k_scale(state);
+            finish();
+            ptx::wgmma_wait<0>();
+        } else if constexpr (Config::kOverlap) {
             ptx::wgmma_wait<1>();
         } else {
-            finish_output();
+            finish();
         }
         if (last) state.done = state.softmax;
         state.begun = state.kept = last;
         compute_p<kUnmasked>(state, next_rP, last);
-        if constexpr (Config::kOverlap) finish_output();
+        if constexpr (Config::kOverlap) finish();
         if (last) skip(v_pipeline, state.v, state.hidden, state.v_ready);
         return true;
     }
@@ -569,7 +785,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Output rO;
         Softmax softmax, done;
         typename Softmax::Rescaling rescaling;
-        State state{rS, rO, softmax, rescaling, done};
+        PartialOutput rPartial;
+        State state{rS, rO, softmax, rescaling, done, rPartial};
         constexpr int kNext = Config::kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
@@ -580,6 +797,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Order::wait(consumer);
         issue_scores(state.rS, state.q, state.k);
         Order::signal_next(consumer);
+        if constexpr (kFp8) load_k_scale(state);
         ptx::wgmma_wait<0>();
         compute_p<false>(state, rP[0], true);
         skip(v_pipeline, state.v, state.hidden, state.v_ready);
@@ -602,16 +820,22 @@ struct Fa3Forward : Fa3Cta<Config_> {
         settle_output(state);
         v_pipeline.consumer_wait(state.v);
         Order::wait(consumer);
+        const auto issue = [&](const Probabilities& p) {
+            if constexpr (kFp8) {
+                issue_all_output(state, p, !state.begun, [] {});
+            } else {
+                issue_output(state, p, !state.begun);
+            }
+        };
         if (odd) {
-            issue_output(state.rO, rP[kNext], state.v, !state.begun);
+            issue(rP[kNext]);
         } else {
-            issue_output(state.rO, rP[0], state.v, !state.begun);
+            issue(rP[0]);
         }
         Order::signal_next(consumer);
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(state.rO);
+        finish_output<kLastCol>(state, !state.begun);
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
-        if constexpr (!Config::kGeneral && !Config::kMayHaveSplits) {
+        if constexpr (!Config::kGeneral && !Config::kMayHaveSplits && !kFp8) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
                 recompute_all_marked<Element>(params, warp_number());
@@ -643,6 +867,22 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     if (total > multiprocessors() && call.tile_count_semaphore == nullptr)
         return cudaErrorInvalidValue;
     return launch_fa3<Fa3Forward<Config>>(params, total, stream, /*pdl=*/false);
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_features<Features::kVarlen, Features::kGeneral>(
+        params, Features::kPlain, [&](auto features) {
+            dispatch<false, true>(params.o_partial != nullptr, [&](auto has_splits) {
+                constexpr bool kMayHaveSplits = has_splits || features == Features::kGeneral;
+                using Config = Fa3ForwardConfig<
+                    Float8, kHeadDim, kHeadDimV, features.value,
+                    tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}), kMayHaveSplits>;
+                status = launch_fa3_forward<Config>(params, stream);
+            });
+        });
+    return status;
 }
 
 template <int kHeadDim, int kHeadDimV>

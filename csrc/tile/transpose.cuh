@@ -1,0 +1,60 @@
+// Transposes a tile of FP8 in shared memory. 8-bit wgmma reads both operands K-major, so P V needs
+// V^T, with the keys of a column side by side.
+//
+// Within 16 keys they are in the order in which a lane's scores lie in its registers: lane t of a
+// row has the columns 2t, 2t + 1, 8 + 2t and 9 + 2t, which become bytes 4t to 4t + 3 of the A
+// operand. So byte 4t + 2b + c of V^T is key 8b + 2t + c, and P needs no permutation.
+//
+// ldmatrix.trans moves pairs of bytes: a lane gets keys 2t, 2t + 1 of the columns 2g, 2g + 1. Two
+// byte permutations separate the columns and join them with keys 8 + 2t and 9 + 2t, and stmatrix
+// stores rows of V^T. Its eight rows are the even columns 2g for g < 4 and the odd ones for g >= 4,
+// or the other way round: the swizzle would put the even ones alone into the same four banks.
+#pragma once
+
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/stmatrix.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash_ext {
+
+// By all lanes of warp `warp` of kWarps. Source is (keys, columns), Target (columns, keys).
+template <class Source, class Target, int kWarps>
+__device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, int warp) {
+    static_assert(Source::kRows == Target::kCols && Source::kCols == Target::kRows);
+    static_assert(Source::kChunksPerRow % kWarps == 0);
+    constexpr int kBlocks = Source::kRows / 32;  // of keys
+    constexpr int kBlocksPerAtom = Target::kChunksPerRow / 2;
+    const int lane = lane_id();
+    const bool odd = lane >= 16;  // of this lane's columns, the odd one comes first
+    const uint32_t first = odd ? 0x7531 : 0x6420, second = odd ? 0x6420 : 0x7531;
+    // Where stmatrix stores the row whose address this lane gives.
+    const int r = lane % 8, matrix = lane / 8;
+    const int column = 2 * r + ((matrix % 2 == 0) != (r < 4));
+    // Other chunks within an atom differ by an XOR, all else by a constant.
+    const uint32_t from = source + Source::offset(lane, warp);
+    const uint32_t to = target + Target::offset(16 * warp + column, matrix / 2);
+#pragma unroll
+    for (int chunk = 0; chunk < Source::kCols / 16; chunk += kWarps) {
+        uint32_t keys[kBlocks][4];
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+            ptx::ldmatrix_x4<true>(keys[block],
+                                   (from ^ (chunk % Source::kChunksPerRow * 16)) +
+                                       chunk / Source::kChunksPerRow * Source::kAtomBytes +
+                                       32 * block * Source::kPitch);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+            const uint32_t(&x)[4] = keys[block];
+            const uint32_t rows[4] = {
+                ptx::byte_permute(x[0], x[1], first), ptx::byte_permute(x[0], x[1], second),
+                ptx::byte_permute(x[2], x[3], first), ptx::byte_permute(x[2], x[3], second)};
+            ptx::stmatrix_x4((to ^ (block % kBlocksPerAtom * 32)) +
+                                 block / kBlocksPerAtom * Target::kAtomBytes +
+                                 16 * chunk * Target::kPitch,
+                             rows);
+        }
+    }
+}
+
+}  // namespace flash_ext
