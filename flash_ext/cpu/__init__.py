@@ -2,7 +2,7 @@
 
 They are for reading and for testing: `tiled` has the papers' algorithms line by line, `tiling` cuts
 a call into tiles, `mask` and `sequences` say what is visible, as in standard attention, and
-`checks` refuses wrong arguments.
+`checks` refuses wrong arguments. `quantize` is quantization to FP8.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ops.options import VARIANTS, BackwardTensors, Options
 from ..ops.schemas import library
+from . import quantize as quantize
 from . import tiled
 from .checks import check_backward, check_forward
 

@@ -100,7 +100,9 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
                 const uint32_t packed = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
                 words[i / 2] |= packed << 16 * (i % 2);
             }
-            *reinterpret_cast<uint2*>(target + rows.column_of(j)) = uint2{words[0], words[1]};
+            const bool used = r < tile.used;  // otherwise 0, but not -0
+            *reinterpret_cast<uint2*>(target + rows.column_of(j)) =
+                uint2{used ? words[0] : 0, used ? words[1] : 0};
         }
     }
 }
