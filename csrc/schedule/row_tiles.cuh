@@ -29,7 +29,7 @@ FLASH_HOST_DEVICE constexpr int row_tiles(const QuantizeParams& params, int bloc
 }
 
 FLASH_HOST_DEVICE RowTile row_tile(const QuantizeParams& params, int batch, int number, int block) {
-    RowTile found{batch, batch, number, 0, 0, 0, params.rows};
+    RowTile found{batch, batch < params.batch ? batch : -1, number, 0, 0, 0, params.rows};
     int begin = 0;
     if (params.cu_seqlens != nullptr) {
         const int seq_idx =
