@@ -140,7 +140,7 @@ _known_signs: dict[tuple[int, int, torch.device], Tensor] = {}
 
 def _make_signs(dim: int, seed: int, device: torch.device) -> Tensor:
     """Signs as a pure function of (seed, column): a 32-bit hash in int64, which wraps around."""
-    x = (torch.arange(dim, device=device) + (seed + 1) * 0x9E3779B1) & _LOW32
+    x = (torch.arange(dim, device=device) + ((seed + 1) * 0x9E3779B1 & _LOW32)) & _LOW32
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & _LOW32
     return (1 - 2 * ((x ^ (x >> 16)) & 1)).to(torch.int8)

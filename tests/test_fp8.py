@@ -226,7 +226,7 @@ def test_signs_of_a_seed() -> None:
     x = random_rows(1, 1, 1, 128)
     first, again, other = (fp8._seeded_signs(128, seed, x) for seed in (0, 0, 1))
     assert first is again and not torch.equal(first, other)
-    for signs in (first, other):
+    for signs in (first, other, fp8._seeded_signs(128, -(2**70), x)):
         assert set(signs.tolist()) == {1, -1} and abs(int(signs.sum())) < 40
     assert torch.equal(fp8._make_signs(128, 0, x.device), first)
 
@@ -494,6 +494,15 @@ def test_out_dtype(stand_in: None) -> None:
     q, k, v = attention_inputs(torch.float16)
     assert fp8.attention(q, k, v).dtype == torch.float16
     assert fp8.attention(q, k, v, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_compiled(stand_in: None) -> None:
+    q, k, v = attention_inputs()
+    compiled = torch.compile(fp8.attention, fullgraph=True, backend="aot_eager")
+    want = fp8.attention(q, k, v, return_lse=True)
+    for got, x in zip(compiled(q, k, v, return_lse=True), want, strict=True):
+        torch.testing.assert_close(got, x, rtol=1e-2, atol=1e-2)
 
 
 def test_what_fp8_cannot_do() -> None:
