@@ -47,8 +47,13 @@ RUNS: dict[str, tuple[str, ...]] = {
                "flash", "cudnn", "flash_attn_4"),
     "sustained": ("--sustained", "--s", "4096", "16384", "--variants", "fa3", "--peers", "cudnn",
                   "flash_attn_4"),
+    "fp8_quantize": (),
 }  # fmt: skip
-ON_REQUEST = ("models", "sustained")  # by --only: they do not fit into the nine minutes
+ON_REQUEST = (
+    "models",
+    "sustained",
+    "fp8_quantize",
+)  # by --only: they do not fit into the nine minutes
 # Parts that are not named as their script, which adds to what it has of the same source.
 SCRIPTS = dict.fromkeys(
     ("few heads", "head dims", "fa1", "host", "fp16", "models", "sustained"), "compare"

@@ -6,15 +6,15 @@
     out = flash_ext.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True)
     print(flash_ext.explain(q, k, v, causal=True))  # which variant runs, and why not the others
 
-`flash_ext.reference` is standard attention, `flash_ext.tiled` the papers' algorithms in torch.
-VARIANTS are the generations, oldest first, CPU_VARIANTS those that run on a CPU too (and with FP8
-inputs fa3 does). KERNEL_DIMS are the head dims for which CUDA kernels are compiled; others are
-padded to these.
+`flash_ext.fp8` quantizes. `flash_ext.reference` is standard attention, `flash_ext.tiled` the
+papers' algorithms in torch. VARIANTS are the generations, oldest first, CPU_VARIANTS those that run
+on a CPU too (and with FP8 inputs fa3 does). KERNEL_DIMS are the head dims for which CUDA kernels
+are compiled; others are padded to these.
 """
 
 import sys
 
-from . import dropout, explanation, reference
+from . import dropout, explanation, fp8, reference
 from .cpu import tiled
 from .explanation import Explanation, explain
 from .flash_attn import bert_padding as bert_padding
@@ -32,6 +32,7 @@ __all__ = [
     "attention_varlen",
     "dropout",
     "explain",
+    "fp8",
     "reference",
     "tiled",
 ]

@@ -25,12 +25,12 @@ LAYERS = {
     "schedule": {"ptx", "tile", "problem"},
     "plan": {"tile", "problem", "schedule"},
     "kernels/common": {"ptx", "tile", "problem", "schedule", "plan"},
-    "instantiate": {"kernels/common", "kernels/fa1", "kernels/fa2", "kernels/fa3"},
+    "instantiate": {"kernels/common", "kernels/fa1", "kernels/fa2", "kernels/fa3", "kernels/fp8"},
     "api": {"tile", "problem", "schedule", "plan"},
 }
 """The folders of csrc/, and from which others each may include."""
-for variant in ("fa1", "fa2", "fa3"):
-    LAYERS[f"kernels/{variant}"] = {*LAYERS["kernels/common"], "kernels/common"}
+for folder in ("fa1", "fa2", "fa3", "fp8"):
+    LAYERS[f"kernels/{folder}"] = {*LAYERS["kernels/common"], "kernels/common"}
 STABLE_HEADERS = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 
 
@@ -96,7 +96,7 @@ def test_a_breach_is_found(tmp_path: Path, file: str, code: str, complaint: str)
 PYTHON_LAYERS = (
     ("ops", "dropout"),
     ("cpu", "functional"),
-    ("reference", "explanation", "flash_attn", "integrations"),
+    ("reference", "explanation", "flash_attn", "fp8", "integrations"),
     ("__init__", "__main__"),
 )
 

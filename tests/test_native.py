@@ -230,6 +230,55 @@ def test_workspaces_of_sequences_do_not_overlap(
             assert batch.workspace(head)[0][index] + tile * 32 == number * 32
 
 
+# --- schedule/row_tiles.cuh ---
+
+
+@pytest.mark.parametrize("lengths", [(0,), (9,), (4, 0, 3, 8, 0), (0, 0), (1,) * 9, ()])
+@pytest.mark.parametrize("unused", (0, 1, 5))
+@pytest.mark.parametrize("block", (1, 4))
+def test_row_tiles(lengths: tuple[int, ...], unused: int, block: int, native: ModuleType) -> None:
+    """Every row is in one tile, of its own sequence; every sequence has a tile 0."""
+    starts = [0, *itertools.accumulate(lengths)]
+    total, batch = starts[-1] + unused, len(lengths)
+    for seqused in (None, [length // 2 for length in lengths]):
+        tiles = native.row_tiles(batch, total, starts, seqused, block)
+        rows: dict[int, int] = {}
+        for sequence, tile, begin, count, used in tiles:
+            rows |= {begin + i: sequence for i in range(count)}
+            if sequence < 0:
+                assert used == 0
+                continue
+            assert begin == starts[sequence] + tile * block or count == 0
+            all_used = lengths[sequence] if seqused is None else seqused[sequence]
+            assert used == min(max(all_used - tile * block, 0), block)
+        assert sum(count for *_, count, _ in tiles) == total
+        owners = [b for b, length in enumerate(lengths) for _ in range(length)]
+        assert [rows[i] for i in range(total)] == owners + [-1] * unused
+        assert {x[0] for x in tiles if x[1] == 0} >= set(range(batch))
+
+
+def test_row_tiles_of_a_dense_batch(native: ModuleType) -> None:
+    for rows in (0, 1, 4, 9):
+        tiles = native.row_tiles(3, rows, None, [0, rows, rows // 2], 4)
+        per_element = max(-(-rows // 4), 1)
+        assert [x[0] for x in tiles] == [b for b in range(3) for _ in range(per_element)]
+        for b, used in enumerate((0, rows, rows // 2)):
+            part = tiles[b * per_element : (b + 1) * per_element]
+            assert sum(x[3] for x in part) == rows and sum(x[4] for x in part) == used
+            assert [x[1] for x in part] == list(range(per_element))
+
+
+def test_row_tiles_stay_in_the_tensor(native: ModuleType) -> None:
+    """Whatever cu_seqlens contains."""
+    source = random.Random(0)
+    for _ in range(300):
+        batch, total = source.randrange(1, 5), source.randrange(12)
+        wild = [source.randrange(-9, 20) for _ in range(batch + 1)]
+        for _, _, begin, count, used in native.row_tiles(batch, total, wild, None, 4):
+            assert 0 <= used <= count <= 4
+            assert count == 0 or 0 <= begin <= begin + count <= total
+
+
 # --- tile/swizzle.cuh ---
 
 CHUNK, BANKS = 16, 128  # bytes: what one lane moves at once, and what all banks hold

@@ -15,35 +15,13 @@
 #include "api/check.h"
 #include "api/debug_seqlens.h"
 #include "api/out_of_memory.h"
+#include "api/stream.h"
 #include "plan/plan.h"
 #include "problem/mask.cuh"
 #include "problem/params.h"
 
-// Weak: a CPU-only libtorch lacks it, and there this library must load too.
-extern "C" __attribute__((weak)) AOTITorchError
-aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
-
 namespace flash_ext {
 namespace {
-
-cudaStream_t current_stream(const Tensor& q) {
-    void* stream = nullptr;
-    if (aoti_torch_get_current_cuda_stream == nullptr ||
-        aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream) != 0)
-        fail("this torch has no CUDA stream to launch on");
-    return static_cast<cudaStream_t>(stream);
-}
-
-// A contiguous, uninitialised tensor on q's device.
-Tensor empty(const Tensor& q, const std::vector<int64_t>& shape, ScalarType dtype) {
-    std::vector<int64_t> strides(shape.size());
-    int64_t stride = 1;
-    for (size_t i = shape.size(); i-- > 0;) {
-        strides[i] = stride;
-        stride *= std::max<int64_t>(shape[i], 1);
-    }
-    return empty_strided(q, shape, strides, dtype);
-}
 
 // Scratch memory, given back to torch's allocator when the call returns: the allocator reuses it
 // only for work later on the same stream.
@@ -168,10 +146,6 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
                                  [](const Operand& x) { return x.is_aligned(); });
 }
 
-void check_launch(cudaError_t status) {
-    if (status != cudaSuccess) fail("the CUDA launch failed: ", cudaGetErrorString(status));
-}
-
 Call make_call(const Tensor& q, const Sizes& sizes, std::span<const Operand> operands,
                const Options& options) {
     return {device_of(q),         sizes, operands, options.softcap, options.bias.has_value(),
@@ -191,6 +165,7 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     int32_t code = aoti_torch_dtype_float32();
     if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
     if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
+    if (dtype == ScalarType::Float8_e4m3fn) code = aoti_torch_dtype_float8_e4m3fn();
     if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
     if (dtype == ScalarType::UInt64) code = aoti_torch_dtype_uint64();
     AtenTensorHandle handle = nullptr;
@@ -200,6 +175,16 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
         throw_out_of_memory("CUDA out of memory. flash_ext tried to allocate a tensor of shape " +
                             shape_text(sizes) + " on cuda:" + std::to_string(x.get_device_index()));
     return Tensor(handle);
+}
+
+Tensor empty(const Tensor& x, const std::vector<int64_t>& shape, ScalarType dtype) {
+    std::vector<int64_t> strides(shape.size());
+    int64_t stride = 1;
+    for (size_t i = shape.size(); i-- > 0;) {
+        strides[i] = stride;
+        stride *= std::max<int64_t>(shape[i], 1);
+    }
+    return empty_strided(x, shape, strides, dtype);
 }
 
 Tensor with_contiguous_rows(const Tensor& x) {

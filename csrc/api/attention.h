@@ -41,6 +41,10 @@ struct Options {
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);
 
+// The same, contiguous.
+Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
+             torch::headeronly::ScalarType dtype);
+
 // A gradient as the kernels read it: itself, or a copy. Does not use torch's own op, whose error
 // would not be torch.OutOfMemoryError here.
 Tensor with_contiguous_rows(const Tensor& x);

@@ -3,6 +3,7 @@
 
 #include "api/attention.h"
 #include "api/boxing.h"
+#include "api/quantize.h"
 
 namespace flash_ext {
 namespace {
@@ -25,6 +26,17 @@ std::tuple<int64_t, int64_t, std::string> check(Tensor q, Tensor k, Tensor v, OP
     return attention_check(q, k, v, OPTIONS);
 }
 
+std::tuple<Tensor, Tensor> fp8_quantize(Tensor x, Text scales, std::optional<Tensor> signs,
+                                        std::optional<Tensor> mean,
+                                        std::optional<Tensor> cu_seqlens,
+                                        std::optional<Tensor> seqused, int64_t blocks) {
+    return quantize_rows(x, scales.value, {signs, mean, cu_seqlens, seqused, blocks});
+}
+
+Tensor fp8_token_mean(Tensor x, std::optional<Tensor> cu_seqlens, std::optional<Tensor> seqused) {
+    return mean_of_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
+}
+
 }  // namespace
 }  // namespace flash_ext
 
@@ -37,4 +49,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
     m.impl("fwd", TORCH_BOX(&flash_ext::fwd));
     m.impl("bwd", TORCH_BOX(&flash_ext::bwd));
     m.impl("check", TORCH_BOX(&flash_ext::check));
+    m.impl("fp8_quantize", TORCH_BOX(&flash_ext::fp8_quantize));
+    m.impl("fp8_token_mean", TORCH_BOX(&flash_ext::fp8_token_mean));
 }

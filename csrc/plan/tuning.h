@@ -190,6 +190,8 @@ struct Fa3ForwardFp8Row {
 };
 
 inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
+    {.head_dims = {32, 32},
+     .all = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 32}},
     {.head_dims = {64, 64},
      .all = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
     {.head_dims = {96, 96},
@@ -198,15 +200,12 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
      .all = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
     {.head_dims = {192, 128},
      .all = {.consumers = 2, .block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
+    {.head_dims = {192, 192},
+     .all = {.consumers = 2, .block_kv = 64, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
     {.head_dims = {256, 256},
      .all = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 64}},
 };
-
-constexpr HeadDims fa3_fp8_head_dims(HeadDims dims) {
-    for (const HeadDims padded : kHeadDims)
-        if (padded.holds(dims) && has_row(kFa3ForwardFp8, padded)) return padded;
-    throw "no row that holds these head dims";
-}
+static_assert(has_all_rows(kFa3ForwardFp8));
 
 constexpr Fa3Forward fa3_forward_fp8(HeadDims dims) { return row_of(kFa3ForwardFp8, dims).all; }
 

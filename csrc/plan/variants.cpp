@@ -205,7 +205,9 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
     const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
-        return fa3_forward<dim, dim_v>(params, stream);
+        return params.element_type == ElementType::kFloat8
+                   ? fa3_forward_fp8<dim, dim_v>(params, stream)
+                   : fa3_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
     return combine_splits(params, stream, /*pdl=*/true);

@@ -18,7 +18,8 @@ namespace flash_ext {
 inline void pack_gqa_view(ForwardParams& params) {
     const int group = params.heads_q / max_of(params.heads_k, 1);
     const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
-                       params.sink == nullptr && params.rng_state == nullptr;
+                       params.sink == nullptr && params.rng_state == nullptr &&
+                       !params.q_descale.by_query_head;
     const bool sees_all_keys = params.window_left >= params.seqlen_k;
     if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
         !sees_all_keys || params.q.head_stride == 0)

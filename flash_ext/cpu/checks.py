@@ -117,7 +117,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     _require_shape("v", v, (*shape_k, heads_k, head_dim_v), layouts[2][2])
 
 
-def _check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
+def check_offsets(argument: str, cu_seqlens: Tensor, total: int) -> None:
     """Check that sequences follow one another within the rows of the tensor."""
     previous = 0
     for index, offset in enumerate(cu_seqlens.tolist()):
@@ -137,7 +137,7 @@ def _check_lengths(q: Tensor, k: Tensor, options: Options) -> int:
         names = ("cu_seqlens_q", "cu_seqlens_k")
         for name, cu_seqlens, x in zip(names, options.cu_seqlens, (q, k), strict=True):
             _require_plain(name, cu_seqlens, q, torch.int32, (batch + 1,), "(batch + 1)")
-            _check_offsets(name, cu_seqlens, x.shape[0])
+            check_offsets(name, cu_seqlens, x.shape[0])
     if options.seqused_k is not None:
         _require_plain("seqused_k", options.seqused_k, q, torch.int32, (batch,), "(batch)")
         packed = options.cu_seqlens_k

@@ -22,6 +22,7 @@ options are those of `flash_ext.ops.options.Options`.
     autograd       gradients and autocast; `node` is a second, quicker way to gradients
     call           `forward`, by which functions in Python call `fwd`
     vmap, flops    what else PyTorch asks of an op, but for `flash_ext.integrations.dtensor`
+    quantize       the ops of quantization to FP8, from schema to fake kernel
     binary         the CUDA kernels, which come from `_C.abi3.so`, if it was built
     checks         of arguments in Python
     torch_private  every private name of torch, and what is done without it
@@ -31,6 +32,7 @@ The CPU kernels are those of `flash_ext.cpu`.
 
 from . import fake as fake
 from . import flops, vmap
+from . import quantize as quantize
 from .autograd import meet
 from .binary import cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real

@@ -66,5 +66,5 @@ def _cuda_unavailable(*tensors: Any, **options: Any) -> NoReturn:
 
 
 if cuda_missing is not None:
-    for _name in ("fwd", "bwd", "check"):
+    for _name in ("fwd", "bwd", "check", "fp8_quantize", "fp8_token_mean"):
         library.impl(_name, _cuda_unavailable, "CUDA")

@@ -21,6 +21,7 @@
 #include "problem/params.h"
 #include "problem/sequences.cuh"
 #include "schedule/packed_gqa.h"
+#include "schedule/row_tiles.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
@@ -188,6 +189,22 @@ PYBIND11_MODULE(flash_ext_native, m) {
         });
     m.def("tiles_of", [](Pair positions, int block) {
         return numbers_of(tiles_of(interval_of(positions), block));
+    });
+    // (sequence, tile, first row, rows, rows in use) of every tile of a head, batch by batch.
+    m.def("row_tiles", [](int batch, int rows, const std::optional<std::vector<int>>& cu_seqlens,
+                          const std::optional<std::vector<int>>& seqused, int block) {
+        QuantizeParams params{};
+        params.batch = batch;
+        params.rows = rows;
+        params.cu_seqlens = cu_seqlens ? cu_seqlens->data() : nullptr;
+        params.seqused = seqused ? seqused->data() : nullptr;
+        std::vector<std::array<int, 5>> all;
+        for (int b = 0; b < (cu_seqlens ? 1 : batch); ++b)
+            for (int i = 0; i < row_tiles(params, block); ++i) {
+                const RowTile tile = row_tile(params, b, i, block);
+                all.push_back({tile.sequence, tile.tile, tile.begin, tile.rows, tile.used});
+            }
+        return all;
     });
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 

@@ -1,0 +1,184 @@
+"""Quantization to FP8: bytes per second of each kind, beside a copy of as many bytes.
+
+    python benchmarks/fp8_quantize.py               # on the GPU, under a minute
+    python benchmarks/fp8_quantize.py --device cpu  # a smoke test
+
+'bytes' is what the passes over memory read and write: block scales have one (two bytes read and one
+written for each element), the others read everything once more for the maxima, and the mean only
+reads. 'copy' is torch's copy_ between two tensors, which together have as many bytes, in turns with
+the call: 'ratio' is its time over the call's, 1 where the call is as fast as a copy.
+
+Results go to benchmarks/results/<device>/fp8_quantize.json. No call is timed before its first rows
+agree with the CPU kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import torch
+from common import Json
+from timing import METHOD, Timer
+from torch import Tensor
+
+from flash_ext import fp8
+
+ELEMENT = 2  # bytes of bfloat16
+LIMIT = 0.85  # of a copy's speed, for block scales
+CHECKED = 300  # rows, of two heads
+# (batch, seqlen, heads, head_dim)
+GPU_SHAPES = (
+    (1, 16384, 32, 128),
+    (1, 16384, 32, 64),
+    (1, 16384, 16, 256),
+    (1, 16384, 32, 96),
+    (1, 16384, 8, 128),
+    (16, 1024, 32, 128),
+)
+CPU_SHAPES = ((1, 512, 2, 64),)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A call of `flash_ext.fp8`."""
+
+    scales: str  # or "mean", which is token_mean
+    rotated: bool = False
+    smooth: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        more = (("rotation", self.rotated), ("mean subtracted", self.smooth))
+        return ", ".join((self.scales, *(name for name, on in more if on)))
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of all passes."""
+        if self.scales == "mean":
+            return ELEMENT
+        return (ELEMENT if self.scales == "block" else 2 * ELEMENT) + 1
+
+
+KINDS = (
+    Kind("block"),
+    Kind("block", rotated=True),
+    Kind("block", rotated=True, smooth=True),
+    Kind("channel"),
+    Kind("head"),
+    Kind("tensor"),
+    Kind("tensor", rotated=True),
+    Kind("mean"),
+)
+
+
+def call_of(kind: Kind, x: Tensor) -> Callable[[], Any]:
+    """What is timed."""
+    if kind.scales == "mean":
+        return lambda: fp8.token_mean(x)
+    options: dict[str, Any] = {"scales": kind.scales}
+    if kind.rotated:
+        generator = torch.Generator().manual_seed(0)
+        options["signs"] = fp8.random_signs(x.shape[-1], generator=generator).to(x.device)
+    if kind.smooth:
+        options["mean"] = fp8.token_mean(x)
+    return lambda: fp8.quantize(x, **options)
+
+
+def check(kind: Kind, x: Tensor) -> None:
+    """Compare with the CPU kernels on a few rows; raises where results differ."""
+    few = x[:1, :CHECKED, :2].contiguous()
+    (got, want) = (call_of(kind, y)() for y in (few, few.cpu()))
+    if kind.scales == "mean":
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
+        return
+    if kind.smooth:  # the means differ by rounding
+        torch.testing.assert_close(got[1].cpu(), want[1], rtol=1e-4, atol=0)
+        return
+    for a, b in zip(got, want, strict=True):
+        if not torch.equal(a.cpu().float(), b.float()):
+            raise RuntimeError(f"{kind.name}: the result is not that of the CPU kernels")
+
+
+def measure(kind: Kind, shape: tuple[int, ...], timer: Timer, min_time: float) -> Json:
+    """The call and the copy, in turns."""
+    x = torch.randn(shape, dtype=torch.bfloat16, device=timer.device)
+    check(kind, x)
+    size = math.prod(shape) * kind.bytes_per_element
+    source, target = (
+        torch.empty(size // 2, dtype=torch.uint8, device=timer.device) for _ in range(2)
+    )
+    calls = {"call": call_of(kind, x), "copy": lambda: target.copy_(source)}
+    estimates = {name: timer.estimate(call) for name, call in calls.items()}
+    samples = timer.compare(calls, estimates, min_time)
+    summaries = {name: s.summary() for name, s in samples.items()}
+    ms, copy_ms = (float(summaries[name]["ms"]) for name in calls)
+    return {
+        "method": kind.name,
+        **dict(zip(("batch", "seqlen", "heads", "d"), shape, strict=True)),
+        "bytes": size,
+        **summaries["call"],
+        "copy_ms": copy_ms,
+        "gbps": round(size / ms * 1e-6, 1),
+        "copy_gbps": round(size / copy_ms * 1e-6, 1),
+        "ratio": round(copy_ms / ms, 3),
+    }
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    common.add_device(parser)
+    add = parser.add_argument
+    add("--min-time", type=float, default=0.05, help="seconds for each call")
+    add("--out", help="result file, default benchmarks/results/<device>/fp8_quantize.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run; on a GPU the exit status is 1 if a kind of block scales is slower than ``LIMIT``."""
+    args = parse()
+    started = time.monotonic()
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    timer = Timer(device)
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    result = common.describe_setup(device) | {
+        "definition": __doc__.split("\n\n", 1)[1] if __doc__ else "",
+        "method": METHOD,
+        "limit": LIMIT,
+    }
+    jobs = [(kind, shape) for shape in shapes for kind in KINDS]
+    rows = [
+        measure(kind, shape, timer, args.min_time)
+        for kind, shape in common.progress(jobs, len(jobs), "fp8_quantize")
+    ]
+    result |= {"rows": rows, "seconds": round(time.monotonic() - started, 1)}
+    path = common.result_path(device, "fp8_quantize.json", args.out)
+    common.write_json(path, result)
+
+    print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
+    print(f"  {'shape':<22}{'kind':<36}{'ms':>9}{'GB/s':>9}{'copy':>9}{'ratio':>8}")
+    for row in rows:
+        shape = " x ".join(str(row[name]) for name in ("batch", "seqlen", "heads", "d"))
+        print(f"  {shape:<22}{row['method']:<36}{row['ms']:>9.4f}{row['gbps']:>9.0f}"
+              f"{row['copy_gbps']:>9.0f}{row['ratio']:>8.2f}")  # fmt: skip
+    slow = [row for row in rows if row["method"].startswith("block") and row["ratio"] < LIMIT]
+    print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
+    if device.type == "cuda" and slow:
+        print(f"{len(slow)} with block scales run at less than {LIMIT:.0%} of a copy's speed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

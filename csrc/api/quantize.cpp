@@ -1,0 +1,153 @@
+// From tensors to the kernels that quantize to FP8. The CPU kernels have the same checks in
+// flash_ext/cpu/quantize.py.
+#include "api/quantize.h"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "api/check.h"
+#include "api/stream.h"
+#include "plan/quantize.h"
+#include "schedule/row_tiles.cuh"
+
+namespace flash_ext {
+namespace {
+
+constexpr const char* kScalesNames[] = {"tensor", "head", "block", "channel"};
+
+Scales check_scales(const std::string& scales) {
+    for (int i = 0; i < 4; ++i)
+        if (scales == kScalesNames[i]) return static_cast<Scales>(i);
+    refuse("scales", "'tensor' or 'head' or 'block' or 'channel'", "'" + scales + "'");
+}
+
+// Kernels read several elements at a time.
+void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+    if (tensor.numel() > 0 && address % bytes != 0)
+        refuse(argument, "aligned to " + std::to_string(bytes) + " bytes",
+               "a tensor that starts " + std::to_string(address % bytes) + " bytes after");
+}
+
+// Everything of the params but the results.
+QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
+    const bool varlen = options.cu_seqlens.has_value();
+    const int64_t dims = varlen ? 3 : 4;
+    if (x.dim() != dims)
+        refuse("x",
+               varlen ? "of shape (total, heads, head_dim) with cu_seqlens"
+                      : "of shape (batch, seqlen, heads, head_dim) (packed sequences come with "
+                        "cu_seqlens)",
+               shape_text(x.sizes()));
+    if (!x.is_cuda()) refuse("x", "on a CUDA device", "a tensor elsewhere");
+    if (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16)
+        refuse("x", "float16 or bfloat16", dtype_name(x.scalar_type()));
+    require_contiguous_rows("x", x);
+    const int64_t rows = x.size(dims - 3), heads = x.size(dims - 2), head_dim = x.size(dims - 1);
+    if (head_dim < 16 || head_dim > kMaxHeadDim || head_dim % 16 != 0)
+        refuse("x's head dimension",
+               "a multiple of 16 up to " + std::to_string(kMaxHeadDim) + " on CUDA", head_dim);
+    if (heads == 0) refuse("x's number of heads", "at least 1", heads);
+    if (rows >= int64_t{1} << 29) refuse("x's sequence length", "below 2^29", rows);
+    if (varlen && options.cu_seqlens->numel() < 1)
+        refuse("cu_seqlens", "of shape (batch + 1)", shape_text(options.cu_seqlens->sizes()));
+    const int64_t batch = varlen ? options.cu_seqlens->numel() - 1 : x.size(0);
+    const int64_t tiles =
+        heads * ((varlen ? 1 : std::max<int64_t>(batch, 1)) * (rows / kScaleRows + 1) + batch + 2);
+    if (tiles >= int64_t{1} << 31)
+        refuse("x", "of fewer than 2^31 tiles of 128 rows", shape_text(x.sizes()));
+    if (varlen)
+        require_option("cu_seqlens", *options.cu_seqlens, ScalarType::Int, {batch + 1},
+                       "(batch + 1)", x);
+    if (options.seqused)
+        require_option("seqused", *options.seqused, ScalarType::Int, {batch}, "(batch)", x);
+    if (options.mean) {
+        require_option("mean", *options.mean, ScalarType::Float, {batch, heads, head_dim},
+                       "(batch, heads, head_dim)", x);
+        require_aligned("mean", *options.mean, 16);
+    }
+    if (options.signs) {
+        if (options.signs->scalar_type() != ScalarType::Char)
+            refuse("signs", "int8", dtype_name(options.signs->scalar_type()));
+        require_option("signs", *options.signs, ScalarType::Char, {head_dim}, "(head_dim)", x);
+        require_aligned("signs", *options.signs, 8);
+    }
+    check_architecture(x);
+
+    QuantizeParams params{};
+    params.element_type =
+        x.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+    params.batch = static_cast<int>(batch);
+    params.rows = static_cast<int>(!varlen && batch == 0 ? 0 : rows);
+    params.heads = static_cast<int>(heads);
+    params.head_dim = static_cast<int>(head_dim);
+    params.hadamard_dim = static_cast<int>(head_dim & -head_dim);
+    params.x = {x.data_ptr(), varlen ? 0 : x.stride(0), x.stride(dims - 3), x.stride(dims - 2)};
+    params.aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+    for (int64_t dim = 0; dim < dims - 1; ++dim)
+        params.aligned = params.aligned && (x.size(dim) <= 1 || x.stride(dim) % 8 == 0);
+    const auto data = [](const std::optional<Tensor>& tensor) -> const void* {
+        return tensor && tensor->numel() > 0 ? tensor->data_ptr() : nullptr;
+    };
+    params.cu_seqlens = static_cast<const int*>(data(options.cu_seqlens));
+    params.seqused = static_cast<const int*>(data(options.seqused));
+    params.signs = static_cast<const int8_t*>(data(options.signs));
+    params.mean = static_cast<const float*>(data(options.mean));
+    return params;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& scales,
+                                         const QuantizeOptions& options) {
+    const Scales kind = check_scales(scales);
+    QuantizeParams params = check_rows(x, options);
+    if (options.signs && kind == Scales::kChannel)
+        refuse("signs", "None with scales='channel' (a rotation mixes the channels)", "a tensor");
+    const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
+    if (kind == Scales::kBlock && !options.cu_seqlens && options.blocks != blocks)
+        refuse("blocks", "ceil(seqlen / 128) = " + std::to_string(blocks), options.blocks);
+    if (options.blocks < 0 || options.blocks >= int64_t{1} << 31)
+        refuse("blocks", "at least 0 and below 2^31", options.blocks);
+    params.scales = kind;
+    params.blocks = static_cast<int>(options.blocks);
+    if (options.signs)
+        params.norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(params.hadamard_dim)));
+    const cudaStream_t stream = current_stream(x);
+
+    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    Tensor x_fp8 = empty(x, {x.sizes().begin(), x.sizes().end()}, ScalarType::Float8_e4m3fn);
+    std::vector<int64_t> shape;
+    if (kind != Scales::kTensor) shape = {params.batch, params.heads};
+    if (kind == Scales::kBlock) shape.push_back(params.blocks);
+    if (kind == Scales::kChannel) shape.push_back(params.head_dim);
+    Tensor descale = empty(x, shape, ScalarType::Float);
+    Tensor amax = kind == Scales::kBlock ? Tensor() : empty(x, shape, ScalarType::Float);
+    params.x_fp8 = static_cast<uint8_t*>(x_fp8.data_ptr());
+    params.descale = static_cast<float*>(descale.data_ptr());
+    if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
+    check_launch(quantize(params, stream));
+    return {x_fp8, descale};
+}
+
+Tensor mean_of_rows(const Tensor& x, const QuantizeOptions& options) {
+    QuantizeParams params = check_rows(x, options);
+    const cudaStream_t stream = current_stream(x);
+    const int64_t batches = params.cu_seqlens != nullptr ? 1 : std::max(params.batch, 1);
+
+    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    Tensor mean = empty(x, {params.batch, params.heads, params.head_dim}, ScalarType::Float);
+    const Tensor sums =
+        empty(x, {batches * row_tiles(params, kColumnRows), params.heads, params.head_dim},
+              ScalarType::Float);
+    params.sums = static_cast<float*>(sums.data_ptr());
+    params.mean_out = static_cast<float*>(mean.data_ptr());
+    check_launch(token_mean(params, stream));
+    return mean;
+}
+
+}  // namespace flash_ext

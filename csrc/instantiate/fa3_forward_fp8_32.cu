@@ -1,0 +1,4 @@
+#include "kernels/fa3/forward.cuh"
+
+template cudaError_t flash_ext::fa3_forward_fp8<32, 32>(flash_ext::ForwardParams,
+                                                            cudaStream_t);

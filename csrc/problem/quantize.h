@@ -1,0 +1,46 @@
+// Quantization of q, k or v to FP8 (e4m3), x = x_fp8 * descale: the parameters of its kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/tensor_view.h"
+
+namespace flash_ext {
+
+// What shares a scale: everything; the rows of a head; 128 rows of a head; a column of a head.
+enum class Scales { kTensor, kHead, kBlock, kChannel };
+
+// Rows of a block scale. The FP8 kernels of FA3 count on it.
+inline constexpr int kScaleRows = 128;
+inline constexpr float kMaxFloat8 = 448.f;  // of e4m3
+// A smaller maximum counts as this one, so that descale and its inverse are normal numbers.
+inline constexpr float kMinAmax = 0x1p-100f;
+
+struct QuantizeParams {
+    ElementType element_type;
+    int batch;  // B: sequences
+    int rows;   // S; with varlen the total number of rows
+    int heads;
+    int head_dim;      // D, a multiple of 16
+    int hadamard_dim;  // the largest power of two that divides D
+
+    TensorView x;                     // (B, S, H, D)
+    uint8_t* x_fp8 = nullptr;         // (B, S, H, D), contiguous
+    const int* cu_seqlens = nullptr;  // (B + 1), of varlen
+    const int* seqused = nullptr;     // (B), the rows in use; others become zeros
+    const int8_t* signs = nullptr;    // (D), 1 or -1; null: no rotation
+    const float* mean = nullptr;      // (B, H, D), subtracted first
+    float norm = 1.f;                 // the factor that makes the Hadamard matrix orthonormal
+    bool aligned = false;             // does every row of x start on a 16-byte boundary?
+
+    Scales scales = Scales::kTensor;
+    int blocks = 0;            // of descale, per head
+    float* amax = nullptr;     // (1), (B, H) or (B, H, D), workspace; not for block scales
+    float* descale = nullptr;  // (1), (B, H), (B, H, blocks) or (B, H, D)
+
+    // The mean over rows, of which sums are taken first.
+    float* sums = nullptr;      // (tensor batches, tiles, H, D), workspace
+    float* mean_out = nullptr;  // (B, H, D)
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,191 @@
+"""The CPU kernels of quantization to FP8, as csrc/kernels/fp8/ has them for CUDA.
+
+Every operation is rounded to float32 in the same order, so x_fp8 and descale are those of the CUDA
+kernels bit by bit (but for the bits of a NaN). Sums of means are in another order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.checks import dtype_name, refuse, require_device
+from ..ops.quantize import SCALE_ROWS, batch_of, check_scales, descale_shape
+from ..ops.schemas import library
+from .checks import check_offsets
+
+MAX_FLOAT8 = 448.0
+"""The largest number of e4m3."""
+
+MIN_AMAX = 2.0**-100
+"""A smaller maximum counts as this one, so that descale and its inverse are normal numbers."""
+
+
+def hadamard_dim(dim: int) -> int:
+    """The largest power of two that divides dim: the size of the blocks of the rotation."""
+    return dim & -dim
+
+
+def butterflies(x: Tensor) -> Tensor:
+    """x H over the last dimension, where the Hadamard matrix H has entries 1 and -1."""
+    block = hadamard_dim(x.shape[-1])
+    distance = 1
+    while distance < block:
+        a, b = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        distance *= 2
+    return x
+
+
+def _check_plain(
+    name: str, tensor: Tensor | None, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != dtype:
+        refuse(name, dtype_name(dtype), tensor.dtype)
+    if tuple(tensor.shape) != shape:
+        refuse(name, f"of shape {shape}", tuple(tensor.shape))
+    require_device(name, tensor, x)
+    if not tensor.is_contiguous():
+        refuse(name, "contiguous", f"strides {tensor.stride()}")
+
+
+def _check_rows(
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
+    signs: Tensor | None = None,
+    mean: Tensor | None = None,
+) -> None:
+    if cu_seqlens is None and x.dim() != 4:
+        hint = "(packed sequences come with cu_seqlens)"
+        refuse("x", f"of shape (batch, seqlen, heads, head_dim) {hint}", tuple(x.shape))
+    if cu_seqlens is not None and x.dim() != 3:
+        refuse("x", "of shape (total, heads, head_dim) with cu_seqlens", tuple(x.shape))
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        refuse("x", "float16 or bfloat16", x.dtype)
+    *_, heads, dim = x.shape
+    if not 1 <= dim <= 256:
+        refuse("x's head dimension", "1 to 256", dim)
+    if x.numel() > 0 and dim > 1 and x.stride(-1) != 1:
+        refuse("x", "contiguous in its last dimension", f"strides {x.stride()}")
+    if heads == 0:
+        refuse("x's number of heads", "at least 1", heads)
+    if cu_seqlens is not None and cu_seqlens.numel() < 1:
+        refuse("cu_seqlens", "of shape (batch + 1)", tuple(cu_seqlens.shape))
+    batch = batch_of(x, cu_seqlens)
+    _check_plain("cu_seqlens", cu_seqlens, x, torch.int32, (batch + 1,))
+    _check_plain("seqused", seqused, x, torch.int32, (batch,))
+    _check_plain("mean", mean, x, torch.float32, (batch, heads, dim))
+    _check_plain("signs", signs, x, torch.int8, (dim,))
+    if cu_seqlens is not None:
+        check_offsets("cu_seqlens", cu_seqlens, x.shape[0])
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> list[Tensor]:
+    """The rows in use of each sequence, (n, H, D), as views."""
+    if cu_seqlens is None:
+        found = list(x.unbind(0))
+    else:
+        edges = cu_seqlens.tolist()
+        found = [x[edges[b] : edges[b + 1]] for b in range(len(edges) - 1)]
+    if seqused is not None:
+        for b, used in enumerate(seqused.tolist()):
+            if not 0 <= used <= found[b].shape[0]:
+                refuse(f"seqused[{b}]", f"from 0 to the sequence's {found[b].shape[0]} rows", used)
+            found[b] = found[b][:used]
+    return found
+
+
+def _amax(x: Tensor, scales: str) -> Tensor:
+    """Of one sequence (n, H, D): (), (H), (H, ceil(n / 128)) or (H, D). NaN has no part in it."""
+    x = x.abs().nan_to_num(0.0).transpose(0, 1)
+    if scales == "block":
+        padded = -(-x.shape[1] // SCALE_ROWS) * SCALE_ROWS
+        x = F.pad(x, (0, 0, 0, padded - x.shape[1])).unflatten(1, (-1, SCALE_ROWS))
+    dims = {"tensor": (0, 1, 2), "head": (1, 2), "block": (2, 3), "channel": (1,)}[scales]
+    if x.shape[1] == 0:  # no rows: no maximum
+        return x.new_zeros([n for dim, n in enumerate(x.shape) if dim not in dims])
+    return x.amax(dims)
+
+
+def _by_row(scale: Tensor, scales: str, rows: int) -> Tensor:
+    """One sequence's part of a scale, so that it broadcasts to (n, H, D)."""
+    if scales == "tensor" or scales == "channel":
+        return scale
+    if scales == "head":
+        return scale[:, None]
+    block = torch.arange(rows, device=scale.device) // SCALE_ROWS
+    return scale[:, block].mT[..., None]
+
+
+def _quantize_cpu(
+    x: Tensor,
+    scales: str,
+    *,
+    signs: Tensor | None = None,
+    mean: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    blocks: int = 0,
+) -> tuple[Tensor, Tensor]:
+    check_scales(scales)
+    _check_rows(x, cu_seqlens, seqused, signs, mean)
+    if signs is not None and scales == "channel":
+        wanted = "None with scales='channel' (a rotation mixes the channels)"
+        refuse("signs", wanted, "a tensor")
+    rotated = []
+    for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
+        y = rows.float()
+        if mean is not None:
+            y = y - mean[b]
+        if signs is not None:
+            y = butterflies(torch.where(signs < 0, -y, y))
+        rotated.append(torch.where(y.isfinite(), y, torch.nan))
+
+    longest = max((-(-y.shape[0] // SCALE_ROWS) for y in rotated), default=0)
+    if scales == "block" and blocks < longest:
+        refuse("blocks", f"at least that of the longest sequence, {longest}", blocks)
+    if scales == "block" and cu_seqlens is None and blocks != -(-x.shape[1] // SCALE_ROWS):
+        refuse("blocks", f"ceil(seqlen / 128) = {-(-x.shape[1] // SCALE_ROWS)}", blocks)
+    amax = torch.zeros(descale_shape(x, scales, cu_seqlens, blocks), device=x.device)
+    for b, y in enumerate(rotated):
+        of_sequence = _amax(y, scales)
+        if scales == "tensor":
+            amax = torch.maximum(amax, of_sequence)
+        elif scales == "block":
+            amax[b, :, : of_sequence.shape[1]] = of_sequence
+        else:
+            amax[b] = of_sequence
+
+    clamped = amax.clamp_min(MIN_AMAX)
+    inverse = torch.full_like(clamped, MAX_FLOAT8) / clamped
+    norm = 1.0 if signs is None else 1 / math.sqrt(hadamard_dim(x.shape[-1]))
+    descale = torch.where(amax > 0, clamped * norm / MAX_FLOAT8, 1.0)
+
+    x_fp8 = torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    for b, (y, target) in enumerate(
+        zip(rotated, _sequences(x_fp8, cu_seqlens, seqused), strict=True)
+    ):
+        factor = _by_row(inverse if scales == "tensor" else inverse[b], scales, y.shape[0])
+        target.copy_((y * factor).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn))
+    return x_fp8, descale
+
+
+def _token_mean_cpu(
+    x: Tensor, *, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None
+) -> Tensor:
+    _check_rows(x, cu_seqlens, seqused)
+    mean = torch.zeros((batch_of(x, cu_seqlens), *x.shape[-2:]), device=x.device)
+    for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
+        if rows.shape[0] > 0:
+            mean[b] = rows.float().mean(0)
+    return mean
+
+
+library.impl("fp8_quantize", _quantize_cpu, "CPU")
+library.impl("fp8_token_mean", _token_mean_cpu, "CPU")

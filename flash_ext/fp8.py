@@ -1,0 +1,377 @@
+"""FP8 (e4m3) attention from bfloat16 and float16: quantization, and calls that do all of it.
+
+    out = flash_ext.fp8.attention(q, k, v, causal=True)  # quantizes q, k and v, then attends
+
+Or step by step, for example to quantize k and v once for many calls:
+
+    signs = flash_ext.fp8.random_signs(q.shape[-1], device=q.device)
+    q8, q_descale = flash_ext.fp8.quantize(q, scales="block", signs=signs)
+    k8, k_descale = flash_ext.fp8.quantize(
+        k, scales="block", signs=signs, mean=flash_ext.fp8.token_mean(k)
+    )
+    v8, v_descale = flash_ext.fp8.quantize(v, scales="channel")
+    out = flash_ext.attention(
+        q8, k8, v8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    )
+
+Three things keep the error small. *Scales* of few elements leave an outlier few neighbors to spoil.
+A *rotation* of q and k, by random signs and a Hadamard matrix, spreads an outlier over its row and
+leaves all products q·k as they are (incoherent processing; Shah et al., "FlashAttention-3", 2024,
+section 3.3). The *mean* over tokens of k, which is large in many models, is subtracted: it changes
+all scores of a query by the same number, which the softmax does not see (Zhang et al.,
+"SageAttention", 2024).
+
+There are no gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from typing_extensions import Unpack
+
+from . import functional
+from .ops.call import is_real
+from .ops.checks import refuse, require_tensors
+from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+__all__ = ["attention", "attention_varlen", "quantize", "random_signs", "token_mean"]
+
+
+def random_signs(
+    dim: int,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Random signs for `quantize`: int8 (dim), 1 or -1.
+
+    Args:
+        dim: the head dimension D.
+        generator: where they are drawn from; None: torch's generator of the device.
+        device: of the tensor.
+    """
+    bits = torch.randint(0, 2, (dim,), generator=generator, device=device, dtype=torch.int8)
+    return 1 - 2 * bits
+
+
+def token_mean(
+    x: Tensor, *, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None
+) -> Tensor:
+    """The mean over the tokens of each sequence and head: float32 (B, H, D), for `quantize`.
+
+    Args:
+        x: (B, S, H, D) or packed (total, H, D), float16 or bfloat16.
+        cu_seqlens: int32 (B + 1), of packed sequences.
+        seqused: int32 (B): only so many rows of each sequence count. The mean of none is 0.
+    """
+    require_tensors(x=x)
+    return fp8_token_mean(x.detach(), cu_seqlens=cu_seqlens, seqused=seqused)  # type: ignore[no-any-return]
+
+
+def quantize(
+    x: Tensor,
+    *,
+    scales: str = "block",
+    signs: Tensor | None = None,
+    mean: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x as FP8 and its scales: x - mean, rotated, is x_fp8 * descale up to rounding.
+
+    A scale is the largest magnitude of what shares it, divided by 448, the largest number of e4m3;
+    1 where all of it is 0. Numbers that are not finite become NaN, and have no part in scales. No
+    gradient passes. On CUDA D is a multiple of 16.
+
+    Args:
+        x: (B, S, H, D), or packed (total, H, D); float16 or bfloat16, any strides with a contiguous
+            last dimension. D up to 256.
+        scales: what shares a scale, with the shape of descale: "tensor", (); "head", (B, H);
+            "block", 128 rows of a head, (B, H, ceil(S / 128)); "channel", a column of a head,
+            (B, H, D). `flash_ext.attention` takes blocks for q and k, channels for v, the others
+            for all. (With "head" its q_descale has the number of k's heads: for grouped-query
+            attention take blocks.)
+        signs: int8 (D) from `random_signs`: rotate each row, x -> x diag(signs) H with an
+            orthonormal Hadamard matrix H. Where D is no power of two H is block-diagonal, with
+            blocks of the largest power of two that divides D. q and k need the same signs. Not with
+            scales="channel".
+        mean: float32 (B, H, D), contiguous, subtracted first: `token_mean(k)` for k, never for q.
+        cu_seqlens: int32 (B + 1), of packed sequences. Blocks count from each sequence's first row.
+        seqused: int32 (B): only so many rows of each sequence are in use. The others, and rows of
+            no sequence, are not read and become 0.
+        max_seqlen: of packed sequences with scales="block", no less than their longest: the last
+            dimension of descale is ceil(max_seqlen / 128). None takes the number of all rows.
+
+    Returns:
+        x_fp8, float8_e4m3fn, contiguous, of x's shape; descale, float32, contiguous.
+    """
+    require_tensors(x=x)
+    check_scales(scales)
+    blocks = 0
+    if scales == "block":
+        longest = x.shape[1] if cu_seqlens is None and x.dim() == 4 else x.shape[0]
+        if cu_seqlens is not None and max_seqlen is not None:
+            longest = max_seqlen
+        blocks = (longest + SCALE_ROWS - 1) // SCALE_ROWS
+    return fp8_quantize(  # type: ignore[no-any-return]
+        x.detach(),
+        scales,
+        signs=signs,
+        mean=None if mean is None else mean.detach(),
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+        blocks=blocks,
+    )
+
+
+_LOW32 = 0xFFFFFFFF
+_known_signs: dict[tuple[int, int, torch.device], Tensor] = {}
+
+
+def _make_signs(dim: int, seed: int, device: torch.device) -> Tensor:
+    """Signs as a pure function of (seed, column): a 32-bit hash in int64, which wraps around."""
+    x = (torch.arange(dim, device=device) + ((seed + 1) * 0x9E3779B1 & _LOW32)) & _LOW32
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & _LOW32
+    return (1 - 2 * ((x ^ (x >> 16)) & 1)).to(torch.int8)
+
+
+def _seeded_signs(dim: int, seed: int, x: Tensor) -> Tensor:
+    """The signs of a seed on x's device, kept from call to call where that is safe.
+
+    A tensor made while a CUDA graph is captured has its values only when that is replayed.
+    """
+    capturing = x.is_cuda and not is_compiling() and torch.cuda.is_current_stream_capturing()
+    if is_compiling() or capturing or not is_real(x):
+        return _make_signs(dim, seed, x.device)
+    key = (dim, seed, x.device)
+    if key not in _known_signs:
+        with torch.inference_mode(False):
+            _known_signs[key] = _make_signs(dim, seed, x.device)
+    return _known_signs[key]
+
+
+def _refuse_option(name: str, why: str) -> NoReturn:
+    raise ValueError(f"flash_ext: FP8 attention has no {name}: {why}")
+
+
+def _check(
+    tensors: dict[str, Tensor], bias: Tensor | None, dropout_p: float, sink: Tensor | None
+) -> None:
+    require_tensors(**tensors)
+    q = tensors["q"]
+    for name, x in tensors.items():
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            refuse(name, "float16 or bfloat16 (FP8 inputs are for flash_ext.attention)", x.dtype)
+        if x.dtype != q.dtype:
+            refuse(name, f"of q's dtype {str(q.dtype).removeprefix('torch.')}", x.dtype)
+    if bias is not None:
+        _refuse_option("bias", "no variant that takes float8_e4m3fn has one")
+    if dropout_p != 0:
+        _refuse_option("dropout", "no variant that takes float8_e4m3fn has it")
+    if torch.is_grad_enabled():
+        for name, needs in (*tensors.items(), ("sink", sink)):
+            if needs is not None and needs.requires_grad:
+                why = f"{name} requires one; call it under torch.no_grad(), or detach {name}"
+                _refuse_option("gradient", why)
+
+
+def _smooths(smooth_k: bool | None, softcap: float, sink: Tensor | None) -> bool:
+    """Whether the mean of k is subtracted. Refuse it where the result would not be the same."""
+    why = ""
+    if softcap != 0:
+        why = "softcap, which is applied to scores that would be shifted"
+    elif sink is not None:
+        why = "sink, a score that would not be shifted like the others"
+    if smooth_k and why:
+        refuse("smooth_k", f"None or False with {why}", "True")
+    return not why if smooth_k is None else smooth_k
+
+
+def _shift(q: Tensor, mean: Tensor, scale: float | None, cu_seqlens_q: Tensor | None) -> Tensor:
+    """scale · q·mean, by which all scores of a query are lower without the mean: as lse."""
+    tau = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    mean = mean.repeat_interleave(q.shape[-2] // mean.shape[-2], dim=-2) * tau  # (B, Hq, D)
+    if cu_seqlens_q is None:
+        return torch.einsum("bshd,bhd->bhs", q.float(), mean)
+    rows = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens_q, rows, right=True) - 1
+    if mean.shape[0] == 0:
+        return q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
+    # Rows of no sequence have lse = -inf, whatever is added.
+    return (q.float() * mean[sequence.clamp(0, mean.shape[0] - 1)]).sum(-1).nan_to_num().mT
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `attention` and `attention_varlen`, except return_lse."""
+
+    scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+    seqused_k: Tensor | None
+    dropout_p: float
+    variant: str
+    smooth_k: bool | None
+    incoherent: bool
+    signs: Tensor | None
+    seed: int
+    generator: torch.Generator | None
+    out_dtype: torch.dtype | None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    max_seqlens: tuple[int | None, int | None] = (None, None),
+    return_lse: bool = False,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    variant: str = "auto",
+    smooth_k: bool | None = None,
+    incoherent: bool = True,
+    signs: Tensor | None = None,
+    seed: int = 0,
+    generator: torch.Generator | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` and `attention_varlen`, whose options are described there."""
+    _check({"q": q, "k": k, "v": v}, bias, dropout_p, sink)
+    if not incoherent and signs is not None:
+        refuse("signs", "None with incoherent=False", "a tensor")
+    if incoherent and signs is None:
+        dim = q.shape[-1]
+        if generator is None:
+            signs = _seeded_signs(dim, seed, q)
+        else:
+            signs = random_signs(dim, generator=generator, device=q.device)
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens
+    of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": seqused_k}
+    mean = token_mean(k, **of_k) if _smooths(smooth_k, softcap, sink) else None
+
+    q_fp8, q_descale = quantize(
+        q, scales="block", signs=signs, cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlens[0]
+    )
+    k_fp8, k_descale = quantize(
+        k, scales="block", signs=signs, mean=mean, max_seqlen=max_seqlens[1], **of_k
+    )
+    v_fp8, v_descale = quantize(v, scales="channel", **of_k)
+    options = {
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sink": sink,
+        "seqused_k": seqused_k,
+        "variant": variant,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "out_dtype": q.dtype if out_dtype is None else out_dtype,
+    }
+    if cu_seqlens_q is not None:
+        assert cu_seqlens_k is not None
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        attend: Any = functional.attention_varlen
+    else:
+        attend = functional.attention
+    if not return_lse:
+        return attend(q_fp8, k_fp8, v_fp8, **options)  # type: ignore[no-any-return]
+    out, lse = attend(q_fp8, k_fp8, v_fp8, return_lse=True, **options)
+    return out, lse if mean is None else lse + _shift(q.detach(), mean, scale, cu_seqlens_q)
+
+
+def _with_options(function: _F) -> _F:
+    """Let `help` and `inspect.signature` show every option of the function, with its default."""
+    *own, _ = inspect.signature(function).parameters.values()
+    known = inspect.signature(_attend).parameters
+    options = [known[name] for name in Options.__annotations__]
+    function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
+@_with_options
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_ext.attention` in FP8: quantizes q and k by blocks, v by channels, and attends.
+
+    For inference: no input may require a gradient. Every call quantizes k and v; where they are
+    used more than once, call `quantize` yourself.
+
+    Args:
+        q, k, v: as in `flash_ext.attention`, float16 or bfloat16.
+        scale, causal, window, softcap, alibi_slopes, sink, seqused_k, variant, return_lse: as in
+            `flash_ext.attention`.
+        bias, dropout_p: refused: no variant has them in FP8.
+        smooth_k: subtract the mean over tokens from k. None does it unless there is a softcap or a
+            sink: with these the result would change, and True is refused. lse has what the scores
+            lack of it added again.
+        incoherent: rotate q and k.
+        signs: of the rotation, int8 (D), from `random_signs`. None makes them from `generator`,
+            or from `seed` where there is none: the same for every call.
+        seed, generator: see signs.
+        out_dtype: bfloat16 or float16; None: that of the inputs.
+
+    Returns:
+        out, or with return_lse the pair (out, lse), as from `flash_ext.attention`.
+    """
+    return _attend(q, k, v, return_lse=return_lse, **options)
+
+
+@_with_options
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of packed sequences, as in `flash_ext.attention_varlen`.
+
+    Args:
+        q, k, v, cu_seqlens_q, cu_seqlens_k: as in `flash_ext.attention_varlen`, float16 or
+            bfloat16.
+        max_seqlen_q, max_seqlen_k: no less than the longest sequence. They only make the tensors of
+            scales smaller; None takes the number of all rows.
+
+    The other options are those of `attention`.
+    """
+    return _attend(
+        q,
+        k,
+        v,
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+        return_lse=return_lse,
+        **options,
+    )

@@ -1,0 +1,97 @@
+"""The ops `torch.ops.flash_ext.fp8_quantize` and `fp8_token_mean`, and their fake kernels.
+
+    fp8_quantize(x, scales, *, signs, mean, cu_seqlens, seqused, blocks) -> (x_fp8, descale)
+    fp8_token_mean(x, *, cu_seqlens, seqused) -> mean
+
+x is (B, S, H, D), or (total, H, D) with cu_seqlens. `blocks` is the last dimension of the descales
+of scales="block": ceil(S / 128), or with cu_seqlens at least that of the longest sequence. The rest
+is as in `flash_ext.fp8`. Neither op has a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from .checks import refuse, require_device
+from .schemas import library
+
+SCALES = ("tensor", "head", "block", "channel")
+"""What shares a scale: the tensor; a head's rows; 128 rows of a head; a column of a head."""
+
+SCALE_ROWS = 128
+"""Rows of a block scale."""
+
+
+def check_scales(scales: str) -> None:
+    """Refuse an unknown name."""
+    if scales not in SCALES:
+        refuse("scales", " or ".join(map(repr, SCALES)), repr(scales))
+
+
+def batch_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """B."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def descale_shape(
+    x: Tensor, scales: str, cu_seqlens: Tensor | None, blocks: int
+) -> tuple[int, ...]:
+    """(), (B, H), (B, H, blocks) or (B, H, D)."""
+    if scales == "tensor":
+        return ()
+    heads = (batch_of(x, cu_seqlens), x.shape[-2])
+    return heads + {"head": (), "block": (blocks,), "channel": (x.shape[-1],)}[scales]
+
+
+def _define(signature: str, returns: str) -> Any:
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    library.define(f"{signature} -> {returns}", tags=tags)
+    return getattr(torch.ops.flash_ext, signature.partition("(")[0]).default
+
+
+fp8_quantize = _define(
+    "fp8_quantize(Tensor x, str scales, *, Tensor? signs=None, Tensor? mean=None,"
+    " Tensor? cu_seqlens=None, Tensor? seqused=None, SymInt blocks=0)",
+    "(Tensor x_fp8, Tensor descale)",
+)
+fp8_token_mean = _define(
+    "fp8_token_mean(Tensor x, *, Tensor? cu_seqlens=None, Tensor? seqused=None)", "Tensor"
+)
+
+
+def _require_one_device(x: Tensor, **others: Tensor | None) -> None:
+    for name, other in others.items():
+        if other is not None:
+            require_device(name, other, x)
+
+
+def _fp8_quantize_fake(
+    x: Tensor,
+    scales: str,
+    *,
+    signs: Tensor | None = None,
+    mean: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    blocks: int = 0,
+) -> tuple[Tensor, Tensor]:
+    check_scales(scales)
+    _require_one_device(x, signs=signs, mean=mean, cu_seqlens=cu_seqlens, seqused=seqused)
+    shape = descale_shape(x, scales, cu_seqlens, blocks)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float32)
+
+
+def _fp8_token_mean_fake(
+    x: Tensor, *, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None
+) -> Tensor:
+    _require_one_device(x, cu_seqlens=cu_seqlens, seqused=seqused)
+    shape = (batch_of(x, cu_seqlens), x.shape[-2], x.shape[-1])
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+register_fake("flash_ext::fp8_quantize", _fp8_quantize_fake, lib=library)
+register_fake("flash_ext::fp8_token_mean", _fp8_token_mean_fake, lib=library)
