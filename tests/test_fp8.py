@@ -242,7 +242,7 @@ def test_what_fp8_numbers_stand_for(kind: str, device: str) -> None:
 
 # --- Shapes ---
 
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (80, 80), (112, 112), (16, 48))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (80, 80), (112, 112), (16, 48))
 SHAPES = (
     problem(2, 128, 128, 2, 2, 64),
     problem(1, 1, 1, 8, 8, 64),
@@ -284,6 +284,13 @@ def test_other_head_dims(head_dim: int, device: str) -> None:
         run(p, make_inputs(p, device))
 
 
+@pytest.mark.gpu
+def test_head_dims_without_a_kernel() -> None:
+    p = problem(1, 30, 30, 2, 2, 256)
+    with pytest.raises(ERRORS, match=r"variant 'fa3' takes float8_e4m3fn only up to .* 192"):
+        run(p, make_inputs(p, "cuda"))
+
+
 @pytest.mark.parametrize(
     "layout", ("bhsd", "sbhd", "packed", "expanded_heads", "expanded_batch", "bshd")
 )
@@ -319,7 +326,7 @@ FEW_QUERIES = (
     problem(1, 4, 20000, 8, 8, 64, sink=True),
     problem(2, 16, 5000, 32, 8, 128, causal=True),
     problem(2, 3, 6000, 10, 2, 64, window=(3000, 0)),
-    problem(2, 1, 6000, 16, 2, 256, seqused_k=(5000, 77)),
+    problem(2, 1, 6000, 16, 2, 192, seqused_k=(5000, 77)),
     problem(1, 8, 6000, 8, 1, 64, softcap=3.0, alibi="h"),
     problem(lengths_q=(1, 4, 0), lengths_k=(9000, 300, 40), heads_q=8, heads_k=1, causal=True),
     problem(1, 2, 20000, 4, 1, 192, head_dim_v=128, out_dtype=torch.float16),
@@ -336,7 +343,7 @@ MANY_TILES = (
     problem(2, 2100, 2300, 8, 2, 64, causal=True, q_descale="fine"),
     problem(2, 2100, 2300, 8, 2, 128, q_descale="fine"),
     problem(1, 3000, 3000, 8, 8, 128, causal=True),
-    problem(1, 3000, 3000, 8, 4, 256, causal=True, out_dtype=torch.float16),
+    problem(1, 3000, 3000, 8, 4, 192, causal=True, out_dtype=torch.float16),
     problem(lengths_q=(1500, 0, 900, 1300), lengths_k=(1500, 9, 2000, 1300), heads_q=8, heads_k=2),
 )
 

@@ -67,8 +67,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, const TensorView& view, int head
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     const auto try_to_encode = [&] {
         return encode(&map, kTensorMapType<typename Tile::Element>, 4, view.data, sizes, strides,
-                      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                      kSwizzle,
+                      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle,
                       kBoxRows < Tile::kRows ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                              : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

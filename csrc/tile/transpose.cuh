@@ -36,23 +36,29 @@ __device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, 
     const uint32_t to = target + Target::offset(16 * warp + column, matrix / 2);
 #pragma unroll
     for (int chunk = 0; chunk < Source::kCols / 16; chunk += kWarps) {
-        uint32_t keys[kBlocks][4];
+        // Two blocks at a time: their latencies overlap, and this warp has few registers.
+        constexpr int kAtOnce = kBlocks < 2 ? kBlocks : 2;
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-            ptx::ldmatrix_x4<true>(keys[block],
-                                   (from ^ (chunk % Source::kChunksPerRow * 16)) +
-                                       chunk / Source::kChunksPerRow * Source::kAtomBytes +
-                                       32 * block * Source::kPitch);
+        for (int first_block = 0; first_block < kBlocks; first_block += kAtOnce) {
+            uint32_t keys[kAtOnce][4];
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            const uint32_t(&x)[4] = keys[block];
-            const uint32_t rows[4] = {
-                ptx::byte_permute(x[0], x[1], first), ptx::byte_permute(x[0], x[1], second),
-                ptx::byte_permute(x[2], x[3], first), ptx::byte_permute(x[2], x[3], second)};
-            ptx::stmatrix_x4((to ^ (block % kBlocksPerAtom * 32)) +
-                                 block / kBlocksPerAtom * Target::kAtomBytes +
-                                 16 * chunk * Target::kPitch,
-                             rows);
+            for (int i = 0; i < kAtOnce; ++i)
+                ptx::ldmatrix_x4<true>(keys[i],
+                                       (from ^ (chunk % Source::kChunksPerRow * 16)) +
+                                           chunk / Source::kChunksPerRow * Source::kAtomBytes +
+                                           32 * (first_block + i) * Source::kPitch);
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const uint32_t(&x)[4] = keys[i];
+                const uint32_t rows[4] = {
+                    ptx::byte_permute(x[0], x[1], first), ptx::byte_permute(x[0], x[1], second),
+                    ptx::byte_permute(x[2], x[3], first), ptx::byte_permute(x[2], x[3], second)};
+                const int block = first_block + i;
+                ptx::stmatrix_x4((to ^ (block % kBlocksPerAtom * 32)) +
+                                     block / kBlocksPerAtom * Target::kAtomBytes +
+                                     16 * chunk * Target::kPitch,
+                                 rows);
+            }
         }
     }
 }

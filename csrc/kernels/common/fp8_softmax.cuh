@@ -89,7 +89,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float score = s.v[0][4 * k + 2 * (j / 2) + e / 2][2 * i + e % 2];
-                    // Not as a product and a sum: the compiler would keep all products for the retry.
+                    // Not as a product and a sum: the compiler would keep all products for the
+                    // retry.
                     x[e] = ptx::ex2(__fmaf_rn(score, scale[i], shift[i]));
                     sums[i][e % 2] += x[e];
                 }

@@ -111,9 +111,11 @@ struct Fa3ForwardConfig {
     static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
-    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 40;
-    static constexpr int kConsumerRegisters =
-        kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 232;
+    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kFp8 ? 56 : 40;
+    static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                              : kConsumers == 3 ? 160
+                                              : kFp8            ? 224
+                                                                : 232;
     // FP8: warps of the first warpgroup that transpose V; columns of O that one P V computes.
     static constexpr int kTransposers = 2;
     static constexpr int kPartialCols = kFp8 ? kTuning.partial_cols : kHeadDimV;
@@ -165,15 +167,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
     struct Nothing {};
-    using PartialOutput =
-        std::conditional_t<kFp8, RegisterTile<16, Config::kPartialCols>, Nothing>;
+    using PartialOutput = std::conditional_t<kFp8, RegisterTile<16, Config::kPartialCols>, Nothing>;
     using Softmax = std::conditional_t<kFp8, Fp8Softmax<Config::kBlockKV>,
                                        OptimisticSoftmax<Element, Config::kBlockKV>>;
     using Probabilities = typename Softmax::Probabilities;
     using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
-    using Cta::elected, Cta::group, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
-        Cta::work_tiles;
+    using Cta::elected, Cta::group, Cta::params, Cta::release, Cta::release_and_advance,
+        Cta::storage, Cta::work_tiles;
     using typename Cta::WorkTileState;
 
     int consumer;  // index of this thread's warpgroup among the consumers
@@ -484,12 +485,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- Descales of FP8 ---
 
-    // Those of a query head's rows, or of its KV head: of all blocks or channels.
+    // Those of a query head's rows, or of its KV head, from block or channel `index` on. A tile
+    // without keys needs none, and its sequence may have none.
     __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
-                                                        int head_q) const {
-        if (x.data == nullptr) return &kNoDescale;
+                                                        int head_q, int index = 0) const {
+        if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
         const int head = x.by_query_head ? head_q : this->head_k(head_q);
-        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
+        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride +
+               index * x.last_stride;
     }
 
     // The factors of the scores of this lane's two rows, without that of the keys, and where that
@@ -499,9 +502,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
         for (int i = 0; i < 2; ++i) {
             const int row = warp_row() + lane_row() + 8 * i;
             const int head = tile.head + min_of(head_of(row), group() - 1);
-            const int block = min_of(query_of(tile, row), tile.sequence.seqlen_q - 1) / kDescaleRows;
-            state.q_scale[i] =
-                __ldg(descales_of(params.q_descale, tile, head) + block * params.q_descale.last_stride);
+            const int block =
+                min_of(query_of(tile, row), tile.sequence.seqlen_q - 1) / kDescaleRows;
+            state.q_scale[i] = __ldg(descales_of(params.q_descale, tile, head, block));
             if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
         }
         state.k_descales = descales_of(params.k_descale, tile, tile.head);
@@ -511,13 +514,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void load_k_scale(State& state) const {
         constexpr int kTiles = kDescaleRows / Config::kBlockKV;
         static_assert(kTiles * Config::kBlockKV == kDescaleRows);
-        state.k_scale = __ldg(state.k_descales + VisibleTiles::tile(state.kv_tile) / kTiles * params.k_descale.last_stride);
+        state.k_scale = __ldg(state.k_descales + VisibleTiles::tile(state.kv_tile) / kTiles *
+                                                     params.k_descale.last_stride);
     }
 
     // Applies v's to O, per head or per channel.
     __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const {
         const float* source = descales_of(params.v_descale, tile, tile.head);
-        const int64_t stride = params.v_descale.last_stride;
+        const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
         if (stride == 0) {
             rO.scale(__ldg(source));
             return;
@@ -647,10 +651,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
             }
             if (has_row && row < rows) params.lse[statistics + first_row + row] = lse;
             const auto store_as = [&](auto element) {
-                store_rows(global_tile<decltype(element)>(params.out, s.batch,
-                                                          s.q_begin + first_row, tile.head, rows,
-                                                          params.head_dim_v),
-                           rO);
+                store_rows(
+                    global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_row,
+                                                   tile.head, rows, params.head_dim_v),
+                    rO);
             };
             if constexpr (!kFp8) {
                 store_as(Element{});
@@ -872,16 +876,16 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen, Features::kGeneral>(
-        params, Features::kPlain, [&](auto features) {
-            dispatch<false, true>(params.o_partial != nullptr, [&](auto has_splits) {
-                constexpr bool kMayHaveSplits = has_splits || features == Features::kGeneral;
-                using Config = Fa3ForwardConfig<
-                    Float8, kHeadDim, kHeadDimV, features.value,
-                    tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}), kMayHaveSplits>;
-                status = launch_fa3_forward<Config>(params, stream);
-            });
+    dispatch_features<Features::kVarlen,
+                      Features::kGeneral>(params, Features::kPlain, [&](auto features) {
+        dispatch<false, true>(params.o_partial != nullptr, [&](auto has_splits) {
+            constexpr bool kMayHaveSplits = has_splits || features == Features::kGeneral;
+            using Config =
+                Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                 tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}), kMayHaveSplits>;
+            status = launch_fa3_forward<Config>(params, stream);
         });
+    });
     return status;
 }
 

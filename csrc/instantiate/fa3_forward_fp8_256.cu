@@ -1,4 +1,0 @@
-#include "kernels/fa3/forward.cuh"
-
-template cudaError_t flash_ext::fa3_forward_fp8<256, 256>(flash_ext::ForwardParams,
-                                                               cudaStream_t);
