@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import torch
 from attention_testing import (
+    FP8,
     KERNEL_DIMS,
     VARIANTS,
     Inputs,
@@ -26,10 +27,12 @@ from attention_testing import (
     nan_filled_outputs,
     options_of,
     runnable,
+    unsupported_reason,
 )
 from grids import BIAS_PATTERNS
 
 import flash_ext
+from flash_ext import fp8
 
 HEAD_DIMS = ((40, 40), *KERNEL_DIMS)
 LENGTHS = ((33, 70), (130, 65), (40, 530))  # the last: several KV tiles of every kernel
@@ -80,6 +83,31 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
                 yield dataclasses.replace(parts, seqlen_q=20, sink=True, causal=True), variant, True
 
 
+def fp8_cases() -> Iterator[Problem]:
+    """Forward only, with a descale for each block and channel; fa3."""
+    for head_dim, head_dim_v in HEAD_DIMS:
+        fine = {"q_descale": "fine", "k_descale": "fine", "v_descale": "fine"}
+        base = Problem(1, 65, 165, 2, 1, head_dim, head_dim_v=head_dim_v, dtype=FP8, **fine)
+        if unsupported_reason("fa3", base, "cuda") is None:
+            yield dataclasses.replace(base, causal=True)
+            yield dataclasses.replace(base, lengths_q=(40, 0, 30), lengths_k=(65, 9, 0), sink=True)
+            yield dataclasses.replace(base, softcap=2.0, seqused_k=(40,))
+            yield dataclasses.replace(base, seqlen_q=3, seqlen_k=1100)
+
+
+def quantize_all() -> None:
+    """The kernels that make FP8 inputs."""
+    offsets = torch.tensor([0, 5, 5, 140], dtype=torch.int32, device="cuda")
+    for head_dim in (16, 64, 96, 256):
+        x = to_device(torch.randn(150, 2, head_dim, dtype=torch.bfloat16))
+        mean = fp8.token_mean(x, cu_seqlens=offsets)
+        signs = fp8.random_signs(head_dim, device="cuda")
+        for scales in ("tensor", "head", "block"):
+            fp8.quantize(x, scales=scales, signs=signs, mean=mean, cu_seqlens=offsets)
+        fp8.quantize(x[None], scales="channel")
+    torch.cuda.synchronize()
+
+
 def wild_offsets() -> Iterator[tuple[Inputs, Problem, str, bool]]:
     """Offsets of q, of k and of both that do not start at 0, fall, or lie far outside."""
     far = 2**31 - 1
@@ -109,7 +137,8 @@ def run(inputs: Inputs, problem: Problem, variant: str, deterministic: bool) -> 
     # fa3's tile counter looks at memory that nothing has written yet, on purpose.
     with nan_filled_outputs() if variant == "fa3" else contextlib.nullcontext():
         out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
-        torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
+        if problem.dtype != FP8:
+            torch.ops.flash_ext.bwd(dout, dlse, q, k, v, out, lse, **options)
     torch.cuda.synchronize()
 
 
@@ -121,11 +150,16 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
 
 if __name__ == "__main__":
     if "--count" in sys.argv:
-        print(len(list(cases())))
+        print(len(list(cases())) + len(list(fp8_cases())))
     else:
         for problem, variant, deterministic in cases():
             run(make_inputs(problem, "cpu"), problem, variant, deterministic)
+        for problem in fp8_cases():
+            run(make_inputs(problem, "cpu"), problem, "fa3", False)
+        if variants()[-1] == "fa3":
+            quantize_all()
         if "memcheck" in sys.argv:
             for case in wild_offsets():
                 run(*case)
-        print(f"{sys.argv[-1]}: {len(list(cases()))} calls with flash_ext {flash_ext.__version__}")
+        count = len(list(cases())) + len(list(fp8_cases()))
+        print(f"{sys.argv[-1]}: {count} calls with flash_ext {flash_ext.__version__}")

@@ -16,6 +16,21 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+// The same, x y + z and sum += x, in the order of the program.
+__device__ __forceinline__ float ex2_in_order(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float fma(float x, float y, float z) {
+    float result;
+    asm volatile("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(x), "f"(y), "f"(z));
+    return result;
+}
+__device__ __forceinline__ void add_to(float& sum, float x) {
+    asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(x));
+}
+
 // log2(x); lg2(0) is -inf.
 __device__ __forceinline__ float lg2(float x) {
     float y;

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "tile/tensor_view.h"
+#include "ptx/float8.cuh"
 
 namespace flash_ext::ptx {
 

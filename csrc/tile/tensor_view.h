@@ -9,11 +9,6 @@ namespace flash_ext {
 
 enum class ElementType { kFloat16, kBFloat16, kFloat8 };  // kFloat8: e4m3
 
-// An e4m3 number in memory: sign, 4 bits of exponent (bias 7), 3 of mantissa; the largest is 448.
-struct Float8 {
-    uint8_t bits;
-};
-
 FLASH_HOST_DEVICE constexpr int element_bytes(ElementType type) {
     switch (type) {
         case ElementType::kFloat16:

@@ -49,7 +49,7 @@ __device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, 
                                            32 * (first_block + i) * Source::kPitch);
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const uint32_t(&x)[4] = keys[i];
+                const uint32_t (&x)[4] = keys[i];
                 const uint32_t rows[4] = {
                     ptx::byte_permute(x[0], x[1], first), ptx::byte_permute(x[0], x[1], second),
                     ptx::byte_permute(x[2], x[3], first), ptx::byte_permute(x[2], x[3], second)};

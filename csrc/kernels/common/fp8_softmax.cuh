@@ -79,24 +79,35 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             shift[i] = kOffset - finite_max(row_max[0][i]);
             sums[i][0] = sums[i][1] = 0.f;
         }
+        // Each exponent is one FMA, not a product and a sum: the compiler would keep all products
+        // for the retry. Group g is what becomes one register of P: of an A fragment the row half j
+        // % 2 and the key half j / 2, with j = g % 4. The exponentials of a group, one every eight
+        // cycles, are issued between the products of the next one and the sums of the one before:
+        // left to itself the compiler issues them in pairs and waits.
+        constexpr int kGroups = kCols / 8;
+        float x[3][4];  // of groups g - 1, g and g + 1
         uint32_t largest = 0;
+        const auto multiply = [&](int g, int e) {
+            const int k = g / 4, j = g % 4, i = j % 2;
+            x[g % 3][e] =
+                ptx::fma(s.v[0][4 * k + 2 * (j / 2) + e / 2][2 * i + e % 2], scale[i], shift[i]);
+        };
 #pragma unroll
-        for (int k = 0; k < kCols / 32; ++k)
+        for (int e = 0; e < 4; ++e) multiply(0, e);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {  // of an A fragment: row half j % 2, key half j / 2
-                const int i = j % 2;
-                float x[4];
+        for (int g = 0; g <= kGroups; ++g) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const float score = s.v[0][4 * k + 2 * (j / 2) + e / 2][2 * i + e % 2];
-                    // Not as a product and a sum: the compiler would keep all products for the
-                    // retry.
-                    x[e] = ptx::ex2(__fmaf_rn(score, scale[i], shift[i]));
-                    sums[i][e % 2] += x[e];
-                }
-                p.v[k][j] = ptx::pack_e4m3(x[0], x[1], x[2], x[3]);
-                largest |= p.v[k][j] + 0x02020202;  // 448 is 0x7e
+            for (int e = 0; e < 4; ++e) {
+                if (g < kGroups) x[g % 3][e] = ptx::ex2_in_order(x[g % 3][e]);
+                if (g + 1 < kGroups) multiply(g + 1, e);
+                if (g > 0) ptx::add_to(sums[(g - 1) % 2][e % 2], x[(g - 1) % 3][e]);
             }
+            if (g == 0) continue;
+            const float (&y)[4] = x[(g - 1) % 3];
+            uint32_t& packed = p.v[(g - 1) / 4][(g - 1) % 4];
+            packed = ptx::pack_e4m3(y[0], y[1], y[2], y[3]);
+            largest |= packed + 0x02020202;  // 448 is 0x7e
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             sum[i] = sums[i][0] + sums[i][1];

@@ -21,6 +21,10 @@
 // Four consumers have no registers for a second P: they wait for P V before the softmax, and the
 // matmuls of the others run beside it (kOverlap).
 //
+// FP8 (section 3.3 of the paper; docs/walkthrough.md): K's producer loads V, too, and two warps of
+// the first warpgroup transpose its tiles (tile/transpose.cuh). A consumer starts P V before Q K^T:
+// it is computed from zero, by columns, and added to O while Q K^T runs.
+//
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
 // the matmuls of the other; otherwise they drift apart without it.
 //
@@ -30,8 +34,8 @@
 // both load Q in boxes of eight rows, of eight heads or of eight queries: with packed GQA, no more
 // rows of a tile are adjacent in memory.
 //
-// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); a flag per
-// consumer warp (recompute_rows.cuh).
+// Shared memory: pipelines of Q, K and V tiles (of FP8 V^T, and V as TMA loads it); the work-tile
+// pipeline (QueryTile); a flag per consumer warp (recompute_rows.cuh).
 //
 //   barrier             arrivals per phase                   who waits
 //   full(Q, K, V)       1: its producer; and TMA's bytes     consumers, before the matmul
@@ -46,6 +50,9 @@
 //                       loads of the tile are issued; 4 a    another tile
 //                       consumer: each warp, when its rows
 //                       of O are stored
+//   full(V^T)           2: each warp that transposes         consumers, before P V
+//   full(V), FP8        1: K's producer; and TMA's bytes     the warps that transpose
+//   empty(V), FP8       2: each warp that transposes         K's producer, before the next load
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started                          too), before it starts its own
 #pragma once
@@ -111,6 +118,7 @@ struct Fa3ForwardConfig {
     static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
+    // The warps that transpose V need more than producers.
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kFp8 ? 56 : 40;
     static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
                                               : kConsumers == 3 ? 160
