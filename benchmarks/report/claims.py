@@ -448,7 +448,7 @@ def fp8_speed(results: Results) -> Finding | None:
 
 def fp8_error(results: Results) -> Finding | None:
     """A test repeats the experiment."""
-    return Finding("–", "–", "yes, in a test: test_outliers in tests/test_fp8_quantize.py")
+    return Finding("–", "–", "holds: test_outliers in tests/test_fp8_quantize.py repeats the experiment")
 
 
 WIDE_O = "its O, m and l pass through HBM in float32 at every step, where O does not fit L2"

@@ -210,6 +210,7 @@ struct Problem {
     }
 
     void fill(AttentionParams& params) const {
+        params.element_type = fp8 ? ElementType::kFloat8 : ElementType::kBFloat16;
         params.batch = batch;
         params.seqlen_q = seqlen_q;
         params.seqlen_k = seqlen_k;
