@@ -448,7 +448,9 @@ def fp8_speed(results: Results) -> Finding | None:
 
 def fp8_error(results: Results) -> Finding | None:
     """A test repeats the experiment."""
-    return Finding("–", "–", "holds: test_outliers in tests/test_fp8_quantize.py repeats the experiment")
+    return Finding(
+        "–", "–", "holds: test_outliers in tests/test_fp8_quantize.py repeats the experiment"
+    )
 
 
 WIDE_O = "its O, m and l pass through HBM in float32 at every step, where O does not fit L2"
