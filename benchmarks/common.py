@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,19 @@ if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the 
 
 Json = dict[str, Any]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A goal and what was measured for it, or why nothing was."""
+
+    goal: str
+    measured: str  # "": it was not asked for
+    reached: bool | None  # None: not all that the goal speaks of was measured
+
+    def __str__(self) -> str:
+        words = {True: "reached", False: "NOT REACHED", None: "not all was measured"}
+        return f"{self.goal}: {self.measured or 'not measured'}; {words[self.reached]}"
 
 
 def cpu_name() -> str:

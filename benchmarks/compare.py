@@ -6,6 +6,7 @@
     python benchmarks/compare.py --dtype bf16 fp16
     python benchmarks/compare.py --set gqa decode prefill   # grouped heads, few queries, one prompt
     python benchmarks/compare.py --set models                    # shapes of real models (models.py)
+    python benchmarks/compare.py --set fp8                       # FP8 forward, beside bf16
     python benchmarks/compare.py --sustained                     # back to back, at the power limit
     python benchmarks/compare.py --s 4096 --heads 32 --kv-heads 4 --sq 128
     python benchmarks/compare.py --filter 'd=128,causal,fwd,S>=2048' --rounds 20
@@ -17,6 +18,11 @@ to 16,384, causal and full: 72 cells. There are 2048 // d heads, also where d do
 21 at d 96, 10 at d 192. A cell's FLOPs are 4 B H S S D, halved when causal, times 2.5 for
 backward. No provider is timed before its results agree with float32 standard attention. Beside each
 cell stand the SM clock and the power that nvidia-smi saw meanwhile.
+
+--set fp8 is the forward in FP8, quantization not timed: fa3 with output in bfloat16 and cuDNN
+through nvidia-cudnn-frontend (imported as ``cudnn``, where it can be) with output in FP8, beside
+fa3 and its peers in bfloat16 on the inputs before quantization. Providers of FP8 are held against
+float32 standard attention of what the FP8 numbers stand for.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
 comes to its power limit; clock, power and energy per call are those of that time. Such cells stand
@@ -49,13 +55,15 @@ import common
 import host
 import models
 import torch
-from common import Json, say
+from common import Finding, Json, say
+from fp8_providers import FP8, FP8_PROVIDERS, Fp8Workload
 from providers import (
     BEST,
     BEST_LABEL,
     PEERS,
     VARIANTS,
     Provider,
+    Refused,
     Workload,
     best_peer,
     collect,
@@ -78,7 +86,9 @@ DECODE = (  # batch, query heads, key heads, keys, queries; d 128
     (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
 )  # fmt: skip
 PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
-SETS = ("standard", "gqa", "decode", "prefill", "models")
+FP8_DIMS = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}  # of q and k, and of v
+FP8_SEQLENS = (2048, 4096, 8192, 16384)
+SETS = ("standard", "gqa", "decode", "prefill", "models", "fp8")
 SUSTAINED_SECONDS = 1.2
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
@@ -108,7 +118,24 @@ GOALS = (
     Goal("fa3", BEST, "backward", 0.98, 1.10),
 )
 GRID = len(HEAD_DIMS) * 2 * len(SEQLENS)  # cells of a direction
-WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1  # relative errors beyond which a result is wrong
+
+
+@dataclass(frozen=True)
+class Fp8Goal:
+    """How many times as fast as another provider fa3 in FP8 must be at a head dim."""
+
+    d: int
+    over: str
+    mean: float | None = None  # geometric, over S and masks
+    least: float | None = None  # in every cell
+
+
+FP8_GOALS = (
+    Fp8Goal(128, "cudnn_fp8", mean=1.08, least=1.0),
+    Fp8Goal(64, "cudnn_fp8", mean=1.15),
+    Fp8Goal(64, "fa3", least=1.0),
+    Fp8Goal(256, "cudnn_fp8", mean=1.08),
+)
 
 
 @dataclass(frozen=True)
@@ -152,6 +179,8 @@ class Cell:
     def workload(self, device: torch.device) -> Workload:
         """Fresh inputs."""
         shape = (self.batch, self.seqlen, self.heads, self.d)
+        if self.dtype == FP8:
+            return Fp8Workload(shape, device, d_v=self.d_v)
         return Workload(
             shape,
             DTYPES[self.dtype],
@@ -225,6 +254,14 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
     head_dims = args.d or ((64,) if cpu else HEAD_DIMS)
     seqlens = args.s or ((128, 256) if cpu else SEQLENS)
     sets = args.set or ["standard"]
+    fp8 = []
+    if "fp8" in sets:
+        head_dims_fp8 = args.d or ((64,) if cpu else FP8_DIMS)
+        lengths = args.s or ((128, 256) if cpu else FP8_SEQLENS)
+        for d, causal, seqlen in itertools.product(head_dims_fp8, masks, lengths):
+            batch, heads = max(1, tokens // seqlen), max(1, hidden // d)
+            d_v = FP8_DIMS.get(d, d)
+            fp8.append(Cell(FP8, d, causal, seqlen, batch, heads, d_v=0 if d_v == d else d_v))
     for dtype in args.dtype or ["fp32" if cpu else "bf16"]:
         shapes = []
         for d, causal, seqlen in itertools.product(head_dims, masks, seqlens):
@@ -250,6 +287,8 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
             inference += [c for c, shape in zip(found, models.SHAPES, strict=True)
                           if not shape.backward]  # fmt: skip
             shapes += [c for c in found if c not in inference]
+        inference += fp8
+        fp8 = []  # of no dtype in particular: once
         for shape in shapes + inference:
             forward_only = shape in inference or shape.seqlen_q == 1
             directions = ["forward"] if forward_only else ["forward", "backward"]
@@ -323,12 +362,12 @@ class Bench:
         calls: dict[str, Callable[[], object]] = {}
         estimates: dict[str, tuple[float, float]] = {}
         results: Json = {}
-        for provider in self.providers:
+        for provider in work.asked(self.providers):
             try:
                 prepare = work.forward if cell.direction == "forward" else work.backward
                 call = prepare(provider, cell.causal)
-                whole, block = self.check(call(), provider, exact)
-                if not (whole <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
+                whole, block = self.check(call(), provider, work.wanted(provider, exact))
+                if not (whole <= provider.limits[0] and block <= provider.limits[1]):
                     reason = f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}"
                     say(f"!!! {provider.label}, {cell}: {reason} !!!")
                     results[provider.name] = {"skipped": reason, "wrong": True}
@@ -340,6 +379,9 @@ class Bench:
                     results[provider.name] = {"skipped": reason}
                     continue
                 extra = common.peak_extra_memory(call, self.device)
+            except Refused as refusal:
+                results[provider.name] = {"skipped": str(refusal), "refused": True}
+                continue
             except Exception as error:  # a peer's failure must not end the run
                 results[provider.name] = {"skipped": common.first_line(error)}
                 call = None  # a graph that did not fit must not stay
@@ -469,9 +511,9 @@ def place(cell: Json) -> str:
 
 def is_plain(cell: Json) -> bool:
     """Whether a cell has as many queries as keys, as many key heads as query heads, no window, no
-    model, and was measured in bursts."""
+    model, is not of FP8, and was measured in bursts."""
     others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "sustained")
-    return not any(cell.get(name) for name in others)
+    return cell["dtype"] != FP8 and not any(cell.get(name) for name in others)
 
 
 def on_grid(cell: Json, tokens: int = TOKENS, hidden: int = HIDDEN) -> bool:
@@ -622,6 +664,64 @@ def best_of_peers(cell: Json) -> Json | None:
     return min(found, key=lambda r: r["ms"]) if found else None
 
 
+def fp8_cells(cells: list[Json]) -> list[Json]:
+    """Those of --set fp8, at its sizes, by head dim, mask and length."""
+    found = [
+        c
+        for c in cells
+        if c["dtype"] == FP8
+        and c["direction"] == "forward"
+        and not c.get("sustained")
+        and (c["batch"], c["heads"]) == (max(1, TOKENS // c["seqlen"]), max(1, HIDDEN // c["d"]))
+    ]
+    return sorted(found, key=lambda c: (c["d"], c["causal"], c["seqlen"]))
+
+
+def fp8_findings(cells: list[Json]) -> Iterator[Finding]:
+    """The goals for FP8. Of a part of the set there is no verdict."""
+    ours = FP8_PROVIDERS[0]
+    names = {p.name: p.label for p in FP8_PROVIDERS} | {"fa3": "fa3 in bf16"}
+    for goal in FP8_GOALS:
+        found = [c for c in fp8_cells(cells) if c["d"] == goal.d]
+        values = ratios(found, ours.name, goal.over)
+        whole = len(values) == 2 * len(FP8_SEQLENS)
+        text = f"fa3 in FP8 over {names[goal.over]}, d {goal.d}"
+        for words, least, got in (
+            ("geometric mean: at least", goal.mean, geometric_mean(values)),
+            ("every cell: at least", goal.least, min(values, default=math.nan)),
+        ):
+            if least is None:
+                continue
+            measured, reached = f"{got:.2f}×, over {len(values)} cells", got >= least
+            if not values:
+                reasons = [c["providers"].get(n, {}).get("skipped") for c in found
+                           for n in (ours.name, goal.over)]  # fmt: skip
+                measured = next((r for r in reasons if r), "")
+            yield Finding(f"{text}, {words} {least:g}×", measured, reached if whole else None)
+
+
+def print_fp8(cells: list[Json], labels: dict[str, str]) -> None:
+    """TFLOP/s by head dim and mask, and how many times as fast fa3 in FP8 is as each."""
+    ours = FP8_PROVIDERS[0].name
+    for (d, d_v, causal), group in itertools.groupby(
+        sorted(cells, key=lambda c: (c["d"], c["d_v"], c["causal"], c["seqlen"])),
+        lambda c: (c["d"], c["d_v"], c["causal"]),
+    ):
+        columns = list(group)
+        dims = f"{d}/{d_v}" if d_v else f"{d}"
+        print(f"\nFP8 forward, d {dims}, {'causal' if causal else 'full'}: TFLOP/s")
+        print(f"  {'S':<24}" + "".join(f"{c['seqlen']:>9}" for c in columns))
+        for name in columns[0]["providers"]:
+            row = [c["providers"][name] for c in columns]
+            if not any("ms" in r for r in row):
+                print(f"  {labels[name]:<24}  {row[0]['skipped']:.90}")
+                continue
+            speeds = "".join(f"{r['tflops']:>9.1f}" if "ms" in r else f"{'-':>9}" for r in row)
+            values = ratios(columns, ours, name)
+            end = f"  fa3 in FP8 is {geometric_mean(values):.2f}x" if values else ""
+            print(f"  {labels[name]:<24}{speeds}{end if name != ours else ''}")
+
+
 def shape_name(cell: Json) -> str:
     """What a cell of a model, or of a sustained run, computes."""
     lengths = "x".join(str(x) for x in (cell.get("seqlen_q"), cell["seqlen"]) if x)
@@ -697,6 +797,7 @@ def main() -> int:
     args.variants = args.variants or running(torch.device(args.device))
     peers = [p for p in args.peers if p in HOST_PEERS] if args.host else args.peers
     providers, missing = collect(args.variants, peers)
+    providers[:0] = FP8_PROVIDERS if any(c.dtype == FP8 for c in cells) else ()
     if args.host:
         providers.insert(0, variant("auto"))
     bench = Bench(args, providers)
@@ -745,21 +846,25 @@ def main() -> int:
         common.write_json(path, result | {"cells": everything})
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
     labels = {p.name: p.label for p in providers} | {BEST: BEST_LABEL}
-    usual = [c for c in measured if not c["model"] and not c["sustained"]]
+    in_fp8 = [c for c in measured if c["dtype"] == FP8]
+    usual = [c for c in measured if not c["model"] and not c["sustained"] and c not in in_fp8]
     if usual:
         print_tables(with_best(usual, recorded), labels, args.brief)
-    if others := [c for c in measured if c not in usual]:
+    if others := [c for c in measured if c not in usual and c not in in_fp8]:
         print_shapes(others, labels)
+    print_fp8(in_fp8, labels)
     if args.host:
         print_host(result["host"], result["labels"])
     for name, reason in missing.items():
         print(f"  not importable: {name}: {reason}")
     print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
-    for goal in GOALS if measured else ():
+    for goal in GOALS if len(in_fp8) < len(measured) else ():
         print(verdict(goal, with_best(everything, recorded)))
+    for finding in fp8_findings(everything) if in_fp8 else ():
+        print(finding)
     bad = [c for c in measured for p in providers
-           if p.ours and (r := c["providers"][p.name]).get("skipped")
-           and "--skip-slow" not in r["skipped"]]  # fmt: skip
+           if p.ours and (r := c["providers"].get(p.name, {})).get("skipped")
+           and not r.get("refused") and "--skip-slow" not in r["skipped"]]  # fmt: skip
     return 1 if bad else 0
 
 

@@ -3,6 +3,7 @@
     make bench                          # within nine minutes on an H200
     python benchmarks/everything.py --only compare io
     python benchmarks/everything.py --only models sustained    # shapes of models; the power limit
+    python benchmarks/everything.py --only fp8 "fp8 errors" "fp8 model"    # FP8: three minutes
     python benchmarks/everything.py --against HEAD~5    # what moved since then; measures nothing
 
 Each benchmark is a separate program and writes its result file as when it is run by itself; those
@@ -48,18 +49,26 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sustained": ("--sustained", "--s", "4096", "16384", "--variants", "fa3", "--peers", "cudnn",
                   "flash_attn_4"),
     "fp8_quantize": (),
+    "fp8": ("--set", "fp8", "--min-time", "0.03"),
+    "fp8 errors": ("--fp8",),
+    "fp8 model": ("--fp8",),
 }  # fmt: skip
 ON_REQUEST = (
     "models",
     "sustained",
     "fp8_quantize",
+    "fp8",
+    "fp8 errors",
+    "fp8 model",
 )  # by --only: they do not fit into the nine minutes
 # Parts that are not named as their script, which adds to what it has of the same source.
 SCRIPTS = dict.fromkeys(
-    ("few heads", "head dims", "fa1", "host", "fp16", "models", "sustained"), "compare"
+    ("few heads", "head dims", "fa1", "host", "fp16", "models", "sustained", "fp8"), "compare"
 ) | {
     "PTX path": "support",
     "activation": "train",
+    "fp8 errors": "numerics",
+    "fp8 model": "train",
 }
 UNTIMED = ("support", "numerics")  # these run in parallel
 BESIDE = "PTX path"  # the driver compiles for minutes, on one core; this adds to "support"

@@ -2,6 +2,7 @@
 
     python benchmarks/numerics.py                       # under a minute on an H200
     python benchmarks/numerics.py --s 512 --dtypes bf16
+    python benchmarks/numerics.py --fp8                 # only FP8, as much again
     python benchmarks/numerics.py --device cpu          # the CPU kernels, float32, short sequences
 
 A tensor's error is its difference from float64 standard attention on the same rounded inputs, over
@@ -13,7 +14,12 @@ softmax as exp(S) / sum(exp(S)), in float32 throughout, so that it fails for one
 subtracts no maximum. The second table has only the softmax, in float32, over rows of logits of
 growing size: naive, safe (three passes) and online (one pass over blocks, as in FlashAttention).
 
-Results go to benchmarks/results/<device>/numerics.json.
+FP8 (fp8_errors.py) has other measures: the FlashAttention-3 paper's experiment with outliers, the
+error by the number of keys, and one key among many.
+
+Results go to benchmarks/results/<device>/numerics.json. A run with --fp8 adds to that file where it
+has the same device, versions and source digest, and measures everything otherwise; a run without
+keeps what that file has of FP8.
 """
 
 from __future__ import annotations
@@ -27,9 +33,11 @@ import warnings
 from collections.abc import Callable
 
 import common
+import fp8_errors
 import torch
 from common import Json
 from compare import DTYPES
+from distributions import DISTRIBUTIONS
 from providers import Provider, Workload, collect, command_line, running
 from torch import Tensor
 
@@ -49,37 +57,6 @@ DEFINITION = (
     "square of the exact tensor: the largest, the root mean square, and the share of entries that "
     "are finite where that is not all of them."
 )
-
-
-def normal(x: dict[str, Tensor]) -> None:
-    """Leaves what came: independent standard normal entries."""
-
-
-def outliers(x: dict[str, Tensor]) -> None:
-    """One entry of q, k and v in a thousand gets N(0, 100) added (FlashAttention-3, §4.3)."""
-    for name in ("q", "k", "v"):
-        chosen = torch.rand_like(x[name]) < 1e-3
-        x[name] += chosen * 10 * torch.randn_like(x[name])
-
-
-def large_logits(x: dict[str, Tensor]) -> None:
-    """Scores of standard deviation 32: exp of the largest is beyond float32."""
-    x["q"] *= 32
-
-
-def rising_maximum(x: dict[str, Tensor]) -> None:
-    """Scores grow along the keys, by 128 from end to end: every block raises the maximum."""
-    d = x["q"].shape[-1]
-    x["q"][..., 0] = math.sqrt(d)  # score += k[..., 0], before the scale of 1 / sqrt(d)
-    x["k"][..., 0] += torch.linspace(0, 128, x["k"].shape[1], device=x["k"].device)[:, None]
-
-
-DISTRIBUTIONS: dict[str, Callable[[dict[str, Tensor]], None]] = {
-    "normal": normal,
-    "outliers": outliers,
-    "large logits": large_logits,
-    "rising maximum": rising_maximum,
-}
 
 
 def standard() -> Provider:
@@ -231,29 +208,16 @@ def parse() -> argparse.Namespace:
     add("--s", nargs="*", type=int, help=f"sequence lengths, default {SEQLENS}")
     add("--d", type=int, default=128, help="head dim")
     add("--heads", type=int, default=4)
+    add("--fp8", action="store_true", help="only errors of FP8")
     add("--out", help="result file, default benchmarks/results/<device>/numerics.json")
     return parser.parse_args()
 
 
-def main() -> int:
-    """Run; the exit status is 1 if a variant was too wrong somewhere."""
-    args = parse()
-    started = time.monotonic()
-    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
-    device = torch.device(args.device)
+def everything_but_fp8(args: argparse.Namespace, variants: list[str], device: torch.device) -> Json:
+    """The two tables, with what they were measured with."""
     cpu = device.type == "cpu"
-    torch.manual_seed(0)
-    variants = args.variants or running(device)
     providers, missing = collect(variants, [] if cpu else args.peers)
     providers += [standard(), naive()]
-    result = common.describe_setup(device) | {
-        "d": args.d,
-        "heads": args.heads,
-        "definition": DEFINITION,
-        "distributions": {n: f.__doc__ for n, f in DISTRIBUTIONS.items()},
-        "not_importable": missing,
-        "labels": {p.name: p.label for p in providers},
-    }
     grid = list(
         itertools.product(
             args.dtypes or (["fp32"] if cpu else ["fp16", "bf16"]),
@@ -269,21 +233,54 @@ def main() -> int:
             "dtype": dtype, "seqlen": seqlen, "causal": causal, "distribution": distribution,
             "providers": cell(work, providers, causal),
         })  # fmt: skip
-    result |= {"cells": cells, "softmax": softmax_rows(device)}
-    result["seconds"] = round(time.monotonic() - started, 1)
+    return {
+        "d": args.d,
+        "heads": args.heads,
+        "definition": DEFINITION,
+        "distributions": {n: f.__doc__ for n, f in DISTRIBUTIONS.items()},
+        "not_importable": missing,
+        "labels": {p.name: p.label for p in providers},
+        "cells": cells,
+        "softmax": softmax_rows(device),
+    }
+
+
+def main() -> int:
+    """Run; the exit status is 1 if a variant was too wrong somewhere."""
+    args = parse()
+    started = time.monotonic()
+    warnings.filterwarnings("ignore")  # SDPA explains there what it then raises
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    variants = args.variants or running(device)
     path = common.result_path(device, "numerics.json", args.out)
+    result = common.describe_setup(device)
+    old = common.read_json(path)
+    if not old or not common.same_setup(old, result):
+        old = {}
+    cells: list[Json] = []
+    if not args.fp8 or "cells" not in old:
+        result |= everything_but_fp8(args, variants, device)
+        cells = result["cells"]
+    result = old | result
+    if args.fp8:
+        result["fp8"] = fp8_errors.measure(device)
+    result["seconds"] = round(time.monotonic() - started, 1)
     common.write_json(path, result)
 
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
     for c in cells:
         print_cell(c, result["labels"])
-    print("\nsoftmax alone, float32: rms error / share of finite entries")
-    for row in result["softmax"]:
+    if cells:
+        print("\nsoftmax alone, float32: rms error / share of finite entries")
+    for row in result["softmax"] if cells else ():
         forms = ", ".join(
             f"{name} {r.get('rms', math.nan):.1e} / {r.get('finite', 1):.3g}"
             for name, r in row["forms"].items()
         )
         print(f"  logits N(0, {row['scale']:g}^2), largest {row['largest']:g}: {forms}")
+    if args.fp8:
+        fp8_errors.print_results(result["fp8"])
     print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
     wrong = too_wrong(cells, variants)
     for line in wrong:

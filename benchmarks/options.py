@@ -40,8 +40,14 @@ import common
 import torch
 from calls import Attend, Call, backward, forward
 from common import Json, say
-from compare import BLOCK_LIMIT, WHOLE_LIMIT
-from providers import Provider, collect, relative_error, running
+from providers import (
+    BLOCK_LIMIT,
+    WHOLE_LIMIT,
+    Provider,
+    collect,
+    relative_error,
+    running,
+)
 from timing import METHOD, Timer
 from torch import Tensor
 

@@ -22,6 +22,12 @@ import flash_ext.reference
 
 # q, k, v, causal -> out. Those that can hide all but the last n keys take n as `window` as well.
 Attend = Callable[..., Tensor]
+# Relative errors beyond which a result is wrong: of the whole, and of the worst block of rows.
+WHOLE_LIMIT, BLOCK_LIMIT = 2e-2, 1e-1
+
+
+class Refused(Exception):
+    """A variant of flash_ext says that it does not take a call. That is no failure."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Provider:
         nullcontext  # what calls need around them
     )
     windows: bool = False  # does ``attend`` take a window?
+    limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
+    fp8: bool = False  # is it asked for FP8 inputs alone? (fp8_providers.py)
 
     @property
     def ours(self) -> bool:
@@ -166,7 +174,7 @@ def best_peer(providers: Json, recorded_ratio: float | None) -> Json | None:
 
 
 DISTRIBUTIONS = {"flash_attn_2": "flash-attn", "flash_attn_3": "flash-attn-3",
-                 "flash_attn_4": "flash-attn-4"}  # fmt: skip
+                 "flash_attn_4": "flash-attn-4", "cudnn_fp8": "nvidia-cudnn-frontend"}  # fmt: skip
 
 
 def versions(providers: Iterable[Provider]) -> dict[str, str]:
@@ -219,6 +227,14 @@ class Workload:
                             (queries, d_v or width))
         )  # fmt: skip
         self.window = window
+
+    def asked(self, providers: Iterable[Provider]) -> list[Provider]:
+        """Those that compute this."""
+        return [p for p in providers if not p.fp8]
+
+    def wanted(self, provider: Provider, exact: list[Tensor]) -> list[Tensor]:
+        """What a provider's results must be where ``exact`` gave these."""
+        return exact
 
     def forward(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
         """The forward call to be timed; it returns out as (B, S, H, D)."""

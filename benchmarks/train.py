@@ -4,6 +4,7 @@
     python benchmarks/train.py --model medium bert-large long-range
     python benchmarks/train.py --seq 4096 --providers fa1 fa2 fa3 sdpa cudnn
     python benchmarks/train.py --activation      # other models, with and without sdpa.activate()
+    python benchmarks/train.py --fp8             # a trained model evaluated in FP8; over a minute
     python benchmarks/train.py --device cpu      # a smoke test
 
 The model and its training step are those of examples/train_gpt.py: bytes of Python's standard
@@ -41,10 +42,20 @@ from dataclasses import dataclass, replace
 
 import activation
 import common
+import fp8_model
 import torch
 from common import Json, say
-from compare import BLOCK_LIMIT, WHOLE_LIMIT
-from providers import PEERS, VARIANTS, Provider, Workload, collect, relative_error, running
+from providers import (
+    BLOCK_LIMIT,
+    PEERS,
+    VARIANTS,
+    WHOLE_LIMIT,
+    Provider,
+    Workload,
+    collect,
+    relative_error,
+    running,
+)
 from timing import Timer
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -359,6 +370,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, help="turns of each provider, default 4; of --activation 20")
     add("--steps", type=int, help="timed steps in a turn, default 4; of --activation 10")
     add("--activation", action="store_true", help="only whole steps with and without activation")
+    add("--fp8", action="store_true", help="only a trained model, evaluated in FP8 too")
     add("--out", help="result file, default benchmarks/results/<device>/train.json")
     args = parser.parse_args()
     rounds, steps = (activation.ROUNDS, activation.STEPS) if args.activation else (4, 4)
@@ -371,7 +383,7 @@ def parse() -> argparse.Namespace:
     args.tokens = CPU_TOKENS if cpu else TOKENS
     args.sizes = (
         []
-        if args.activation
+        if args.activation or args.fp8
         else [(m, s) for m in args.model for s in args.seq or MODELS[m].seqlens]
     )
     if args.providers is None:
@@ -421,6 +433,12 @@ def main() -> int:
                    for n, make in cases}  # fmt: skip
         activated = {"method": activation.METHOD, "batch": activation.BATCH, "models": results}
     result |= {"activation": activated} if activated else {}
+    in_fp8 = old.get("fp8", {})
+    if args.fp8:
+        configs = fp8_model.GPU if bench.device.type == "cuda" else fp8_model.CPU
+        trained = common.progress(map(fp8_model.measure, configs), len(configs), "models")
+        in_fp8 = {"method": fp8_model.METHOD, "models": list(trained)}
+    result |= {"fp8": in_fp8} if in_fp8 else {}
     if bench.device.type == "cuda":
         result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
     result["seconds"] = round(time.monotonic() - started, 1)
@@ -432,6 +450,10 @@ def main() -> int:
     if args.activation:
         activation.print_results(results)
         bad = [name for name, r in results.items() if "skipped" in r]
+    if args.fp8:
+        fp8_model.print_results(in_fp8["models"])
+        bad += [n for m in in_fp8["models"] for n in fp8_model.OURS
+                if "skipped" in m["attentions"][n]]  # fmt: skip
     for cell in measured.values():
         print_cell(cell, result["labels"])
         bad += [name for name in ours if "skipped" in cell["providers"][name]]

@@ -38,6 +38,8 @@ import flash_ext
 import flash_ext.reference
 from flash_ext.cpu.fp8 import to_fp8
 
+import fp8_errors  # isort: skip
+
 ERRORS = (ValueError, RuntimeError)
 STEP = 2.0**-4
 """Half a step of e4m3, relative."""
@@ -383,46 +385,25 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
     return to_fp8(x.float()).to(FP8)
 
 
-@torch.no_grad()
-def relative_error(keys: int, heads: int, mean: float, device: str) -> float:
-    """RMS error over RMS result, of values of this mean."""
-    generator = torch.Generator().manual_seed(1)
-    queries = 64 if device == "cuda" else 16
-    q = torch.randn(1, queries, heads, 64, generator=generator)
-    k, v = (torch.randn(1, keys, heads, 64, generator=generator) for _ in range(2))
-    q, k, v = (quantized(x).to(device) for x in (q, k, v + mean))
-    out = flash_ext.attention(q, k, v, out_dtype=torch.float16, variant="fa3")
-    ref, _ = flash_ext.reference.attention(q, k, v, out_dtype=torch.float64)
-    return float((out - ref).norm() / ref.norm())
-
-
 @pytest.mark.parametrize("mean", (0.0, 1.0))
+@torch.no_grad()
 def test_errors_do_not_grow_with_the_keys(mean: float, device: str) -> None:
     """Sums over tiles are in float32: 14 bits would not hold the sum of 128k keys."""
+    rows = 64 if device == "cuda" else 16
     long, short = (
-        relative_error(keys, heads, mean, device) for keys, heads in ((1 << 17, 1), (2048, 8))
+        fp8_errors.length_error(keys, mean, device, heads=heads, queries=rows, checked=rows)
+        for keys, heads in ((1 << 17, 1), (2048, 8))
     )
-    assert long <= 1.2 * short
+    assert long <= fp8_errors.GROWTH * short
 
 
 @pytest.mark.parametrize("where", (0.0, 0.37, 1.0))
 @torch.no_grad()
 def test_a_needle_among_128k_keys(where: float, device: str) -> None:
     """One key that takes most of the weight, as float64 and bfloat16 find it."""
-    keys, dim = 128 * 1024, 128
-    generator = torch.Generator().manual_seed(2)
-    q = torch.randn(1, 2, 2, dim, generator=generator)
-    k, v = (torch.randn(1, keys, 1, dim, generator=generator) for _ in range(2))
-    needle = int(where * (keys - 1))
-    k[:, needle] = q.mean(dim=(1, 2), keepdim=True)[:, 0] * 4.7
-    q8, k8, v8 = (quantized(x).to(device) for x in (q, k, v))
-    out = flash_ext.attention(q8, k8, v8)
-    ref, _ = flash_ext.reference.attention(q8, k8, v8, out_dtype=torch.float64)
-    plain = flash_ext.attention(*(x.to(torch.bfloat16) for x in (q8, k8, v8)))
-    found = (ref * v8[:, needle].double()).sum(-1) / v8[:, needle].double().square().sum(-1)
-    assert (found > 0.5).all(), found
-    for expected in (ref, plain.double()):
-        assert _largest(out.double() - expected) <= 2e-2 * _largest(ref)
+    found = fp8_errors.needle_errors(128 * 1024, where, device)
+    assert found["weight"] > 0.5
+    assert max(found["from_bf16"], found["from_float64"]) <= fp8_errors.NEEDLE
 
 
 def test_small_weights_count(device: str) -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import gpu_test_report  # noqa: F401  (puts benchmarks/ on the path)
 import pytest
 import torch
 
@@ -22,6 +23,9 @@ from flash_ext import fp8, functional
 from flash_ext.cpu.quantize import butterflies, hadamard_dim
 from flash_ext.functional import AttentionOptions
 from flash_ext.ops.quantize import SCALES, fp8_quantize, fp8_token_mean
+
+import fp8_errors  # isort: skip
+from fp8_inputs import OURS, PER_TENSOR  # isort: skip
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 208, 256)
@@ -545,23 +549,6 @@ def test_attention_through_the_op(name: str, device: str) -> None:
 # --- The experiment of the paper ---
 
 
-def with_outliers(generator: torch.Generator, *shape: int) -> Tensor:
-    """N(0, 1) + N(0, 100) Bernoulli(0.001), float16."""
-    normal, large = (torch.randn(shape, generator=generator) for _ in range(2))
-    return (normal + 10 * large * (torch.rand(shape, generator=generator) < 0.001)).half()
-
-
-def sampled_attention(q: Tensor, k: Tensor, v: Tensor, float8_p: bool) -> Tensor:
-    """Full attention in the inputs' dtype, of 512 of the queries; P rounded to e4m3 or not."""
-    q, k, v = (x.transpose(1, 2) for x in (q[:, :: q.shape[1] // 512], k, v))
-    S = q @ k.mT / math.sqrt(q.shape[-1])
-    P = torch.exp(S - S.amax(-1, keepdim=True))
-    row_sum = P.sum(-1, keepdim=True)
-    if float8_p:
-        P = P.to(torch.float8_e4m3fn).to(q.dtype)
-    return (P @ v) / row_sum
-
-
 def test_outliers() -> None:
     """FlashAttention-3, table 3: RMSE 2.4e-2 with one scale per tensor, 9.1e-3 with both methods.
 
@@ -571,27 +558,14 @@ def test_outliers() -> None:
     most of the error. Scales of blocks alone leave it nearly as it is, and the rotation alone gives
     nearly all of the gain, as in the table.
     """
-    seqlen, heads, dim = 12288, 2, 256
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (with_outliers(generator, 1, seqlen, heads, dim) for _ in range(3))
-    signs = fp8.random_signs(dim, generator=generator)
-    exact = sampled_attention(q.double(), k.double(), v.double(), False)
-
-    def rmse(scales: str, scales_v: str, signs: Tensor | None) -> float:
-        kinds = ((q, scales, signs), (k, scales, signs), (v, scales_v, None))
-        inputs = (
-            descaled(*fp8.quantize(x, scales=kind, signs=s), kind, None).float()
-            for x, kind, s in kinds
-        )
-        error = sampled_attention(*inputs, True).double() - exact
-        return float(error.square().mean().sqrt())
-
-    baseline = rmse("tensor", "tensor", None)
+    found = fp8_errors.outlier_errors(12288, heads=2, dim=256, seed=0, device="cpu", rows=512)
+    baseline = found[PER_TENSOR]
     assert 2.0e-2 < baseline < 3.0e-2
-    assert rmse("block", "block", None) > 0.75 * baseline
-    assert rmse("tensor", "tensor", signs) < 9.3e-3
-    assert rmse("block", "block", signs) <= 9.1e-3
-    assert rmse("block", "channel", signs) <= 9.1e-3, "what flash_ext.fp8.attention does"
+    assert found["blocks of q and k, v by heads"] > 0.75 * baseline
+    assert found["one scale per tensor, rotation"] < 9.3e-3
+    assert found["blocks and rotation"] <= fp8_errors.RMSE
+    assert found[OURS] <= fp8_errors.RMSE
+    assert found["float16"] < found["bfloat16"] < 0.3 * found[OURS]
 
 
 # --- CUDA against the CPU ---

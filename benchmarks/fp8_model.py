@@ -1,0 +1,144 @@
+"""A small GPT, trained in bfloat16 and evaluated in bfloat16 and in FP8.
+
+What train.py --fp8 measures. The model, its data and its training are those of
+examples/train_gpt.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import common
+import torch
+from common import Finding, Json
+from fp8_inputs import METHODS, PER_TENSOR
+from torch import Tensor
+from torch.nn import functional as F
+
+from flash_ext import fp8
+
+sys.path.append(str(common.ROOT / "examples"))
+import train_gpt  # noqa: E402
+
+METHOD = (
+    "The byte-level GPT of examples/train_gpt.py, trained with flash_ext's bfloat16 attention on "
+    "the first part of the text. Then its loss, in nats a byte, on the rest, which training did "
+    "not see: the same weights and the same bytes, under bfloat16 autocast, where only attention "
+    "differs."
+)
+LIMIT = 1e-2  # of the difference from bfloat16, relative to its loss
+BFLOAT16, SDPA, FP8 = "flash_ext, bfloat16", "SDPA, bfloat16", "flash_ext.fp8.attention"
+OURS = (BFLOAT16, FP8)
+HELD_OUT = 0.05  # of the text
+CHECKED = 128  # chunks of the held out text
+
+Config = train_gpt.Config
+GPU = tuple(
+    Config(8, heads, 768, 2048, 8, steps=1300, device="cuda", megabytes=8, rate=6e-4)
+    for heads in (12, 6)
+)
+CPU = (Config(2, 2, 32, 64, 4, steps=20, device="cpu", megabytes=0.2),)  # a smoke test
+
+
+def per_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FP8 as simple as it can be."""
+    return METHODS[PER_TENSOR](q, k, v).attend(causal=True, out_dtype=q.dtype)
+
+
+ATTENTIONS: dict[str, train_gpt.Attention] = {
+    BFLOAT16: train_gpt.flash_attention("auto"),
+    SDPA: train_gpt.sdpa,
+    FP8: lambda q, k, v: fp8.attention(q, k, v, causal=True),
+    f"FP8, {PER_TENSOR}": per_tensor,
+}
+
+
+def held_out(text: Tensor, config: Config) -> Iterator[Tensor]:
+    """Batches of chunks (B, S + 1), one after the other."""
+    chunks = text[: len(text) // (config.seq + 1) * (config.seq + 1)].view(-1, config.seq + 1)
+    for batch in chunks[:CHECKED].split(config.batch):
+        yield batch.to(config.device)
+
+
+@torch.no_grad()
+def evaluate(
+    model: train_gpt.GPT, attention: train_gpt.Attention, chunks: list[Tensor], config: Config
+) -> float:
+    """The mean loss with this attention."""
+    for block in model.blocks:
+        block.attention = attention
+    losses = []
+    for chunk in chunks:
+        with torch.autocast(config.device, torch.bfloat16):
+            logits = model(chunk[:, :-1])
+        losses.append(F.cross_entropy(logits.float().flatten(0, 1), chunk[:, 1:].flatten()))
+    return float(torch.stack(losses).double().mean())
+
+
+def measure(config: Config) -> Json:
+    """Train, then evaluate with every attention."""
+    started = time.monotonic()
+    text = train_gpt.standard_library(config.megabytes)
+    seen = int(len(text) * (1 - HELD_OUT))
+    with torch.device(config.device):  # the weights are drawn there
+        training = train_gpt.Training(ATTENTIONS[BFLOAT16], config)
+    batches = train_gpt.batches(text[:seen], config)
+    losses = [training.step(chunk) for chunk in itertools.islice(batches, config.steps)]
+    chunks = list(held_out(text[seen:], config))
+    results: dict[str, Json] = {}
+    for name, attention in ATTENTIONS.items():
+        try:
+            results[name] = {"loss": evaluate(training.model, attention, chunks, config)}
+        except Exception as error:
+            results[name] = {"skipped": common.first_line(error)}
+    base = results[BFLOAT16].get("loss")
+    for result in results.values():
+        if base and "loss" in result:
+            result["difference"] = float(f"{result['loss'] / base - 1:.4g}")
+            result["loss"] = round(result["loss"], 6)
+    return {
+        "d": config.width // config.heads,
+        "layers": config.layers,
+        "heads": config.heads,
+        "width": config.width,
+        "seqlen": config.seq,
+        "batch": config.batch,
+        "steps": config.steps,
+        "bytes": sum(chunk[:, 1:].numel() for chunk in chunks),
+        "first_loss": round(float(losses[0]), 4),
+        "last_loss": round(statistics.fmean(float(x) for x in losses[-10:]), 4),
+        "attentions": results,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def findings(models: list[Json]) -> Iterator[Finding]:
+    """The goal, for each model."""
+    for model in models:
+        result = model["attentions"][FP8]
+        goal = (
+            f"a trained GPT, d {model['d']}: loss with {FP8} within {LIMIT:g} of"
+            " bfloat16's, relative"
+        )
+        found = result.get("difference")
+        if found is None:
+            yield Finding(goal, result["skipped"], None)
+        else:
+            yield Finding(goal, f"{found:+.1e}", abs(found) <= LIMIT)
+
+
+def print_results(models: list[Json]) -> None:
+    """All of it, in lines."""
+    for m in models:
+        print(f"\n{m['layers']} layers, {m['heads']} heads of {m['d']}, S {m['seqlen']}: trained"
+              f" {m['steps']} steps from loss {m['first_loss']:.3f} to {m['last_loss']:.3f};"
+              f" evaluated on {m['bytes']} other bytes")  # fmt: skip
+        for name, r in m["attentions"].items():
+            text = r.get("skipped") or f"{r['loss']:.5f}  {r['difference']:+.2e}"
+            print(f"  {name:<32}{text}")
+    for finding in findings(models):
+        print(finding)

@@ -1,0 +1,199 @@
+"""FP8 attention for compare.py --set fp8: fa3, cuDNN, and the inputs that both take."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fp8_inputs import LARGEST, METHODS, PER_TENSOR, SCALE_ROWS, Quantized
+from providers import BEST_OF, Attend, Provider, Refused, Workload
+from torch import Tensor
+
+import flash_ext
+
+FP8 = "fp8"  # the dtype of cells of FP8 attention
+
+
+def not_called(*_: object) -> Tensor:
+    """`Fp8Provider.prepare` is."""
+    raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fp8Provider(Provider):
+    """FP8 attention on inputs that were quantized before; only an `Fp8Workload` asks it."""
+
+    attend: Attend = not_called
+    limits: tuple[float, float] = (6e-2, 2e-1)  # P is rounded to e4m3
+    fp8: bool = True
+
+    def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
+        """The call to be timed."""
+        raise NotImplementedError
+
+    def unit(self, x: Quantized) -> float:
+        """What a result is multiplied by."""
+        return 1.0
+
+
+class Fp8Variant(Fp8Provider):
+    """flash_ext's fa3 with output in bfloat16.
+
+    It gets the scale of a tensor as scales of blocks and channels, which are what
+    `flash_ext.fp8.attention` makes, so that their cost counts.
+    """
+
+    @property
+    def ours(self) -> bool:
+        return True
+
+    def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
+        batch, _, kv_heads, _ = x.k.shape
+        assert x.q_descale is not None and x.k_descale is not None and x.v_descale is not None
+        blocks = [-(-y.shape[1] // SCALE_ROWS) for y in (x.q, x.k)]
+        options = {
+            "q_descale": x.q_descale.expand(batch, x.q.shape[2], blocks[0]).contiguous(),
+            "k_descale": x.k_descale.expand(batch, kv_heads, blocks[1]).contiguous(),
+            "v_descale": x.v_descale.expand(batch, kv_heads, x.v.shape[3]).contiguous(),
+        }
+        reason = flash_ext.explain(x.q, x.k, x.v, causal=causal, **options).reasons["fa3"]
+        if reason is not None:
+            raise Refused(reason)
+        q, k, v = x[:3]
+        return lambda: flash_ext.attention(q, k, v, causal=causal, variant="fa3", **options)
+
+
+@functools.cache
+def cudnn_handle() -> Any:
+    """nvidia-cudnn-frontend's handle, on the current stream."""
+    cudnn = importlib.import_module("cudnn")
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    return handle
+
+
+class CudnnFp8(Fp8Provider):
+    """cuDNN's FP8 forward through nvidia-cudnn-frontend, whose output on Hopper is FP8 too.
+
+    It takes one scale per tensor. P is at most 1: its scale leaves most of the range of e4m3 to
+    weights that are small. Results are means of rows of V, so the output's scale is that of V's
+    largest number: nothing saturates, and of 16,384 keys little vanishes.
+    """
+
+    P_SCALE = 16.0
+
+    def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
+        cudnn = importlib.import_module("cudnn")
+        types, handle = cudnn.data_type, cudnn_handle()
+        graph = cudnn.pygraph(
+            io_data_type=types.FP8_E4M3,
+            intermediate_data_type=types.FLOAT,
+            compute_data_type=types.FLOAT,
+            handle=handle,
+        )
+
+        def tensor(name: str, like: Tensor) -> Any:
+            heads_first = like.transpose(1, 2)
+            dim, stride = list(heads_first.shape), list(heads_first.stride())
+            return graph.tensor(name=name, dim=dim, stride=stride, data_type=types.FP8_E4M3)
+
+        def number(name: str) -> Any:
+            ones = [1] * 4
+            return graph.tensor(name=name, dim=ones, stride=ones, data_type=types.FLOAT)
+
+        device = x.q.device
+        scales = {
+            "descale_q": x.q_descale,
+            "descale_k": x.k_descale,
+            "descale_v": x.v_descale,
+            "descale_s": torch.tensor(1 / self.P_SCALE, device=device),
+            "scale_s": torch.tensor(self.P_SCALE, device=device),
+            "scale_o": torch.tensor(self.unit(x), device=device),
+        }
+        inputs = {name: tensor(name, getattr(x, name)) for name in ("q", "k", "v")}
+        numbers = {name: number(name) for name in scales}
+        result, _, *maxima = graph.sdpa_fp8(
+            **inputs, **numbers, attn_scale=x.q.shape[-1] ** -0.5, generate_stats=False,
+            use_causal_mask=causal, name="attention",
+        )  # fmt: skip
+
+        out = torch.empty((*x.q.shape[:3], x.v.shape[3]), dtype=x.v.dtype, device=device)
+        heads_first = out.transpose(1, 2)
+        result.set_output(True).set_data_type(types.FP8_E4M3)
+        result.set_dim(list(heads_first.shape)).set_stride(list(heads_first.stride()))
+        # Where cuDNN finds each of its tensors.
+        memory = {one: getattr(x, name).view(torch.uint8) for name, one in inputs.items()}
+        memory |= {one: scales[name].reshape(1) for name, one in numbers.items()}
+        memory[result] = out.view(torch.uint8)
+        for one in (y for y in maxima if y is not None):  # the largest P, the largest result
+            one.set_output(True).set_data_type(types.FLOAT).set_dim([1] * 4).set_stride([1] * 4)
+            memory[one] = torch.zeros(1, device=device)
+
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        size = max(1, graph.get_workspace_size())
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+
+        def call() -> Tensor:
+            graph.execute(memory, workspace, handle=handle)
+            return out
+
+        return call
+
+    def unit(self, x: Quantized) -> float:
+        largest = float(x.v.float().abs().max() * x.v_descale)
+        return 2.0 ** math.floor(math.log2(LARGEST / largest)) if largest else 1.0
+
+
+FP8_PROVIDERS: tuple[Fp8Provider, ...] = (
+    Fp8Variant("fa3_fp8", "flash_ext fa3, FP8"),
+    CudnnFp8("cudnn_fp8", "cuDNN, FP8", limits=(1e-1, 3e-1)),  # its output is rounded as well
+)
+
+
+class Fp8Workload(Workload):
+    """Inputs in bfloat16, and the same as FP8 numbers with one scale per tensor.
+
+    Providers of FP8 get the numbers, and are held against the exact results of what these stand
+    for; others get the bfloat16 inputs.
+    """
+
+    BESIDE = ("fa3", *BEST_OF, "flash")  # who is measured beside FP8
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], device: torch.device, d_v: int = 0
+    ) -> None:
+        super().__init__(shape, torch.bfloat16, device, d_v=d_v)
+        self.numbers = METHODS[PER_TENSOR](self.q, self.k, self.v)
+        self.of_numbers: list[Tensor] = []
+
+    def asked(self, providers: Iterable[Provider]) -> list[Provider]:
+        return [p for p in providers if p.fp8 or p.name in self.BESIDE]
+
+    def exact(self, causal: bool, gradients: bool) -> list[Tensor]:
+        dequantized = copy.copy(self)
+        dequantized.q, dequantized.k, dequantized.v = (
+            x.float() * descale
+            for x, descale in zip(self.numbers[:3], self.numbers[3:], strict=True)
+        )
+        self.of_numbers = Workload.exact(dequantized, causal, gradients=False)
+        return super().exact(causal, gradients)
+
+    def wanted(self, provider: Provider, exact: list[Tensor]) -> list[Tensor]:
+        if not isinstance(provider, Fp8Provider):
+            return exact
+        return [x * provider.unit(self.numbers) for x in self.of_numbers]
+
+    def bare(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
+        if not isinstance(provider, Fp8Provider):
+            return super().bare(provider, causal)
+        return provider.prepare(self.numbers, causal)
