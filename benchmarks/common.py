@@ -46,6 +46,7 @@ class Finding:
     goal: str
     measured: str  # "": it was not asked for
     reached: bool | None  # None: not all that the goal speaks of was measured
+    why: str = ""  # it is not reached, where that is known
 
     def __str__(self) -> str:
         words = {True: "reached", False: "NOT REACHED", None: "not all was measured"}

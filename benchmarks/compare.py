@@ -686,18 +686,25 @@ def fp8_findings(cells: list[Json]) -> Iterator[Finding]:
         values = ratios(found, ours.name, goal.over)
         whole = len(values) == 2 * len(FP8_SEQLENS)
         text = f"fa3 in FP8 over {names[goal.over]}, d {goal.d}"
-        for words, least, got in (
-            ("geometric mean: at least", goal.mean, geometric_mean(values)),
-            ("every cell: at least", goal.least, min(values, default=math.nan)),
+        for words, least, reduce in (
+            ("geometric mean: at least", goal.mean, geometric_mean),
+            ("every cell: at least", goal.least, min),
         ):
             if least is None:
                 continue
-            measured, reached = f"{got:.2f}×, over {len(values)} cells", got >= least
-            if not values:
-                reasons = [c["providers"].get(n, {}).get("skipped") for c in found
-                           for n in (ours.name, goal.over)]  # fmt: skip
-                measured = next((r for r in reasons if r), "")
-            yield Finding(f"{text}, {words} {least:g}×", measured, reached if whole else None)
+            goal_text = f"{text}, {words} {least:g}×"
+            if values:
+                got = reduce(values)
+                of = f"of {len(values)} cells, {min(values):.2f}× – {max(values):.2f}×"
+                yield Finding(goal_text, f"{got:.2f}×, {of}", got >= least if whole else None)
+                continue
+            results = [c["providers"].get(n, {}) for c in found for n in (ours.name, goal.over)]
+            reasons = [r for r in results if "skipped" in r]
+            refused = next((r["skipped"] for r in reasons if r.get("refused")), None)
+            if refused:
+                yield Finding(goal_text, "refused", False, refused)
+            else:
+                yield Finding(goal_text, reasons[0]["skipped"] if reasons else "", None)
 
 
 def print_fp8(cells: list[Json], labels: dict[str, str]) -> None:

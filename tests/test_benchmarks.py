@@ -25,13 +25,20 @@ common = gpu_test_report.common
 import activation  # noqa: E402
 import calls  # noqa: E402
 import compare  # noqa: E402
+import fp8_errors  # noqa: E402
+import fp8_inputs  # noqa: E402
+import fp8_model  # noqa: E402
+import fp8_providers  # noqa: E402
 import memory  # noqa: E402
 import models  # noqa: E402
+import numerics  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
 import support  # noqa: E402
 import train  # noqa: E402
+from report import claims  # noqa: E402
 from report import compare as compare_report  # noqa: E402
+from report import fp8 as fp8_report  # noqa: E402
 from report import options as options_report  # noqa: E402
 from report import support as support_report  # noqa: E402
 from report import train as train_report  # noqa: E402
@@ -707,3 +714,280 @@ def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row("softcap", *unknown, *("not measured yet",) * on_cpu) in lines
     assert row(support.PTX, *unknown, *("",) * on_cpu) in lines
     assert lines[-1] == "(1) no time."
+
+
+# --- FP8 ---
+
+
+def test_the_fp8_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = grid_of("--set", "fp8", monkeypatch=monkeypatch)
+    assert len(cells) == 5 * 2 * 4 and all(c.direction == "forward" for c in cells)
+    assert {(c.d, c.d_v) for c in cells} == {(64, 0), (96, 0), (128, 0), (192, 128), (256, 0)}
+    assert all(c.batch * c.seqlen == 16384 and c.heads == 2048 // c.d for c in cells)
+    as_json = [dataclasses.asdict(c) for c in cells]
+    assert not any(compare.is_plain(c) or compare.on_grid(c) for c in as_json)
+    assert len(compare.fp8_cells(as_json)) == len(cells)
+    for cell in cells:
+        assert cell.flops() == dataclasses.replace(cell, dtype="bf16").flops()
+    with_others = grid_of(
+        "--set", "standard", "fp8", "--dtype", "bf16", "fp16", monkeypatch=monkeypatch
+    )
+    assert len(with_others) == len(cells) + 2 * len(SHAPES), "once, whatever the types"
+    assert len({compare.key(dataclasses.asdict(c)) for c in with_others}) == len(with_others)
+    few = grid_of("--set", "fp8", "--d", "192", "--s", "2048", "--full", monkeypatch=monkeypatch)
+    assert [(c.d, c.d_v, c.seqlen, c.causal) for c in few] == [(192, 128, 2048, False)]
+
+
+class FakeCudnn:
+    """The part of nvidia-cudnn-frontend that `CudnnFp8` uses, with standard attention below."""
+
+    heur_mode = mock.MagicMock()
+    data_type = mock.MagicMock()
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def pygraph(self, **_: object) -> mock.MagicMock:
+        graph = mock.MagicMock()
+        graph.get_workspace_size.return_value = 0
+        graph.tensor.side_effect = lambda **_: self.tensor()
+        result, largest = self.tensor(), self.tensor()
+        arguments: dict = {}
+
+        def sdpa_fp8(**given: object) -> list:
+            arguments.update(given)
+            return [result, None, largest, None]
+
+        def execute(memory: dict, *_: object, **__: object) -> None:
+            assert len(memory) == 3 + 6 + 2 and memory[largest].shape == (1,)
+
+            def numbers(name: str) -> torch.Tensor:
+                return memory[arguments[name]].view(torch.float8_e4m3fn).float()
+
+            def number(name: str) -> float:
+                return float(memory[arguments[name]])
+
+            assert number("scale_s") * number("descale_s") == 1
+            q, k, v = (numbers(name) * number(f"descale_{name}") for name in "qkv")
+            out, _ = flash_ext.reference.attention(
+                q, k, v, scale=arguments["attn_scale"], causal=arguments["use_causal_mask"]
+            )
+            out = out * number("scale_o") * self.factor
+            assert out.abs().max() <= 448
+            memory[result].copy_(out.to(torch.float8_e4m3fn).view(torch.uint8))
+
+        graph.sdpa_fp8.side_effect, graph.execute.side_effect = sdpa_fp8, execute
+        return graph
+
+    @staticmethod
+    def tensor() -> mock.MagicMock:
+        one = mock.MagicMock()
+        for name in ("set_output", "set_data_type", "set_dim", "set_stride"):
+            getattr(one, name).return_value = one
+        return one
+
+
+def run_fp8(
+    path: Path, monkeypatch: pytest.MonkeyPatch, cudnn: object, *more: str
+) -> tuple[int, list[dict]]:
+    """The smoke test of the set, with or without a cuDNN: its exit status and cells."""
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    monkeypatch.setattr(fp8_providers, "cudnn_handle", lambda: None)
+    arguments = ("--device", "cpu", "--set", "fp8", "--rounds", "1", "--s", "128", "--peers",
+                 "flash", "--variants", "fa2", "--out", str(path), *more)  # fmt: skip
+    status = run(compare.main, *arguments, monkeypatch=monkeypatch)
+    return status, json.loads(path.read_text())["cells"]
+
+
+def test_fp8_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside cuDNN and bfloat16, each right by its own inputs."""
+    status, cells = run_fp8(tmp_path / "compare.json", monkeypatch, FakeCudnn())
+    assert status == 0 and sorted(c["causal"] for c in cells) == [False, True]
+    for cell in cells:
+        found = cell["providers"]
+        assert sorted(found) == ["cudnn_fp8", "fa3_fp8", "flash"]
+        assert all(r["ms"] > 0 for r in found.values())
+        assert 1e-2 < found["fa3_fp8"]["error"] < 4e-2, "P in e4m3"
+        assert 1e-2 < found["cudnn_fp8"]["error"] < 4e-2, "its output in e4m3"
+        assert found["flash"]["error"] < 1e-2, "held against the inputs before quantization"
+    shown = capsys.readouterr().out
+    assert "FP8 forward, d 64, causal: TFLOP/s" in shown and "fa3 in FP8 is" in shown
+    assert "fa3 in FP8 over cuDNN, FP8, d 128, geometric mean: at least 1.08×: not meas" in shown
+
+
+def test_fp8_without_cudnn_or_where_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reasons, no failures; but a wrong result of ours is one."""
+    path = tmp_path / "compare.json"
+    with monkeypatch.context() as patch:
+        status, cells = run_fp8(path, patch, None, "--full")
+        assert status == 0
+        assert "ModuleNotFoundError" in cells[0]["providers"]["cudnn_fp8"]["skipped"]
+        assert cells[0]["providers"]["fa3_fp8"]["ms"] > 0
+    explain = flash_ext.explain
+
+    def refusing(*inputs: torch.Tensor, **options: object) -> object:
+        found = explain(*inputs, **options)
+        if inputs[0].dtype == torch.float8_e4m3fn:
+            found.reasons["fa3"] = "variant 'fa3' takes only others"
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flash_ext, "explain", refusing)
+        status, cells = run_fp8(path, patch, FakeCudnn(1.5), "--full")
+        assert status == 0, "neither a refusal of ours nor a wrong peer fails"
+        found = cells[0]["providers"]
+        assert found["fa3_fp8"] == {"skipped": "variant 'fa3' takes only others", "refused": True}
+        assert found["cudnn_fp8"]["wrong"]
+    attention = flash_ext.attention
+
+    def wrong(*inputs: torch.Tensor, **options: object) -> torch.Tensor:
+        return attention(*inputs, **options) * (1.2 if "q_descale" in options else 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flash_ext, "attention", wrong)
+        status, cells = run_fp8(path, patch, FakeCudnn(), "--full")
+        assert status == 1 and cells[0]["providers"]["fa3_fp8"]["wrong"]
+
+
+def fp8_speeds(**times: float) -> list[dict]:
+    """The whole set, where each takes so many milliseconds."""
+    cells = []
+    for d, d_v in compare.FP8_DIMS.items():
+        for causal, seqlen in itertools.product((False, True), compare.FP8_SEQLENS):
+            shape = compare.Cell("fp8", d, causal, seqlen, 16384 // seqlen, 2048 // d,
+                                 d_v=0 if d_v == d else d_v)  # fmt: skip
+            results = {n: {"ms": t, "tflops": shape.flops() / t * 1e-9} for n, t in times.items()}
+            cells.append(dataclasses.asdict(shape) | {"providers": results})
+    return cells
+
+
+def test_goals_of_fp8() -> None:
+    cells = fp8_speeds(fa3_fp8=1.0, cudnn_fp8=1.1, fa3=1.5)
+    verdicts = {f.goal: f.reached for f in compare.fp8_findings(cells)}
+    assert len(verdicts) == 5 and [v for g, v in verdicts.items() if "d 128" in g] == [True, True]
+    assert [v for g, v in verdicts.items() if "cuDNN, FP8, d 64" in g] == [False]
+    cells[0]["providers"]["fa3"]["ms"] = 0.9  # d 64
+    (own,) = (f for f in compare.fp8_findings(cells) if "bf16" in f.goal)
+    assert own.reached is False and own.measured.startswith("0.90×, of 8 cells, 0.90× – 1.50×")
+    del cells[0]
+    (own,) = (f for f in compare.fp8_findings(cells) if "bf16" in f.goal)
+    assert own.reached is None, "of a part of the set there is no verdict"
+    for cell in cells:
+        if cell["d"] == 256:
+            cell["providers"]["fa3_fp8"] = {"skipped": "too wide", "refused": True}
+        if cell["d"] == 128:
+            cell["providers"]["cudnn_fp8"] = {"skipped": "not there"}
+    by_goal = {f.goal: f for f in compare.fp8_findings(cells)}
+    (wide,) = (f for g, f in by_goal.items() if "d 256" in g)
+    assert (wide.reached, wide.why) == (False, "too wide")
+    absent = [f for g, f in by_goal.items() if "d 128" in g]
+    assert all((f.reached, f.measured) == (None, "not there") for f in absent)
+    assert "not all was measured" in str(absent[0]) and "NOT REACHED" in str(wide)
+
+
+def test_methods_of_quantization() -> None:
+    """Ours is that of `flash_ext.fp8.attention`, but for the signs; each gives what it names."""
+    q, k, v = (torch.randn(1, 140, 2, 64).bfloat16() for _ in range(3))
+    for name, method in fp8_inputs.METHODS.items():
+        x = method(q, k, v)
+        assert x.variant() == "fa3"
+        want, _ = flash_ext.reference.attention(q.double(), k.double(), v.double())
+        for y in (x, x.first_queries(130)):
+            rows = y.q.shape[1]
+            assert (y.attend() - want[:, :rows]).norm() / want[:, :rows].norm() < 0.1, name
+            assert (y.attend() - y.exact()).norm() / want[:, :rows].norm() < 0.06, name
+    ours = fp8_inputs.METHODS[fp8_inputs.OURS]
+    assert ours == fp8_inputs.Method("block", "channel", rotated=True, smooth=True)
+    signs = flash_ext.fp8._seeded_signs(64, 0, q)
+    with mock.patch.object(flash_ext.fp8, "random_signs", lambda *_, **__: signs):
+        got = ours(q, k, v).attend(out_dtype=torch.bfloat16)
+    assert torch.equal(got, flash_ext.fp8.attention(q, k, v))
+
+
+def test_where_no_variant_takes_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard attention with P in e4m3 stands in."""
+    monkeypatch.setattr(fp8_inputs.Quantized, "variant", lambda self, causal=False: None)
+    x = fp8_inputs.METHODS[fp8_inputs.PER_TENSOR](*torch.randn(3, 1, 130, 2, 32).bfloat16())
+    want, _ = flash_ext.reference.attention(*x[:3], **x.descales, out_dtype=torch.float16)
+    assert torch.equal(x.attend(), want)
+    (row,) = fp8_errors.outlier_rows(torch.device("cpu"), SMALL)
+    assert row["by"] == fp8_inputs.EMULATION
+
+
+SMALL = fp8_errors.Sizes({32: 256}, 1, 128, 2, (128, 256), 256, (64,))
+
+
+def test_fp8_errors_and_a_trained_model_and_their_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small runs on the CPU, taken for a GPU's. Nothing of it has to be there."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert fp8_report.fp8_section() == "On a GPU: not measured yet."
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    (folder / "tests.json").write_text("{}")
+    text = fp8_report.fp8_section()
+    assert text.count("| not measured yet |") == 7 and len(text.splitlines()) == 9
+
+    monkeypatch.setattr(fp8_errors, "CPU", SMALL)
+    path = folder / "numerics.json"
+    arguments = ("--device", "cpu", "--s", "32", "--d", "16", "--out", str(path))
+    assert run(numerics.main, *arguments, "--fp8", monkeypatch=monkeypatch) == 0
+    first = json.loads(path.read_text())
+    assert len(first["cells"]) == 2 * len(numerics.DISTRIBUTIONS), "the others were not there"
+    first["cells"] = first["cells"][:1]
+    path.write_text(json.dumps(first))
+    assert run(numerics.main, *arguments, "--fp8", monkeypatch=monkeypatch) == 0
+    again = json.loads(path.read_text())
+    assert again["cells"] == first["cells"] and again["fp8"] == first["fp8"], "added; it repeats"
+    assert run(numerics.main, *arguments, monkeypatch=monkeypatch) == 0
+    last = json.loads(path.read_text())
+    assert last["fp8"] == first["fp8"] and len(last["cells"]) > 1
+    (row,) = first["fp8"]["outliers"]
+    assert set(row["methods"]) == {*fp8_errors.SIXTEEN_BITS, *fp8_inputs.METHODS}
+    assert all(r["rmse"] <= r["rmse_max"] for r in row["methods"].values())
+
+    config = dataclasses.replace(fp8_model.CPU[0], steps=3)
+    monkeypatch.setattr(fp8_model, "CPU", (config,))
+    path = folder / "train.json"
+    arguments = ("--device", "cpu", "--fp8", "--out", str(path))
+    assert run(train.main, *arguments, monkeypatch=monkeypatch) == 0
+    (model,) = json.loads(path.read_text())["fp8"]["models"]
+    results = model["attentions"]
+    assert list(results) == list(fp8_model.ATTENTIONS) and model["steps"] == 3
+    assert results[fp8_model.BFLOAT16]["difference"] == 0
+    assert 0 < abs(results[fp8_model.FP8]["difference"]) < fp8_model.LIMIT
+
+    setup = {name: first[name] for name in ("device", "torch", "date", "digest")}
+    cells = fp8_speeds(fa3_fp8=1.0, cudnn_fp8=1.25, fa3=1.5, cudnn=2.0, flash=4.0)
+    for cell in cells:
+        if cell["d"] == 256:
+            cell["providers"]["fa3_fp8"] = {"skipped": "too wide.", "refused": True}
+    compared = {"cells": cells, "labels": {}, "versions": {"cudnn_fp8": "1.2.3"}}
+    (folder / "compare.json").write_text(json.dumps(setup | compared))
+    text = fp8_report.fp8_section()
+    assert "d 128, geometric mean: at least 1.08× | 1.25×, of 8 cells, 1.25× – 1.25× | holds |" in (
+        text
+    )
+    assert "d 256, geometric mean: at least 1.08× | refused | **not reached**: too wide. |" in text
+    assert "nvidia-cudnn-frontend 1.2.3." in text
+    assert "| 192/128 causal | best peer, bf16 |" in text and "| 2.00 (2.00) |" in text
+    assert "- flash_ext fa3, FP8, d 256: too wide." in text
+    assert "| 256 full | flash_ext fa3, FP8 |" not in text
+    assert "| flash_ext.fp8.attention: the same, with v by channels |" in text
+    assert "| d 64, 64 queries, values of mean 1 |" in text and "| weight |" in text
+    assert f"| {fp8_model.FP8} | {results[fp8_model.FP8]['loss']:.4f} (" in text
+    assert "a trained GPT, d 16: loss with" in text
+
+    loaded = {p.stem: json.loads(p.read_text()) for p in folder.glob("*.json")}
+    speed, error = claims.fp8_speed(loaded), claims.fp8_error(loaded)
+    assert speed is not None and error is not None
+    assert speed.figure.endswith("TFLOP/s") and "d 32, 256 keys" in error.conditions
+    text = compare_report.results_section()
+    assert "few heads or queries" not in text and "fp8" not in text, "no part of the other tables"
+    loaded["compare"]["cells"] = []
+    assert claims.fp8_speed(loaded) is None

@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import fp8_errors
 from common import Json
-from compare import geometric_mean, ratios, standard_cells
+from compare import fp8_cells, geometric_mean, ratios, standard_cells
+from fp8_providers import FP8_PROVIDERS
 
 import flash_ext
 
@@ -442,15 +444,29 @@ def training(model: str, least: float, why: str) -> Measure:
 
 
 def fp8_speed(results: Results) -> Finding | None:
-    """The benchmarks do not have FP8 yet."""
-    return Finding(
-        "–", "–", "not reached: the first FP8 kernel is slower at every head dim (note 016)"
-    )
+    """The fastest forward in FP8."""
+    name = FP8_PROVIDERS[0].name
+    found = [
+        (c["providers"][name]["tflops"], c)
+        for c in fp8_cells(results.get("compare", {}).get("cells", []))
+        if "tflops" in c["providers"].get(name, {})
+    ]
+    if not found:
+        return None
+    best, c = max(found, key=lambda f: f[0])
+    where = f"forward, d {c['d']}, S {c['seqlen']}, {'causal' if c['causal'] else 'full'}"
+    return Finding(f"{best:.0f} TFLOP/s", where, judged([best], 1140, "note 016"))
 
 
 def fp8_error(results: Results) -> Finding | None:
-    """A test repeats the experiment."""
-    return Finding("–", "–", "holds partly: test_outliers has it at d 256; not at d 128 (note 016)")
+    """RMSE with one scale per tensor over that of flash_ext.fp8.attention."""
+    rows = results.get("numerics", {}).get("fp8", {}).get("outliers")
+    if not rows:
+        return None
+    values = [fp8_errors.gain(row) for row in rows]
+    figure = ", ".join(f"{v:.2f}×" for v in values)
+    where = "; ".join(f"d {r['d']}, {r['seqlen']} keys" for r in rows)
+    return Finding(figure, where, judged(values, fp8_errors.GAIN, fp8_errors.SHAPE))
 
 
 WIDE_O = "its O, m and l pass through HBM in float32 at every step, where O does not fit L2"

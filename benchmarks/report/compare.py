@@ -23,6 +23,7 @@ from compare import (
     shape_name,
     with_best,
 )
+from fp8_providers import FP8
 from models import SHAPES
 from providers import BEST, BEST_LABEL
 from support import BOTH
@@ -213,7 +214,7 @@ def results_section() -> str:
         others = [
             c
             for c in compare["cells"]
-            if not is_plain(c) and not any(c.get(name) for name in special)
+            if c["dtype"] != FP8 and not is_plain(c) and not any(c.get(name) for name in special)
         ]
         parts += [other_table(others, labels)] if others else []
         for kind in ("model", "sustained"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .compare import results_section
+from .fp8 import fp8_section
 from .front import front_section
 from .options import options_section
 from .sections import claims_section, io_section, memory_section, numerics_section
@@ -25,6 +26,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "numerics": numerics_section,
         "training": training_section,
         "options": options_section,
+        "fp8": fp8_section,
     },
     "docs/walkthrough.md": STEPS,
 }
