@@ -254,15 +254,8 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
     head_dims = args.d or ((64,) if cpu else HEAD_DIMS)
     seqlens = args.s or ((128, 256) if cpu else SEQLENS)
     sets = args.set or ["standard"]
-    fp8 = []
-    if "fp8" in sets:
-        head_dims_fp8 = args.d or ((64,) if cpu else FP8_DIMS)
-        lengths = args.s or ((128, 256) if cpu else FP8_SEQLENS)
-        for d, causal, seqlen in itertools.product(head_dims_fp8, masks, lengths):
-            batch, heads = max(1, tokens // seqlen), max(1, hidden // d)
-            d_v = FP8_DIMS.get(d, d)
-            fp8.append(Cell(FP8, d, causal, seqlen, batch, heads, d_v=0 if d_v == d else d_v))
-    for dtype in args.dtype or ["fp32" if cpu else "bf16"]:
+    dtypes = args.dtype or ["fp32" if cpu else "bf16"]
+    for dtype in dtypes:
         shapes = []
         for d, causal, seqlen in itertools.product(head_dims, masks, seqlens):
             batch = args.batch or max(1, tokens // seqlen)
@@ -287,8 +280,14 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
             inference += [c for c, shape in zip(found, models.SHAPES, strict=True)
                           if not shape.backward]  # fmt: skip
             shapes += [c for c in found if c not in inference]
-        inference += fp8
-        fp8 = []  # of no dtype in particular: once
+        if "fp8" in sets and dtype == dtypes[0]:  # it has a type of its own
+            inference += [
+                Cell(FP8, d, causal, s, max(1, tokens // s), max(1, hidden // d),
+                     d_v=d_v if (d_v := FP8_DIMS.get(d, d)) != d else 0)
+                for d in args.d or ((64,) if cpu else FP8_DIMS)
+                for causal in masks
+                for s in args.s or ((128, 256) if cpu else FP8_SEQLENS)
+            ]  # fmt: skip
         for shape in shapes + inference:
             forward_only = shape in inference or shape.seqlen_q == 1
             directions = ["forward"] if forward_only else ["forward", "backward"]
@@ -670,7 +669,7 @@ def fp8_cells(cells: list[Json]) -> list[Json]:
         c
         for c in cells
         if c["dtype"] == FP8
-        and c["direction"] == "forward"
+        and c["seqlen"] in FP8_SEQLENS
         and not c.get("sustained")
         and (c["batch"], c["heads"]) == (max(1, TOKENS // c["seqlen"]), max(1, HIDDEN // c["d"]))
     ]

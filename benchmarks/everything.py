@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sustained": ("--sustained", "--s", "4096", "16384", "--variants", "fa3", "--peers", "cudnn",
                   "flash_attn_4"),
     "fp8_quantize": (),
-    "fp8": ("--set", "fp8", "--min-time", "0.03"),
+    "fp8": ("--set", "fp8", "--min-time", "0.03", "--peers", "cudnn", "flash_attn_4"),
     "fp8 errors": ("--fp8",),
     "fp8 model": ("--fp8",),
 }  # fmt: skip

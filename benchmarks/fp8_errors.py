@@ -46,7 +46,7 @@ GROWTH = 1.2  # from the fewest keys to the most
 NEEDLE = 2e-2
 
 SEQLENS = {128: 8192, 256: 12288}  # of the outliers, by head dim
-SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+SIXTEEN_BITS = {"flash_ext, float16": torch.float16, "flash_ext, bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

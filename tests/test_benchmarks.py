@@ -987,6 +987,7 @@ def test_fp8_errors_and_a_trained_model_and_their_tables(
     speed, error = claims.fp8_speed(loaded), claims.fp8_error(loaded)
     assert speed is not None and error is not None
     assert speed.figure.endswith("TFLOP/s") and "d 32, 256 keys" in error.conditions
+    (folder / "tests.json").unlink()
     text = compare_report.results_section()
     assert "few heads or queries" not in text and "fp8" not in text, "no part of the other tables"
     loaded["compare"]["cells"] = []

@@ -191,7 +191,8 @@ def results_section() -> str:
         compare = common.read_json(folder / "compare.json")
         if compare is not None:
             recorded = common.read_json(folder / "recorded_peers.json")
-            compare["cells"] = with_best(compare["cells"], recorded)
+            cells = [c for c in compare["cells"] if c["dtype"] != FP8]  # they have their own part
+            compare["cells"] = with_best(cells, recorded)
         memory = common.read_json(folder / "memory.json")
         tests = common.read_json(folder / "tests.json")
         device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
@@ -214,7 +215,7 @@ def results_section() -> str:
         others = [
             c
             for c in compare["cells"]
-            if c["dtype"] != FP8 and not is_plain(c) and not any(c.get(name) for name in special)
+            if not is_plain(c) and not any(c.get(name) for name in special)
         ]
         parts += [other_table(others, labels)] if others else []
         for kind in ("model", "sustained"):
