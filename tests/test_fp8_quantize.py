@@ -515,6 +515,8 @@ def test_what_fp8_cannot_do() -> None:
 
     refused("no bias: no variant", q, k, v, bias=torch.zeros(140, 150))
     refused("no dropout: no variant", q, k, v, dropout_p=0.1)
+    refused("no rng_state: no variant", q, k, v, rng_state=torch.zeros(2, dtype=torch.int64))
+    refused("no v_descale: quantization makes it", q, k, v, v_descale=ones)
     refused("no gradient: k requires one", q, k.clone().requires_grad_(), v)
     refused("no gradient: sink requires one", q, k, v, sink=ones.clone().requires_grad_())
     refused("smooth_k must be None or False with softcap", q, k, v, smooth_k=True, softcap=1.0)
@@ -562,17 +564,13 @@ def sampled_attention(q: Tensor, k: Tensor, v: Tensor, float8_p: bool) -> Tensor
     return (P @ v) / row_sum
 
 
-def test_outliers() -> None:
-    """FlashAttention-3, table 3: RMSE 2.4e-2 with one scale per tensor, 9.1e-3 with both methods.
+OUTLIER_SEEDS = range(5)
 
-    The paper gives no shape. Errors grow with the sequence, since larger scores make fewer keys
-    count: without a mask the 2.4e-2 belongs to about 8k keys at D 128 (where both methods give
-    9.4e-3) and to about 12k at D 256, which is taken here. Seeds differ by a fifth: few rows have
-    most of the error. Scales of blocks alone leave it nearly as it is, and the rotation alone gives
-    nearly all of the gain, as in the table.
-    """
+
+def outlier_errors(seed: int) -> Tensor:
+    """RMSE of the methods that `test_outliers` names, in its order."""
     seqlen, heads, dim = 12288, 2, 256
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     q, k, v = (with_outliers(generator, 1, seqlen, heads, dim) for _ in range(3))
     signs = fp8.random_signs(dim, generator=generator)
     exact = sampled_attention(q.double(), k.double(), v.double(), False)
@@ -586,12 +584,35 @@ def test_outliers() -> None:
         error = sampled_attention(*inputs, True).double() - exact
         return float(error.square().mean().sqrt())
 
-    baseline = rmse("tensor", "tensor", None)
-    assert 2.0e-2 < baseline < 3.0e-2
-    assert rmse("block", "block", None) > 0.75 * baseline
-    assert rmse("tensor", "tensor", signs) < 9.3e-3
-    assert rmse("block", "block", signs) <= 9.1e-3
-    assert rmse("block", "channel", signs) <= 9.1e-3, "what flash_ext.fp8.attention does"
+    return torch.tensor(
+        [
+            rmse("tensor", "tensor", None),
+            rmse("block", "block", None),
+            rmse("tensor", "tensor", signs),
+            rmse("block", "block", signs),
+            rmse("block", "channel", signs),
+        ]
+    )
+
+
+def test_outliers() -> None:
+    """FlashAttention-3, table 3: RMSE 2.4e-2 with one scale per tensor, 9.1e-3 with both methods.
+
+    The paper gives no shape. Errors grow with the sequence, since larger scores make fewer keys
+    count: without a mask the 2.4e-2 belongs to about 8k keys at D 128 (where both methods give
+    9.4e-3) and to about 12k at D 256, which is taken here. Few rows have most of the error, so
+    seeds differ: 1.96e-2 to 3.10e-2 with one scale per tensor, 7.6e-3 to 9.0e-3 with both methods
+    (ten seeds). Means of five are steady to a few percent. Scales of blocks alone leave the error
+    nearly as it is, and the rotation alone gives nearly all of the gain, as in the table.
+    """
+    errors = torch.stack([outlier_errors(seed) for seed in OUTLIER_SEEDS])
+    tensor, block, rotated_tensor, rotated_block, attention = errors.mean(0).tolist()
+    assert 2.2e-2 < tensor < 3.0e-2
+    assert 0.75 * tensor < block < 1.1 * tensor
+    assert rotated_tensor < 8.9e-3
+    assert rotated_block < 8.9e-3
+    assert attention < 8.9e-3, "what flash_ext.fp8.attention does"
+    assert (errors[:, 2:] < 0.55 * errors[:, :1]).all(), "with every seed"
 
 
 # --- CUDA against the CPU ---
