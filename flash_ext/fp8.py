@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from torch.compiler import is_compiling
 from typing_extensions import Unpack
 
 from . import functional
+from .functional import AttentionOptions, attention_options
 from .ops.call import is_real
 from .ops.checks import refuse, require_tensors
 from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
@@ -165,9 +166,18 @@ def _refuse_option(name: str, why: str) -> NoReturn:
     raise ValueError(f"flash_ext: FP8 attention has no {name}: {why}")
 
 
-def _check(
-    tensors: dict[str, Tensor], bias: Tensor | None, dropout_p: float, sink: Tensor | None
-) -> None:
+_KNOWN_OPTIONS = frozenset(AttentionOptions.__annotations__)
+_NEVER_GIVEN = {
+    "bias": "no variant that takes float8_e4m3fn has one",
+    "rng_state": "no variant that takes float8_e4m3fn has dropout",
+    "q_descale": "quantization makes it",
+    "k_descale": "quantization makes it",
+    "v_descale": "quantization makes it",
+}
+"""Options of `flash_ext.attention` that are refused, and why."""
+
+
+def _check(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
     require_tensors(**tensors)
     q = tensors["q"]
     for name, x in tensors.items():
@@ -175,12 +185,15 @@ def _check(
             refuse(name, "float16 or bfloat16 (FP8 inputs are for flash_ext.attention)", x.dtype)
         if x.dtype != q.dtype:
             refuse(name, f"of q's dtype {str(q.dtype).removeprefix('torch.')}", x.dtype)
-    if bias is not None:
-        _refuse_option("bias", "no variant that takes float8_e4m3fn has one")
-    if dropout_p != 0:
+    for name, value in options.items():
+        if name not in _KNOWN_OPTIONS:
+            raise TypeError(f"FP8 attention got an unexpected keyword argument '{name}'")
+        if name in _NEVER_GIVEN and value is not None:
+            _refuse_option(name, _NEVER_GIVEN[name])
+    if options.get("dropout_p", 0.0) != 0:
         _refuse_option("dropout", "no variant that takes float8_e4m3fn has it")
     if torch.is_grad_enabled():
-        for name, needs in (*tensors.items(), ("sink", sink)):
+        for name, needs in (*tensors.items(), ("sink", options.get("sink"))):
             if needs is not None and needs.requires_grad:
                 why = f"{name} requires one; call it under torch.no_grad(), or detach {name}"
                 _refuse_option("gradient", why)
@@ -212,25 +225,17 @@ def _shift(q: Tensor, mean: Tensor, scale: float | None, cu_seqlens_q: Tensor | 
     return (q.float() * mean[sequence.clamp(0, mean.shape[0] - 1)]).sum(-1).nan_to_num().mT
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `attention` and `attention_varlen`, except return_lse."""
+class Options(AttentionOptions, total=False):
+    """The keyword arguments of `attention` and `attention_varlen`, except return_lse.
 
-    scale: float | None
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    bias: Tensor | None
-    sink: Tensor | None
-    seqused_k: Tensor | None
-    dropout_p: float
-    variant: str
+    Those of `flash_ext.attention`, of which some are refused, and what quantization has.
+    """
+
     smooth_k: bool | None
     incoherent: bool
     signs: Tensor | None
     seed: int
     generator: torch.Generator | None
-    out_dtype: torch.dtype | None
 
 
 def _attend(
@@ -241,25 +246,16 @@ def _attend(
     cu_seqlens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     max_seqlens: tuple[int | None, int | None] = (None, None),
     return_lse: bool = False,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    dropout_p: float = 0.0,
-    variant: str = "auto",
     smooth_k: bool | None = None,
     incoherent: bool = True,
     signs: Tensor | None = None,
     seed: int = 0,
     generator: torch.Generator | None = None,
-    out_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` and `attention_varlen`, whose options are described there."""
-    _check({"q": q, "k": k, "v": v}, bias, dropout_p, sink)
+    tensors = {"q": q, "k": k, "v": v}
+    _check(tensors, options)
     if not incoherent and signs is not None:
         refuse("signs", "None with incoherent=False", "a tensor")
     if incoherent and signs is None:
@@ -269,8 +265,9 @@ def _attend(
         else:
             signs = random_signs(dim, generator=generator, device=q.device)
     cu_seqlens_q, cu_seqlens_k = cu_seqlens
-    of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": seqused_k}
-    mean = token_mean(k, **of_k) if _smooths(smooth_k, softcap, sink) else None
+    of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": options.get("seqused_k")}
+    smooths = _smooths(smooth_k, options.get("softcap", 0.0), options.get("sink"))
+    mean = token_mean(k, **of_k) if smooths else None
 
     q_fp8, q_descale = quantize(
         q, scales="block", signs=signs, cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlens[0]
@@ -279,20 +276,9 @@ def _attend(
         k, scales="block", signs=signs, mean=mean, max_seqlen=max_seqlens[1], **of_k
     )
     v_fp8, v_descale = quantize(v, scales="channel", **of_k)
-    options = {
-        "scale": scale,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sink": sink,
-        "seqused_k": seqused_k,
-        "variant": variant,
-        "q_descale": q_descale,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-        "out_dtype": q.dtype if out_dtype is None else out_dtype,
-    }
+    options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if options.get("out_dtype") is None:
+        options["out_dtype"] = q.dtype
     if cu_seqlens_q is not None:
         assert cu_seqlens_k is not None
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -302,13 +288,18 @@ def _attend(
     if not return_lse:
         return attend(q_fp8, k_fp8, v_fp8, **options)  # type: ignore[no-any-return]
     out, lse = attend(q_fp8, k_fp8, v_fp8, return_lse=True, **options)
-    return out, lse if mean is None else lse + _shift(q.detach(), mean, scale, cu_seqlens_q)
+    if mean is None:
+        return out, lse
+    return out, lse + _shift(q.detach(), mean, options.get("scale"), cu_seqlens_q)
 
 
 def _with_options(function: _F) -> _F:
     """Let `help` and `inspect.signature` show every option of the function, with its default."""
     *own, _ = inspect.signature(function).parameters.values()
-    known = inspect.signature(_attend).parameters
+    known = {
+        **inspect.signature(attention_options).parameters,
+        **inspect.signature(_attend).parameters,
+    }
     options = [known[name] for name in Options.__annotations__]
     function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
     return function
@@ -327,7 +318,9 @@ def attention(
         q, k, v: as in `flash_ext.attention`, float16 or bfloat16.
         scale, causal, window, softcap, alibi_slopes, sink, seqused_k, variant, return_lse: as in
             `flash_ext.attention`.
-        bias, dropout_p: refused: no variant has them in FP8.
+        deterministic: nothing here depends on it.
+        bias, dropout_p, rng_state: refused: no variant has them in FP8.
+        q_descale, k_descale, v_descale: refused: `quantize` makes them.
         smooth_k: subtract the mean over tokens from k. None does it unless there is a softcap or a
             sink: with these the result would change, and True is refused. lse has what the scores
             lack of it added again.

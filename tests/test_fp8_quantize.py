@@ -519,6 +519,8 @@ def test_what_fp8_cannot_do() -> None:
 
     refused("no bias: no variant", q, k, v, bias=torch.zeros(140, 150))
     refused("no dropout: no variant", q, k, v, dropout_p=0.1)
+    refused("no rng_state: no variant", q, k, v, rng_state=torch.zeros(2, dtype=torch.int64))
+    refused("no v_descale: quantization makes it", q, k, v, v_descale=ones)
     refused("no gradient: k requires one", q, k.clone().requires_grad_(), v)
     refused("no gradient: sink requires one", q, k, v, sink=ones.clone().requires_grad_())
     refused("smooth_k must be None or False with softcap", q, k, v, smooth_k=True, softcap=1.0)
@@ -554,19 +556,24 @@ def test_outliers() -> None:
 
     The paper gives no shape. Errors grow with the sequence, since larger scores make fewer keys
     count: without a mask the 2.4e-2 belongs to about 8k keys at D 128 (where both methods give
-    9.4e-3) and to about 12k at D 256, which is taken here. Seeds differ by a fifth: few rows have
-    most of the error. Scales of blocks alone leave it nearly as it is, and the rotation alone gives
-    nearly all of the gain, as in the table.
+    9.4e-3) and to about 12k at D 256, which is taken here. Few rows have most of the error, so
+    seeds differ, by half with one scale per tensor; means of five are steady to a few percent.
+    Scales of blocks alone leave the error nearly as it is, and the rotation alone gives nearly all
+    of the gain, as in the table.
     """
-    found = fp8_errors.outlier_errors(12288, heads=2, dim=256, seed=0, device="cpu", rows=512)
-    baseline = found[PER_TENSOR]
-    assert 2.0e-2 < baseline < 3.0e-2
-    assert found["blocks of q and k, v by heads"] > 0.75 * baseline
-    assert found["one scale per tensor, rotation"] < 9.3e-3
-    assert found["blocks and rotation"] <= fp8_errors.RMSE
-    assert found[OURS] <= fp8_errors.RMSE
-    half, bfloat16 = (found[name] for name in fp8_errors.SIXTEEN_BITS)
-    assert half < bfloat16 < 0.3 * found[OURS]
+    seeds = [
+        fp8_errors.outlier_errors(12288, heads=2, dim=256, seed=seed, device="cpu", rows=512)
+        for seed in range(5)
+    ]
+    mean = {name: sum(found[name] for found in seeds) / len(seeds) for name in seeds[0]}
+    rotated = ("one scale per tensor, rotation", "blocks and rotation", OURS)
+    assert 2.2e-2 < mean[PER_TENSOR] < 3.0e-2
+    assert 0.75 < mean["blocks of q and k, v by heads"] / mean[PER_TENSOR] < 1.1
+    for name in rotated:
+        assert mean[name] < 8.9e-3 < fp8_errors.RMSE
+        assert all(found[name] < 0.55 * found[PER_TENSOR] for found in seeds)
+    half, bfloat16 = (mean[name] for name in fp8_errors.SIXTEEN_BITS)
+    assert half < bfloat16 < 0.3 * mean[OURS]
 
 
 # --- CUDA against the CPU ---

@@ -12,6 +12,7 @@ enum class Scales { kTensor, kHead, kBlock, kChannel };
 
 // Rows of a block scale. The FP8 kernels of FA3 count on it.
 inline constexpr int kScaleRows = 128;
+inline constexpr int kMaxQuantizeDim = 256;
 inline constexpr float kMaxFloat8 = 448.f;  // of e4m3
 // A smaller maximum counts as this one, so that descale and its inverse are normal numbers.
 inline constexpr float kMinAmax = 0x1p-100f;

@@ -1,6 +1,8 @@
 // A hint to the compiler rather than an instruction.
 #pragma once
 
+#include <cstdint>
+
 namespace flash_ext::ptx {
 
 // Returns x. What depends on it is computed where it is used: otherwise the compiler moves it out
@@ -8,6 +10,17 @@ namespace flash_ext::ptx {
 __device__ __forceinline__ int not_hoisted(int x) {
     asm volatile("" : "+r"(x));
     return x;
+}
+__device__ __forceinline__ uint32_t not_hoisted(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// This thread's lane, read again from its special register.
+__device__ __forceinline__ uint32_t lane_not_hoisted() {
+    uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
 }
 
 }  // namespace flash_ext::ptx

@@ -13,6 +13,10 @@ __device__ __forceinline__ void st_shared(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void st_shared_v2(uint32_t address, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v4(uint32_t address, const uint32_t (&v)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
                  "r"(v[2]), "r"(v[3])

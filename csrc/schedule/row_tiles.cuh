@@ -57,4 +57,55 @@ FLASH_HOST_DEVICE RowTile row_tile(const QuantizeParams& params, int batch, int 
     return found;
 }
 
+// The tiles of all heads that one CTA has: every gridDim.x-th one. Heads are adjacent in memory, so
+// they are the fastest index. `reverse` begins with the last tile of all, which is what a pass has
+// left in L2. A step adds without divisions.
+class RowTileCursor {
+ public:
+    FLASH_HOST_DEVICE RowTileCursor(const QuantizeParams& params, int block, uint32_t cta,
+                                    uint32_t ctas, bool reverse)
+        : tiles_(row_tiles(params, block)), step_(split(ctas, params.heads)), reverse_(reverse) {
+        const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
+        last_ = {batches - 1, tiles_ - 1, params.heads - 1};
+        at_ = split(cta, params.heads);
+    }
+
+    FLASH_HOST_DEVICE bool is_valid() const { return at_.batch <= last_.batch; }
+
+    FLASH_HOST_DEVICE void advance() {
+        at_.head += step_.head;
+        at_.tile += step_.tile;
+        at_.batch += step_.batch;
+        if (at_.head > last_.head) {
+            at_.head -= last_.head + 1;
+            ++at_.tile;
+        }
+        if (at_.tile >= tiles_) {
+            at_.tile -= tiles_;
+            ++at_.batch;
+        }
+    }
+
+    FLASH_HOST_DEVICE int batch() const { return reverse_ ? last_.batch - at_.batch : at_.batch; }
+    FLASH_HOST_DEVICE int tile() const { return reverse_ ? last_.tile - at_.tile : at_.tile; }
+    FLASH_HOST_DEVICE int head() const { return reverse_ ? last_.head - at_.head : at_.head; }
+
+ private:
+    // A number of heads, with `head` below the heads and `tile` below the tiles.
+    struct Digits {
+        int batch, tile, head;
+    };
+
+    FLASH_HOST_DEVICE Digits split(uint32_t linear, int heads) const {
+        const uint32_t above = linear / heads;
+        const uint32_t batch = above / tiles_;
+        return {static_cast<int>(batch), static_cast<int>(above - batch * tiles_),
+                static_cast<int>(linear - above * heads)};
+    }
+
+    int tiles_;
+    Digits step_, last_{}, at_{};
+    bool reverse_;
+};
+
 }  // namespace flash_ext

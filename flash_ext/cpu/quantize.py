@@ -141,10 +141,14 @@ def _quantize_cpu(
     rotated = []
     for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
         y = rows.float()
-        if mean is not None:
-            y = y - mean[b]
+        center = None if mean is None else mean[b]
+        if signs is not None:  # both have signs before one is subtracted: that decides signs of 0
+            y = torch.where(signs < 0, -y, y)
+            center = None if center is None else torch.where(signs < 0, -center, center)
+        if center is not None:
+            y = y - center
         if signs is not None:
-            y = butterflies(torch.where(signs < 0, -y, y))
+            y = butterflies(y)
         rotated.append(torch.where(y.isfinite(), y, torch.nan))
 
     longest = max((-(-y.shape[0] // SCALE_ROWS) for y in rotated), default=0)

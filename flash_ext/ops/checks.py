@@ -66,3 +66,10 @@ def require_device(argument: str, tensor: Tensor, q: Tensor) -> None:
     """Refuse a tensor that is not on q's device."""
     if tensor.device != q.device:
         refuse(argument, f"on q's device {q.device}", tensor.device)
+
+
+def require_one_device(q: Tensor, **others: object) -> None:
+    """Of fake kernels: the dispatcher also comes there if only one tensor is a meta tensor."""
+    for name, x in others.items():
+        if isinstance(x, Tensor):
+            require_device(name, x, q)

@@ -7,20 +7,13 @@ from typing import Any
 from torch import Tensor
 from torch.library import register_fake
 
-from .checks import require_device, result_dtype, statistics_dtype
+from .checks import require_one_device, result_dtype, statistics_dtype
 from .options import BackwardTensors
 from .schemas import library
 
 
-def _require_one_device(q: Tensor, **others: Any) -> None:
-    """The dispatcher also comes here if only one of the tensors is a meta tensor."""
-    for name, x in others.items():
-        if isinstance(x, Tensor):
-            require_device(name, x, q)
-
-
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    _require_one_device(q, k=k, v=v, **options)
+    require_one_device(q, k=k, v=v, **options)
     *batch, rows, heads, _ = q.shape  # no batch where sequences are packed
     dtype = result_dtype(q.dtype, options.get("out_dtype"))
     out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=dtype)
@@ -30,7 +23,7 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
 
 def _bwd_fake(*tensors: Any, need_dbias: bool = True, **options: Any) -> tuple[Tensor, ...]:
     x = BackwardTensors(*tensors)
-    _require_one_device(**x._asdict(), **options)
+    require_one_device(**x._asdict(), **options)
     bias, sink = options.get("bias"), options.get("sink")
     if bias is not None and not (need_dbias and bias.is_floating_point()):
         bias = None

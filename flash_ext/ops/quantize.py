@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-from .checks import refuse, require_device
+from .checks import refuse, require_one_device
 from .schemas import library
 
 SCALES = ("tensor", "head", "block", "channel")
@@ -63,33 +63,18 @@ fp8_token_mean = _define(
 )
 
 
-def _require_one_device(x: Tensor, **others: Tensor | None) -> None:
-    for name, other in others.items():
-        if other is not None:
-            require_device(name, other, x)
-
-
 def _fp8_quantize_fake(
-    x: Tensor,
-    scales: str,
-    *,
-    signs: Tensor | None = None,
-    mean: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    seqused: Tensor | None = None,
-    blocks: int = 0,
+    x: Tensor, scales: str, *, blocks: int = 0, **tensors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     check_scales(scales)
-    _require_one_device(x, signs=signs, mean=mean, cu_seqlens=cu_seqlens, seqused=seqused)
-    shape = descale_shape(x, scales, cu_seqlens, blocks)
+    require_one_device(x, **tensors)
+    shape = descale_shape(x, scales, tensors.get("cu_seqlens"), blocks)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float32)
 
 
-def _fp8_token_mean_fake(
-    x: Tensor, *, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None
-) -> Tensor:
-    _require_one_device(x, cu_seqlens=cu_seqlens, seqused=seqused)
-    shape = (batch_of(x, cu_seqlens), x.shape[-2], x.shape[-1])
+def _fp8_token_mean_fake(x: Tensor, **tensors: Tensor | None) -> Tensor:
+    require_one_device(x, **tensors)
+    shape = (batch_of(x, tensors.get("cu_seqlens")), x.shape[-2], x.shape[-1])
     return x.new_empty(shape, dtype=torch.float32)
 
 

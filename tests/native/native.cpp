@@ -206,6 +206,18 @@ PYBIND11_MODULE(flash_ext_native, m) {
             }
         return all;
     });
+    // (batch, tile, head) of the tiles of CTA `cta`, in its order.
+    m.def("row_tile_cursor",
+          [](int batch, int rows, int heads, int block, uint32_t cta, uint32_t ctas, bool reverse) {
+              QuantizeParams params{};
+              params.batch = batch;
+              params.rows = rows;
+              params.heads = heads;
+              std::vector<std::array<int, 3>> all;
+              for (RowTileCursor at(params, block, cta, ctas, reverse); at.is_valid(); at.advance())
+                  all.push_back({at.batch(), at.tile(), at.head()});
+              return all;
+          });
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
     py::class_<Schedule>(m, "Schedule")

@@ -70,12 +70,14 @@ cudaError_t launch_fitting(Launch launch) {
 // An empty grid is not launched, without an error: an empty tensor has no tiles. More than 48 KB of
 // shared memory must be requested, once per kernel and device. `pdl`: programmatic dependent launch
 // (PDL), so the kernel may begin before the previous one has ended (ptx/grid_dependency.cuh). It
-// must then be compiled for sm_90 or later, since other code does not wait.
+// must then be compiled for sm_90 or later, since other code does not wait. `most_shared_bytes`: of
+// any launch of the kernel, where they differ.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
-                          cudaStream_t stream, bool pdl = false) {
+                          cudaStream_t stream, bool pdl = false, int most_shared_bytes = 0) {
     if (ctas == 0) return cudaSuccess;
-    if (shared_bytes > 48 * 1024) {
+    most_shared_bytes = max_of(shared_bytes, most_shared_bytes);
+    if (most_shared_bytes > 48 * 1024) {
         static uint64_t devices_done = 0;  // no <atomic>: files compile faster
         int device = 0;
         cudaError_t status = cudaGetDevice(&device);
@@ -83,7 +85,7 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
         if (status == cudaSuccess &&
             (__atomic_load_n(&devices_done, __ATOMIC_ACQUIRE) & bit) == 0) {
             status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          shared_bytes);
+                                          most_shared_bytes);
             __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
         }
         if (status != cudaSuccess) {

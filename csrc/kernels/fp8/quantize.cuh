@@ -1,25 +1,21 @@
 // x -> x_fp8 and descale, with x = x_fp8 * descale up to rounding and the rotation of rotate.cuh.
 //
-// One CTA has 128 rows of a head. With block scales these are what shares a scale: the rows are
+// A tile has 128 rows of a head. With block scales these are what shares a scale: the rows are
 // loaded once, stay in registers between maximum and rounding, and are stored once. Other scales
 // need the maximum of more than a CTA has, so another kernel computes maxima first. They meet in
-// atomicMax, whose result does not depend on the order.
+// atomicMax, whose result does not depend on the order. The second pass begins with the rows that
+// the first one has left in L2, the last ones.
 //
 // With a the maximum before the factor `norm` of the rotation:
 //
 //     x_fp8 = e4m3(v * (448 / a)),   descale = a * norm / 448        (1 where a = 0)
 #pragma once
 
-#include <cuda_fp8.h>
-
+#include "kernels/fp8/plain.cuh"
 #include "kernels/fp8/rotate.cuh"
-#include "plan/quantize.h"
+#include "ptx/grid_dependency.cuh"
 
 namespace flash_ext {
-
-__device__ __forceinline__ float inverse_of(float amax) {
-    return kMaxFloat8 / fmaxf(amax, kMinAmax);
-}
 
 __device__ __forceinline__ float descale_of(float amax, float norm) {
     return amax > 0.f ? fmaxf(amax, kMinAmax) * norm / kMaxFloat8 : 1.f;
@@ -35,10 +31,10 @@ FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
 // Of descales of blocks, CTAs with rows write their own, and the first of a sequence those that the
 // sequence does not reach.
 __device__ __forceinline__ void store_block_descales(const QuantizeParams& params,
-                                                     const RowTile& tile, int head, float amax) {
+                                                     const WorkTile& work, float amax) {
+    const RowTile& tile = work.rows;
     if (tile.sequence < 0) return;
-    float* descale =
-        params.descale + (int64_t{tile.sequence} * params.heads + head) * params.blocks;
+    float* descale = params.descale + work.scale_head(params) * params.blocks;
     if (threadIdx.x == 0 && tile.rows > 0 && tile.tile < params.blocks)
         descale[tile.tile] = descale_of(amax, params.norm);
     if (tile.tile > 0) return;
@@ -47,80 +43,127 @@ __device__ __forceinline__ void store_block_descales(const QuantizeParams& param
         descale[i] = 1.f;
 }
 
-template <class Element, int kHadamardDim>
-__global__ void __launch_bounds__(kMaxQuantizeThreads)
-    quantize_kernel(const __grid_constant__ QuantizeParams params) {
-    using Rows = RotatedRows<kHadamardDim>;
-    __shared__ __align__(16) float inverses[256];  // by column, of channel scales
-    const auto [tile, head, tile_idx] = tile_of_head(params, kScaleRows);
-    Rows rows(params);
-    rows.template load<Element>(params, tile, head);
+// The maximum of a tile's tensor or head, which an earlier kernel has found.
+__device__ __forceinline__ float load_amax(const QuantizeParams& params, const WorkTile& work) {
+    if (work.rows.sequence < 0) return 0.f;
+    return params.amax[params.scales == Scales::kHead ? work.scale_head(params) : 0];
+}
 
-    float inverse = 0.f;  // rows of no sequence become zeros
-    const int64_t scale_head = int64_t{tile.sequence} * params.heads + head;
-    if (params.scales == Scales::kChannel) {
-        if (threadIdx.x < params.head_dim)
-            inverses[threadIdx.x] =
-                tile.sequence < 0
-                    ? 0.f
-                    : inverse_of(params.amax[scale_head * params.head_dim + threadIdx.x]);
-        __syncthreads();  // `inverses` is complete
-    } else if (params.scales != Scales::kBlock && tile.sequence >= 0) {
-        inverse = inverse_of(params.amax[params.scales == Scales::kHead ? scale_head : 0]);
+// Stores a warp's results: a lane stores those of the vectors 64 i + 2 lane, the first of them at
+// `at`, and of the next ones. Rows that are not in use become 0, but not -0.
+__device__ __forceinline__ void store_results(const QuantizeParams& params, const TilePosition& at,
+                                              const WarpRowsAndResults& results,
+                                              const WorkTile& work) {
+    const RowTile& tile = work.rows;
+    const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
+    uint8_t* target = params.x_fp8 +
+                      (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_bytes +
+                      work.head * params.head_dim + at.column();
+    const uint32_t of_lane =
+        ptx::shared_address(&results.x_fp8[swizzled_piece(2 * ptx::lane_not_hoisted())]);
+#pragma unroll
+    for (int i = 0; i < kThreadVectors / 2; ++i) {
+        const int row = at.row() + 2 * TilePosition::kVectorRows * i;
+        uint32_t x[4];
+        ptx::ld_shared_v4(x, piece_address(of_lane, 64 * i));
+        if (row >= tile.used) x[0] = x[1] = x[2] = x[3] = 0;
+        if (row < tile.rows) *reinterpret_cast<uint4*>(target) = {x[0], x[1], x[2], x[3]};
+        target += 2 * TilePosition::kVectorRows * row_bytes;
     }
+}
 
-    rows.template rotate<Element>(params, tile, head);
-    if (params.scales == Scales::kBlock) {
-        const float amax = cta_max(rows.amax());
-        inverse = inverse_of(amax);
-        store_block_descales(params, tile, head, amax);
-    } else {
+// Maxima that warps share, of a tile and of the next one.
+struct TileMaxima {
+    uint32_t of_warps[2][32];
+};
+
+template <class Rows>
+__global__ void __maxnreg__(Rows::kRegisters)
+    quantize_kernel(const __grid_constant__ QuantizeParams params) {
+    __shared__ TileMaxima maxima;
+    const bool second_pass = params.scales != Scales::kBlock;
+    TileStream<WarpRowsAndResults> stream(params, second_pass);
+    const TilePosition results_at(params, 2 * (threadIdx.x % 32));
+    Rows rows(params);
+
+    if (second_pass) {
+        ptx::wait_for_grid_before();  // for the maxima
         const int64_t step = int64_t{gridDim.x} * blockDim.x;
         for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < scale_count(params);
              i += step)
             params.descale[i] = descale_of(params.amax[i], params.norm);
     }
 
-#pragma unroll
-    for (int n = 0; n < Rows::kUnits; ++n) {
-        const int r = rows.row_of(n);
-        if (r >= tile.rows) continue;
-        const int64_t row = int64_t{tile.batch} * params.rows + tile.begin + r;
-        uint8_t* target = params.x_fp8 + (row * params.heads + head) * params.head_dim;
-#pragma unroll
-        for (int j = 0; j < Rows::kVectors; ++j) {
-            uint32_t words[2] = {0, 0};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float2 factor{inverse, inverse};
-                if (params.scales == Scales::kChannel)
-                    factor = *reinterpret_cast<float2*>(&inverses[rows.column_of(j) + 2 * i]);
-                const float2 pair{rows.v[n][j][2 * i] * factor.x,
-                                  rows.v[n][j][2 * i + 1] * factor.y};
-                const uint32_t packed = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-                words[i / 2] |= packed << 16 * (i % 2);
-            }
-            const bool used = r < tile.used;  // otherwise 0, but not -0
-            *reinterpret_cast<uint2*>(target + rows.column_of(j)) =
-                uint2{used ? words[0] : 0, used ? words[1] : 0};
+    bool more = true;
+    for (int parity = 0; more; parity ^= 1) {
+        stream.wait(params);
+        rows.read(stream.storage);
+        stream.start_next(params);
+        const WorkTile& work = stream.current();
+        rows.template prepare<true>(params, work);
+        float largest = rows.amax();
+        if (__any_sync(0xffffffff, largest > FLT_MAX)) {
+            rows.spoil();
+            largest = rows.amax();
         }
+        if (params.scales == Scales::kBlock) {
+            const float amax = cta_max(largest, maxima.of_warps[parity]);
+            store_block_descales(params, work, amax);
+            rows.write(stream.storage, inverse_of(amax));
+        } else if (Rows::kDim > 0 || params.scales != Scales::kChannel) {
+            rows.write(stream.storage, inverse_of(load_amax(params, work)));
+        } else if constexpr (Rows::kDim == 0) {
+            float amax[8] = {};
+            if (work.rows.sequence >= 0) {
+                const float4* source = reinterpret_cast<const float4*>(
+                    params.amax + work.scale_head(params) * params.head_dim + rows.column());
+                const float4 low = source[0], high = source[1];
+                amax[0] = low.x, amax[1] = low.y, amax[2] = low.z, amax[3] = low.w;
+                amax[4] = high.x, amax[5] = high.y, amax[6] = high.z, amax[7] = high.w;
+            }
+            rows.write(stream.storage, amax);
+        }
+        __syncwarp();  // the warp's results are complete
+        store_results(params, results_at, stream.storage, work);
+        more = stream.next().is_valid;
     }
 }
 
-// The maximum of 128 rows, to the amax of the tensor or of the head.
-template <class Element, int kHadamardDim>
-__global__ void __launch_bounds__(kMaxQuantizeThreads)
+// The maxima of rotated rows, to the amax of the tensor or of the heads.
+template <class Rows>
+__global__ void __maxnreg__(Rows::kRegisters)
     amax_kernel(const __grid_constant__ QuantizeParams params) {
-    const auto [tile, head, tile_idx] = tile_of_head(params, kScaleRows);
-    if (tile.used == 0) return;
-    RotatedRows<kHadamardDim> rows(params);
-    rows.template load<Element>(params, tile, head);
-    rows.template rotate<Element>(params, tile, head);
-    const float amax = cta_max(rows.amax());
-    if (threadIdx.x > 0) return;
-    const int64_t index =
-        params.scales == Scales::kHead ? int64_t{tile.sequence} * params.heads + head : 0;
-    atomicMax(reinterpret_cast<int*>(params.amax) + index, __float_as_int(amax));
+    __shared__ TileMaxima maxima;
+    TileStream<WarpRows> stream(params, false);
+    Rows rows(params);
+    if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
+    for (bool more = true; more; more = stream.next().is_valid) {
+        stream.wait(params);
+        rows.read(stream.storage);
+        stream.start_next(params);
+        const WorkTile& work = stream.current();
+
+        rows.template prepare<false>(params, work);
+        float largest = rows.amax_before_last();
+        if (__any_sync(0xffffffff, largest > FLT_MAX)) {
+            rows.last_butterflies();
+            rows.spoil();
+            largest = rows.amax();
+        }
+        const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(largest));
+        if (threadIdx.x % 32 > 0 || work.rows.used == 0) continue;
+        if (params.scales == Scales::kHead) {
+            atomicMax(reinterpret_cast<uint32_t*>(params.amax) + work.scale_head(params), of_warp);
+        } else {
+            stream.storage.amax = max(stream.storage.amax, of_warp);
+        }
+    }
+    ptx::launch_dependents();
+    if (params.scales == Scales::kHead) return;
+    __syncwarp();  // lane 0 has stored the warp's maximum
+    const float amax = cta_max(__uint_as_float(stream.storage.amax), maxima.of_warps[0]);
+    if (threadIdx.x == 0)
+        atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(amax));
 }
 
 }  // namespace flash_ext

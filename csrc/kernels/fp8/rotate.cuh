@@ -1,7 +1,7 @@
-// Tiles of rows in registers, as both quantization kernels have them, and what is done before
-// rounding: the mean is subtracted, and rows are rotated (incoherent processing, FlashAttention-3,
-// section 3.3): x -> x diag(signs) H, where H is an orthonormal Hadamard matrix. q and k with the
-// same rotation have the same products, and outliers are spread over the columns.
+// A thread's 64 elements of a tile in registers, as both quantization kernels have them, and what
+// is done before rounding: the mean is subtracted, and rows are rotated (incoherent processing,
+// FlashAttention-3, section 3.3): x -> x diag(signs) H, where H is an orthonormal Hadamard matrix.
+// q and k with the same rotation have the same products, and outliers are spread over the columns.
 //
 // Where D is no power of two, H is block-diagonal. A *unit* is the part of a row that one block of
 // H rotates: all of the row, or one of D / kDim parts. A unit belongs to kLanes neighboring lanes,
@@ -9,106 +9,138 @@
 //
 //     8 (kLanes j + l) + e      j < kVectors, e < 8
 //
-// so each load takes 16 bytes, and the loads of a unit's lanes are adjacent. H is a product of
-// log2(kDim) butterflies between elements at distance 1, 2, 4 (same vector), 8, ... (another lane),
-// 8 kLanes, ... (another vector of the same lane). Few lanes mean few shuffles, which would
-// otherwise take longer than memory.
+// H is a product of log2(kDim) butterflies between elements at distance 1, 2, 4 (same vector),
+// 8, ... (another lane), 8 kLanes, ... (another vector of the same lane). Only distances between
+// lanes cost shuffles: none up to D 64, one for each element at D 128, two at D 256.
 //
-// A CTA has 4 D threads, and each holds 32 elements of 128 rows. With at most 64 registers a
-// thread, an SM has all of its 64 KB of rows in registers or on the way, as two CTAs at D 128.
+// The order of the butterflies is that of the CPU kernels, so that results are the same bit by bit.
+// Tensor cores would add in another one.
 #pragma once
 
+#include <cuda_fp8.h>
 #include <math_constants.h>
 
 #include <cfloat>
+#include <utility>
 
-#include "kernels/common/launch.cuh"
-#include "problem/quantize.h"
+#include "kernels/fp8/tile_stream.cuh"
 #include "ptx/math.cuh"
-#include "schedule/row_tiles.cuh"
 
 namespace flash_ext {
 
-inline constexpr int kMaxQuantizeThreads = 1024;  // 4 D; also the bound on registers
+// Not finite, or NaN.
+__device__ __forceinline__ float or_nan(float x) { return fabsf(x) <= FLT_MAX ? x : CUDART_NAN_F; }
 
-template <int kHadamardDim>
-struct RotatedRows {
+__device__ __forceinline__ float inverse_of(float amax) {
+    return kMaxFloat8 / fmaxf(amax, kMinAmax);
+}
+
+// Eight numbers times their factors, rounded to e4m3. Numbers beyond 448 become 448; a NaN stays
+// one. Before sm_89 this is no instruction.
+__device__ __forceinline__ uint2 scaled_e4m3(const float (&x)[8], const float (&factors)[8]) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        pairs[i] =
+            __nv_cvt_float2_to_fp8x2({x[2 * i] * factors[2 * i], x[2 * i + 1] * factors[2 * i + 1]},
+                                     __NV_SATFINITE, __NV_E4M3);
+    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+}
+
+template <class Element, int kHadamardDim>
+class RotatedRows {
+ public:
     static constexpr int kDim = kHadamardDim;
-    static constexpr int kLanes = kDim == 16 ? 2 : kDim == 256 ? 8 : 4;
+    static constexpr int kLanes = kDim <= 64 ? 1 : kDim / 64;
     static constexpr int kVectors = kDim / 8 / kLanes;
-    static constexpr int kUnits = 4 / kVectors;  // per thread, of different rows
-    static constexpr int kRowStep = kScaleRows / kUnits;
-    static_assert(kLanes * kVectors * 8 == kDim && kUnits * kVectors == 4);
+    static constexpr int kUnits = kThreadVectors / kVectors;  // per thread
+    static constexpr int kUnitStep = 32 / kLanes;             // between the units of a lane
+    static_assert(kLanes * kVectors * 8 == kDim && kUnits * kVectors == kThreadVectors);
+    // An SM has registers for 512 threads, 64 of them for elements.
+    static constexpr int kSmThreads = 512, kRegisters = 128;
 
-    int row;     // of the first unit, in the tile
-    int lane;    // in the unit
-    int column;  // of the unit
+    __device__ RotatedRows(const QuantizeParams& params)
+        : RotatedRows(params, std::make_integer_sequence<int, kUnits>{}) {}
 
-    uint4 raw[kUnits][kVectors];
-    float v[kUnits][kVectors][8];
-
-    __device__ explicit RotatedRows(const QuantizeParams& params) {
-        const int units_per_row = params.head_dim / kDim;
-        const int unit = threadIdx.x / kLanes;
-        row = unit / units_per_row;
-        column = unit % units_per_row * kDim;
-        lane = threadIdx.x % kLanes;
-    }
-
-    __device__ int row_of(int n) const { return row + kRowStep * n; }
-    __device__ int column_of(int j) const { return column + 8 * (kLanes * j + lane); }
-
-    // Rows that are not in use are zeros.
-    template <class Element>
-    __device__ void load(const QuantizeParams& params, const RowTile& tile, int head) {
-        const Element* x = static_cast<const Element*>(params.x.data) +
-                           tile.batch * params.x.batch_stride + head * params.x.head_stride;
-        if (params.aligned) {
-#pragma unroll
-            for (int n = 0; n < kUnits; ++n)
-#pragma unroll
-                for (int j = 0; j < kVectors; ++j) {
-                    const int r = row_of(n);
-                    raw[n][j] = uint4{0, 0, 0, 0};
-                    if (r < tile.used)
-                        raw[n][j] = __ldg(reinterpret_cast<const uint4*>(
-                            x + (tile.begin + r) * params.x.row_stride + column_of(j)));
-                }
-        } else {
-            load_unaligned(params, tile, reinterpret_cast<const uint16_t*>(x));
-        }
-    }
-
-    // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim). What
-    // is not finite becomes NaN, which has no part in a maximum.
-    template <class Element>
-    __device__ void rotate(const QuantizeParams& params, const RowTile& tile, int head) {
-#pragma unroll
-        for (int n = 0; n < kUnits; ++n)
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j) {
-                const uint32_t words[4] = {raw[n][j].x, raw[n][j].y, raw[n][j].z, raw[n][j].w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 pair = ptx::unpack<Element>(words[i]);
-                    v[n][j][2 * i] = pair.x;
-                    v[n][j][2 * i + 1] = pair.y;
-                }
-            }
-        if (params.mean != nullptr) subtract_mean(params, tile, head);
-        if (params.signs != nullptr) {
-            change_signs(params);
-            butterflies();
-        }
+    __device__ void read(const WarpRows& rows) {
+        const uint32_t of_lane =
+            ptx::shared_address(&rows.x[swizzled(first_of(ptx::lane_not_hoisted()))]);
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
             for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    v[n][j][e] = fabsf(v[n][j][e]) <= FLT_MAX ? v[n][j][e] : CUDART_NAN_F;
+                ptx::ld_shared_v4(raw_[n][j], vector_address(of_lane, vector(n, j)));
     }
 
+    // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim). With
+    // kLast = false without the butterflies of the largest distance.
+    template <bool kLast>
+    __device__ void prepare(const QuantizeParams& params, const WorkTile& work) {
+        uint32_t signs[kSignWords];
+        reload(signs);
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n)
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint32_t bits = signs_of(signs, n, j, i) & 0x80008000;
+                    const float2 pair = ptx::unpack<Element>(raw_[n][j][i] ^ bits);
+                    v_[n][j][2 * i] = pair.x;
+                    v_[n][j][2 * i + 1] = pair.y;
+                }
+            }
+        if (params.mean != nullptr) subtract_mean(params, work);
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n) {
+#pragma unroll
+            for (int distance = 1; distance < 8; distance *= 2)
+#pragma unroll
+                for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                    for (int e = 0; e < 8; ++e)
+                        if ((e & distance) == 0) butterfly(v_[n][j][e], v_[n][j][e + distance]);
+#pragma unroll
+            for (int distance = 1; distance < kLanes; distance *= 2) {
+                const float sign = (threadIdx.x & distance) == 0 ? 1.f : -1.f;
+#pragma unroll
+                for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) {
+                        const float own = v_[n][j][e];
+                        const float other = __shfl_xor_sync(0xffffffff, own, distance);
+                        v_[n][j][e] = fmaf(own, sign, other);  // the product is exact
+                    }
+            }
+#pragma unroll
+            for (int distance = 1; distance < kVectors / 2; distance *= 2)
+                vector_butterflies(n, distance);
+        }
+        if constexpr (kLast) last_butterflies();
+    }
+
+    __device__ void last_butterflies() {
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n) vector_butterflies(n, kVectors / 2);
+    }
+
+    // The maximum of the magnitudes after the last butterflies, of which it comes before: of a + b
+    // and a - b, rounded, the larger magnitude is |a| + |b|, rounded. Not finite where one of a and
+    // b is not, or the sum overflows.
+    __device__ float amax_before_last() const {
+        float largest = 0.f;
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n)
+#pragma unroll
+            for (int j = 0; j < kVectors / 2; ++j)
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    largest =
+                        fmaxf(largest, fabsf(v_[n][j][e]) + fabsf(v_[n][j + kVectors / 2][e]));
+        return largest;
+    }
+
+    // NaN has no part in it. Infinite where an element is.
     __device__ float amax() const {
         float largest = 0.f;
 #pragma unroll
@@ -116,62 +148,110 @@ struct RotatedRows {
 #pragma unroll
             for (int j = 0; j < kVectors; ++j)
 #pragma unroll
-                for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(v[n][j][e]));
+                for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(v_[n][j][e]));
         return largest;
     }
 
- private:
-    __device__ void load_unaligned(const QuantizeParams& params, const RowTile& tile,
-                                   const uint16_t* x) {
+    // What is not finite becomes NaN.
+    __device__ void spoil() {
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n)
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v_[n][j][e] = or_nan(v_[n][j][e]);
+    }
+
+    // Rounds to e4m3.
+    __device__ void write(WarpRowsAndResults& rows, float inverse) const {
+        const uint32_t of_lane =
+            ptx::shared_address(&rows.x_fp8[swizzled_piece(first_of(ptx::lane_not_hoisted()))]);
+        const float factors[8] = {inverse, inverse, inverse, inverse,
+                                  inverse, inverse, inverse, inverse};
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
             for (int j = 0; j < kVectors; ++j) {
-                const int r = row_of(n);
-                uint32_t words[4] = {0, 0, 0, 0};
-                if (r < tile.used) {
-                    const uint16_t* p = x + (tile.begin + r) * params.x.row_stride + column_of(j);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        words[i] = p[2 * i] | static_cast<uint32_t>(p[2 * i + 1]) << 16;
-                }
-                raw[n][j] = uint4{words[0], words[1], words[2], words[3]};
+                const uint2 x = scaled_e4m3(v_[n][j], factors);
+                ptx::st_shared_v2(piece_address(of_lane, vector(n, j)), x.x, x.y);
             }
     }
 
-    __device__ void subtract_mean(const QuantizeParams& params, const RowTile& tile, int head) {
-        if (tile.used == 0) return;
-        const float* mean =
-            params.mean + (int64_t{tile.sequence} * params.heads + head) * params.head_dim;
+ private:
+    static constexpr int kSignWords = kThreadVectors / 4;
+
+    template <int... kUnit>
+    __device__ RotatedRows(const QuantizeParams& params, std::integer_sequence<int, kUnit...>)
+        : at_{{params, static_cast<int>(first_of(threadIdx.x % 32) + vector(kUnit, 0))}...} {
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j)
+        for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float4 m =
-                    __ldg(reinterpret_cast<const float4*>(mean + column_of(j) + 4 * half));
+            for (int j = 0; j < kVectors; ++j)
 #pragma unroll
-                for (int n = 0; n < kUnits; ++n) {
-                    if (row_of(n) >= tile.used) continue;
-                    float* x = &v[n][j][4 * half];
-                    x[0] -= m.x;
-                    x[1] -= m.y;
-                    x[2] -= m.z;
-                    x[3] -= m.w;
+                for (int e = 0; e < 8; ++e) {
+                    const int word = 4 * (kVectors * n + j) + e / 2;
+                    const bool minus = params.signs[at_[n].column() + 8 * kLanes * j + e] < 0;
+                    signs_[word / 16] |= (minus ? 0x8000u : 0u) << 16 * (e % 2) >> word % 16;
                 }
-            }
     }
 
-    __device__ void change_signs(const QuantizeParams& params) {
+    // A lane's first vector in the warp's part, and the others, relative to it. They share no bit.
+    static __device__ constexpr uint32_t first_of(uint32_t lane) {
+        return lane / kLanes * (kDim / 8) + lane % kLanes;
+    }
+    static __device__ constexpr uint32_t vector(int n, int j) {
+        return n * kUnitStep * (kDim / 8) + kLanes * j;
+    }
+
+    __device__ void reload(uint32_t (&signs)[kSignWords]) const {
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-            const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(params.signs + column_of(j)));
+        for (int w = 0; w < kSignWords; ++w) signs[w] = ptx::not_hoisted(signs_[w]);
+    }
+
+    // In bits 15 and 31, of the two elements of word i of a vector.
+    static __device__ uint32_t signs_of(const uint32_t (&signs)[kSignWords], int n, int j, int i) {
+        const int word = 4 * (kVectors * n + j) + i;
+        return signs[word / 16] << word % 16;
+    }
+    static __device__ float with_sign(float x, uint32_t sign) {
+        return __uint_as_float(__float_as_uint(x) ^ (sign & 0x80000000));
+    }
+
+    // Both have their signs, as the CPU kernels have it.
+    __device__ void subtract_mean(const QuantizeParams& params, const WorkTile& work) {
+        const int used = work.rows.used;
+        if (used == 0) return;
+        uint32_t signs[kSignWords];
+        reload(signs);
+        const float* mean = params.mean + work.scale_head(params) * params.head_dim;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const uint32_t sign = (e < 4 ? bytes.x : bytes.y) << (24 - e % 4 * 8) & 0x80000000;
+        for (int n = 0; n < kUnits; ++n) {
+            const float* means = mean + at_[n].column();
 #pragma unroll
-                for (int n = 0; n < kUnits; ++n)
-                    v[n][j][e] = __uint_as_float(__float_as_uint(v[n][j][e]) ^ sign);
+            for (int j = 0; j < kVectors; ++j) {
+                __syncwarp();  // bounds the loads that are in flight, which take registers
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    const float4 m =
+                        *reinterpret_cast<const float4*>(means + 8 * kLanes * j + 2 * i);
+                    const uint32_t low = signs_of(signs, n, j, i);
+                    const uint32_t high = signs_of(signs, n, j, i + 1);
+                    float* x = &v_[n][j][2 * i];
+                    x[0] -= with_sign(m.x, low << 16);
+                    x[1] -= with_sign(m.y, low);
+                    x[2] -= with_sign(m.z, high << 16);
+                    x[3] -= with_sign(m.w, high);
+                }
             }
+        }
+        if (used == kScaleRows) return;
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n) {
+            if (at_[n].row() < used) continue;
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v_[n][j][e] = 0.f;
         }
     }
 
@@ -181,92 +261,21 @@ struct RotatedRows {
         b = difference;
     }
 
-    // In the order of distances, as flash_ext/cpu/quantize.py has it: so results are the same.
-    __device__ void butterflies() {
+    __device__ void vector_butterflies(int n, int distance) {
 #pragma unroll
-        for (int n = 0; n < kUnits; ++n) {
+        for (int j = 0; j < kVectors; ++j)
+            if ((j & distance) == 0)
 #pragma unroll
-            for (int distance = 1; distance < 8; distance *= 2)
-#pragma unroll
-                for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                    for (int e = 0; e < 8; ++e)
-                        if ((e & distance) == 0) butterfly(v[n][j][e], v[n][j][e + distance]);
-#pragma unroll
-            for (int distance = 1; distance < kLanes; distance *= 2) {
-                const bool second = (lane & distance) != 0;
-#pragma unroll
-                for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) {
-                        const float own = v[n][j][e];
-                        const float other = __shfl_xor_sync(0xffffffff, own, distance);
-                        v[n][j][e] = other + (second ? -own : own);
-                    }
-            }
-#pragma unroll
-            for (int distance = 1; distance < kVectors; distance *= 2)
-#pragma unroll
-                for (int j = 0; j < kVectors; ++j)
-                    if ((j & distance) == 0)
-#pragma unroll
-                        for (int e = 0; e < 8; ++e) butterfly(v[n][j][e], v[n][j + distance][e]);
-        }
+                for (int e = 0; e < 8; ++e) butterfly(v_[n][j][e], v_[n][j + distance][e]);
     }
+
+    TilePosition at_[kUnits];  // of the first vectors of units
+
+    // -1 is 1. Bits 15 - i and 31 - i of word w are of the elements of word 16 w + i.
+    uint32_t signs_[kSignWords] = {};
+
+    uint32_t raw_[kUnits][kVectors][4];
+    float v_[kUnits][kVectors][8];
 };
-
-// The maximum of a CTA's values, none of them negative, in all threads. Bits of such floats are in
-// the order of their values.
-__device__ __forceinline__ float cta_max(float x) {
-    __shared__ uint32_t maxima[32];
-    const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
-    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = of_warp;
-    __syncthreads();  // the maxima of all warps are complete
-    const uint32_t lane = threadIdx.x % 32;
-    return __uint_as_float(
-        __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? maxima[lane] : 0));
-}
-
-// Calls launch(element tag, constant hadamard_dim).
-template <class Launch>
-cudaError_t dispatch_rotation(const QuantizeParams& params, Launch launch) {
-    const auto with_element = [&](auto dim) {
-        return params.element_type == ElementType::kFloat16 ? launch(__half{}, dim)
-                                                            : launch(__nv_bfloat16{}, dim);
-    };
-    switch (params.hadamard_dim) {
-        case 16:
-            return with_element(std::integral_constant<int, 16>{});
-        case 32:
-            return with_element(std::integral_constant<int, 32>{});
-        case 64:
-            return with_element(std::integral_constant<int, 64>{});
-        case 128:
-            return with_element(std::integral_constant<int, 128>{});
-        case 256:
-            return with_element(std::integral_constant<int, 256>{});
-    }
-    return cudaErrorInvalidValue;
-}
-
-// A CTA's tile and head. Heads are adjacent in memory, so they are the fastest index.
-struct TileOfHead {
-    RowTile tile;
-    int head;
-    int tile_idx;  // among all tiles of a head
-};
-
-__device__ __forceinline__ TileOfHead tile_of_head(const QuantizeParams& params, int block) {
-    const int tile_idx = blockIdx.x / params.heads;
-    const int head = blockIdx.x - tile_idx * params.heads;
-    const int tiles = row_tiles(params, block);
-    const int batch = tile_idx / tiles;
-    return {row_tile(params, batch, tile_idx - batch * tiles, block), head, tile_idx};
-}
-
-inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
-    const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
-    return int64_t{batches} * row_tiles(params, block) * params.heads;
-}
 
 }  // namespace flash_ext

@@ -1,0 +1,123 @@
+// A thread's 64 elements of a tile in registers, as RotatedRows, without a rotation. They stay in
+// 16 bits: fewer registers, and maxima of two elements at a time.
+#pragma once
+
+#include "kernels/fp8/packed_max.cuh"
+#include "kernels/fp8/rotate.cuh"
+
+namespace flash_ext {
+
+template <class Element>
+class PlainRows {
+ public:
+    static constexpr int kDim = 0;
+    // An SM has registers for 768 threads, 32 of them for elements.
+    static constexpr int kSmThreads = 768, kRegisters = 80;
+
+    __device__ PlainRows(const QuantizeParams& params) : at_(params, threadIdx.x % 32) {}
+
+    __device__ void read(const WarpRows& rows) {
+        const uint32_t of_lane = ptx::shared_address(&rows.x[swizzled(ptx::lane_not_hoisted())]);
+#pragma unroll
+        for (int i = 0; i < kThreadVectors; ++i)
+            ptx::ld_shared_v4(raw_[i], vector_address(of_lane, 32 * i));
+    }
+
+    template <bool kLast>
+    __device__ void prepare(const QuantizeParams& params, const WorkTile& work) {
+        rows_ = work.rows.used - at_.row();
+        mean_ = nullptr;
+        if (params.mean != nullptr && work.rows.used > 0)
+            mean_ = params.mean + work.scale_head(params) * params.head_dim + at_.column();
+    }
+
+    __device__ float amax() const {
+        if (mean_ == nullptr) {
+            PackedMax<Element> largest;
+#pragma unroll
+            for (int i = 0; i < kThreadVectors; ++i)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) largest.include(raw_[i][w]);
+            return largest.value();
+        }
+        float largest = 0.f;
+#pragma unroll
+        for (int i = 0; i < kThreadVectors; ++i) {
+            float v[8];
+            values(i, v);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(v[e]));
+        }
+        return largest;
+    }
+
+    __device__ void spoil() {
+        constexpr uint32_t kNaN = 0x7fff;  // of both types
+#pragma unroll
+        for (int i = 0; i < kThreadVectors; ++i) {
+            float v[8];
+            values(i, v);
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+                if (!(fabsf(v[e]) <= FLT_MAX)) raw_[i][e / 2] |= kNaN << 16 * (e % 2);
+        }
+    }
+
+    // Rounds to e4m3.
+    __device__ void write(WarpRowsAndResults& rows, float inverse) const {
+        const float factors[8] = {inverse, inverse, inverse, inverse,
+                                  inverse, inverse, inverse, inverse};
+        write_scaled(rows, factors);
+    }
+
+    // The same, with the maxima of these columns.
+    __device__ void write(WarpRowsAndResults& rows, const float (&amax)[8]) const {
+        float factors[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) factors[e] = inverse_of(amax[e]);
+        write_scaled(rows, factors);
+    }
+
+    __device__ int column() const { return at_.column(); }
+
+ private:
+    // As float, without the mean.
+    __device__ void values(int i, float (&v)[8]) const {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float2 pair = ptx::unpack<Element>(raw_[i][w]);
+            v[2 * w] = pair.x;
+            v[2 * w + 1] = pair.y;
+        }
+        if (mean_ == nullptr) return;
+        __syncwarp();  // reads the mean again, which would take registers
+        if (TilePosition::kVectorRows * i >= rows_) return;
+#pragma unroll
+        for (int e = 0; e < 8; e += 4) {
+            const float4 m = *reinterpret_cast<const float4*>(mean_ + e);
+            v[e] -= m.x;
+            v[e + 1] -= m.y;
+            v[e + 2] -= m.z;
+            v[e + 3] -= m.w;
+        }
+    }
+
+    __device__ void write_scaled(WarpRowsAndResults& rows, const float (&factors)[8]) const {
+        const uint32_t of_lane =
+            ptx::shared_address(&rows.x_fp8[swizzled_piece(ptx::lane_not_hoisted())]);
+#pragma unroll
+        for (int i = 0; i < kThreadVectors; ++i) {
+            float v[8];
+            values(i, v);
+            const uint2 x = scaled_e4m3(v, factors);
+            ptx::st_shared_v2(piece_address(of_lane, 32 * i), x.x, x.y);
+        }
+    }
+
+    TilePosition at_;    // of the first vector; others have the same columns
+    const float* mean_;  // of these columns
+    int rows_;           // in use, from the first vector on
+    uint32_t raw_[kThreadVectors][4];
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,247 @@
+// The frame of the kernels that rotate and round: a CTA goes through tiles of 128 rows of a head.
+//
+// A CTA has 2 D threads, and a thread 64 elements of a tile: eight vectors of 16 bytes. The 256
+// vectors of a warp are its own from memory to memory. cp.async brings them into the warp's part of
+// shared memory, and lanes read them to registers; then the next tile is on its way. Results go
+// back through shared memory too, so that stores are as wide and as adjacent as loads, whatever
+// elements a lane has. Within a tile, warps wait for each other only where they share a maximum.
+//
+// So 32 KB of rows are in flight for each 256 threads, however many registers the arithmetic needs.
+// At 4.8 TB/s and a latency of 1.2 us an SM has 44 KB on the way, two thirds of them loads.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/launch.cuh"
+#include "plan/quantize.h"
+#include "problem/quantize.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/not_hoisted.cuh"
+#include "ptx/shared.cuh"
+#include "schedule/row_tiles.cuh"
+#include "tile/copy.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kThreadVectors = 8;  // of a thread, in a tile
+inline constexpr int kWarpVectors = 32 * kThreadVectors;
+inline constexpr int kMaxQuantizeThreads = kScaleRows * kMaxQuantizeDim / (8 * kThreadVectors);
+
+inline int quantize_threads(const QuantizeParams& params) {
+    return kScaleRows * params.head_dim / (8 * kThreadVectors);
+}
+
+// Where vectors are in shared memory: permuted within 128 bytes, so that lanes that read one of
+// different rows use different banks. Linear: swizzled(a ^ b) = swizzled(a) ^ swizzled(b). So the
+// address of a vector whose number is that of a lane and a constant, without common bits, takes one
+// instruction: see vector_address(). The same for pieces of 8 bytes of results, by pairs of which
+// those are permuted.
+__device__ __forceinline__ constexpr uint32_t swizzled(uint32_t vector) {
+    return vector ^ ((vector >> 3) & 7);
+}
+__device__ __forceinline__ constexpr uint32_t swizzled_piece(uint32_t piece) {
+    return 2 * swizzled(piece / 2) + piece % 2;
+}
+
+// `of_lane`: the address of the lane's first vector, or piece; `more`: the constant part.
+__device__ __forceinline__ constexpr uint32_t vector_address(uint32_t of_lane, uint32_t more) {
+    return (of_lane ^ swizzled(more) % 8 * 16) + swizzled(more) / 8 * 128;
+}
+__device__ __forceinline__ constexpr uint32_t piece_address(uint32_t of_lane, uint32_t more) {
+    return (of_lane ^ swizzled_piece(more) % 16 * 8) + swizzled_piece(more) / 16 * 128;
+}
+
+// A tile and its head. In shared memory: registers are for elements.
+struct WorkTile {
+    RowTile rows;
+    int head;
+    bool is_valid;  // otherwise there is no further tile
+
+    // Of the scales and means of a head.
+    __device__ int64_t scale_head(const QuantizeParams& params) const {
+        return int64_t{rows.sequence} * params.heads + head;
+    }
+};
+
+// A warp's part of a tile.
+struct alignas(128) WarpRows {
+    uint4 x[kWarpVectors];  // swizzled()
+    RowTileCursor cursor;
+    uint32_t amax;      // of the tiles so far, as bits
+    WorkTile tiles[2];  // the one in registers, and that of `x`
+};
+struct WarpRowsAndResults : WarpRows {
+    alignas(128) uint2 x_fp8[kWarpVectors];  // swizzled_piece()
+};
+
+// This warp's.
+template <class Storage>
+__device__ __forceinline__ Storage& warp_storage() {
+    return (&shared_storage<Storage>())[threadIdx.x / 32];
+}
+
+// Where a vector of the warp's part is in the tile. Vector 32 i + n of a warp is vector
+// 2 D i + 32 warp + n of the tile, counted row by row: every i is 16 rows further, in the same
+// column. (D is a multiple of 16, and a warp's 32 vectors may have several rows, or end in one.)
+class TilePosition {
+ public:
+    __device__ TilePosition(const QuantizeParams& params, int vector) {
+        const uint32_t vectors = params.head_dim / 8;
+        const uint32_t linear = threadIdx.x / 32 * 32 + vector % 32;
+        const uint32_t row = linear / vectors;
+        bits_ = (row + kVectorRows * (vector / 32)) << 16 | 8 * (linear - row * vectors);
+    }
+    __device__ int row() const { return ptx::not_hoisted(bits_) >> 16; }
+    __device__ int column() const { return ptx::not_hoisted(bits_) & 0xffff; }
+
+    static constexpr int kVectorRows = 8 * kMaxQuantizeThreads / kMaxQuantizeDim;  // 16
+
+ private:
+    uint32_t bits_;  // one register, over many tiles
+};
+
+// Copies a warp's part of a tile from x. A lane copies the vectors 32 i + lane.
+class TileLoader {
+ public:
+    __device__ TileLoader(const QuantizeParams& params, WarpRows& target)
+        : at_(params, threadIdx.x % 32), target_(ptx::shared_address(target.x)) {}
+
+    // One group of cp.async. Rows that are not in use become zeros.
+    __device__ __forceinline__ void start(const QuantizeParams& params,
+                                          const WorkTile& work) const {
+        if (!work.is_valid) return;
+        const RowTile& tile = work.rows;
+        const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
+                            tile.batch * params.x.batch_stride + work.head * params.x.head_stride +
+                            (tile.begin + at_.row()) * params.x.row_stride + at_.column();
+        const int64_t step = TilePosition::kVectorRows * params.x.row_stride;
+        const int rows = tile.used - at_.row();
+        const uint32_t target = target_ + 16 * swizzled(ptx::lane_not_hoisted());
+        if (params.aligned) {
+#pragma unroll
+            for (int i = 0; i < kThreadVectors; ++i, x += step)
+                ptx::cp_async_16(vector_address(target, 32 * i), x,
+                                 TilePosition::kVectorRows * i < rows);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < kThreadVectors; ++i, x += step) {
+                uint32_t words[4] = {0, 0, 0, 0};
+                if (TilePosition::kVectorRows * i < rows) {
+#pragma unroll
+                    for (int w = 0; w < 4; ++w)
+                        words[w] = x[2 * w] | static_cast<uint32_t>(x[2 * w + 1]) << 16;
+                }
+                ptx::st_shared_v4(vector_address(target, 32 * i), words);
+            }
+        }
+        ptx::cp_async_commit();
+    }
+
+ private:
+    TilePosition at_;
+    uint32_t target_;
+};
+
+// The tiles of a CTA, as one warp sees them: it computes with one while the next one is loaded.
+// What belongs to tiles is in shared memory, since registers are for elements.
+template <class Storage>
+class TileStream {
+ public:
+    // Starts to load the first tile.
+    __device__ TileStream(const QuantizeParams& params, bool reverse)
+        : storage(warp_storage<Storage>()), loader_(params, storage), next_(0) {
+        choose({params, kScaleRows, blockIdx.x, gridDim.x, reverse}, params);
+        loader_.start(params, storage.tiles[0]);
+    }
+
+    // Waits for the tile that was started last. It is in the warp's part then.
+    __device__ void wait(const QuantizeParams& params) {
+        next_ ^= 1;
+        RowTileCursor cursor = storage.cursor;
+        cursor.advance();
+        choose(cursor, params);
+        ptx::cp_async_wait<0>();
+        __syncwarp();  // the vectors of all lanes are there
+    }
+    // Starts to load the next tile in its place: it is in registers.
+    __device__ void start_next(const QuantizeParams& params) {
+        __syncwarp();  // all lanes have read it
+        loader_.start(params, next());
+    }
+    // After wait().
+    __device__ const WorkTile& current() const { return storage.tiles[next_ ^ 1]; }
+    __device__ const WorkTile& next() const { return storage.tiles[next_]; }
+
+    Storage& storage;
+
+ private:
+    // Makes the cursor's tile the next one.
+    __device__ void choose(const RowTileCursor& cursor, const QuantizeParams& params) {
+        WorkTile work{};
+        work.is_valid = cursor.is_valid();
+        if (work.is_valid) {
+            work.rows = row_tile(params, cursor.batch(), cursor.tile(), kScaleRows);
+            work.head = cursor.head();
+        }
+        __syncwarp();  // all lanes are done with the cursor and with the tile before
+        if (threadIdx.x % 32 == 0) {
+            storage.cursor = cursor;
+            storage.tiles[next_] = work;
+        }
+        __syncwarp();  // both are complete
+    }
+
+    TileLoader loader_;
+    int next_;  // index of the next tile
+};
+
+// The maximum of a CTA's values, none of them negative, in all threads. Bits of such floats are in
+// the order of their values. `maxima` may be written again after another barrier.
+__device__ __forceinline__ float cta_max(float x, uint32_t (&maxima)[32]) {
+    const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
+    const uint32_t lane = ptx::lane_not_hoisted();
+    if (lane == 0) maxima[threadIdx.x / 32] = of_warp;
+    __syncthreads();  // the maxima of all warps are complete
+    return __uint_as_float(
+        __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? maxima[lane] : 0));
+}
+
+inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
+    const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
+    return int64_t{batches} * row_tiles(params, block) * params.heads;
+}
+
+// As many CTAs as run at a time, with at most `sm_threads` threads on an SM and `cta_bytes` of
+// shared memory for each CTA.
+inline int64_t persistent_ctas(const QuantizeParams& params, int sm_threads, int cta_bytes) {
+    const int by_threads = max_of(sm_threads / quantize_threads(params), 1);
+    const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
+    return min_of(tiles_of_heads(params, kScaleRows),
+                  int64_t{multiprocessors()} * min_of(by_threads, by_shared));
+}
+
+// Calls launch(element tag, constant hadamard_dim), the latter 0 without a rotation.
+template <class Launch>
+cudaError_t dispatch_rotation(const QuantizeParams& params, Launch launch) {
+    const auto with_element = [&](auto dim) {
+        return params.element_type == ElementType::kFloat16 ? launch(__half{}, dim)
+                                                            : launch(__nv_bfloat16{}, dim);
+    };
+    switch (params.signs == nullptr ? 0 : params.hadamard_dim) {
+        case 0:
+            return with_element(std::integral_constant<int, 0>{});
+        case 16:
+            return with_element(std::integral_constant<int, 16>{});
+        case 32:
+            return with_element(std::integral_constant<int, 32>{});
+        case 64:
+            return with_element(std::integral_constant<int, 64>{});
+        case 128:
+            return with_element(std::integral_constant<int, 128>{});
+        case 256:
+            return with_element(std::integral_constant<int, 256>{});
+    }
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace flash_ext
