@@ -21,7 +21,9 @@ section 3.3). The *mean* over tokens of k, which is large in many models, is sub
 all scores of a query by the same number, which the softmax does not see (Zhang et al.,
 "SageAttention", 2024).
 
-There are no gradients.
+`quantize` passes no gradient. `attention` and `attention_varlen` are differentiable: the backward
+pass is that of the inputs' own dtype, from the inputs as they were given, with out and lse of the
+FP8 forward pass. So there is no second forward pass, and gradients have errors like those of out.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ from .functional import AttentionOptions, attention_options
 from .ops.call import is_real
 from .ops.checks import refuse, require_tensors
 from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
+from .ops.schemas import bwd
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -192,11 +195,6 @@ def _check(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
             _refuse_option(name, _NEVER_GIVEN[name])
     if options.get("dropout_p", 0.0) != 0:
         _refuse_option("dropout", "no variant that takes float8_e4m3fn has it")
-    if torch.is_grad_enabled():
-        for name, needs in (*tensors.items(), ("sink", options.get("sink"))):
-            if needs is not None and needs.requires_grad:
-                why = f"{name} requires one; call it under torch.no_grad(), or detach {name}"
-                _refuse_option("gradient", why)
 
 
 def _smooths(smooth_k: bool | None, softcap: float, sink: Tensor | None) -> bool:
@@ -254,8 +252,7 @@ def _attend(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` and `attention_varlen`, whose options are described there."""
-    tensors = {"q": q, "k": k, "v": v}
-    _check(tensors, options)
+    _check({"q": q, "k": k, "v": v}, options)
     if not incoherent and signs is not None:
         refuse("signs", "None with incoherent=False", "a tensor")
     if incoherent and signs is None:
@@ -264,10 +261,36 @@ def _attend(
             signs = _seeded_signs(dim, seed, q)
         else:
             signs = random_signs(dim, generator=generator, device=q.device)
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens
-    of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": options.get("seqused_k")}
     smooths = _smooths(smooth_k, options.get("softcap", 0.0), options.get("sink"))
-    mean = token_mean(k, **of_k) if smooths else None
+    quantization = _Quantization(cu_seqlens, max_seqlens, signs, smooths)
+    sink = options.get("sink")
+    needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, sink))
+    if torch.is_grad_enabled() and needs_grad:
+        out, lse = _Attend.apply(q, k, v, sink, quantization, options)
+        return (out, lse) if return_lse else out
+    return _attend_without_gradient(q, k, v, quantization, return_lse, options)
+
+
+class _Quantization(NamedTuple):
+    """What quantization has to know."""
+
+    cu_seqlens: tuple[Tensor, Tensor] | tuple[None, None]
+    max_seqlens: tuple[int | None, int | None]
+    signs: Tensor | None
+    smooths_k: bool
+
+
+def _attend_without_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    quantization: _Quantization,
+    return_lse: bool,
+    options: dict[str, Any],
+) -> Any:
+    (cu_seqlens_q, cu_seqlens_k), max_seqlens, signs, smooths_k = quantization
+    of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": options.get("seqused_k")}
+    mean = token_mean(k, **of_k) if smooths_k else None
 
     q_fp8, q_descale = quantize(
         q, scales="block", signs=signs, cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlens[0]
@@ -276,7 +299,7 @@ def _attend(
         k, scales="block", signs=signs, mean=mean, max_seqlen=max_seqlens[1], **of_k
     )
     v_fp8, v_descale = quantize(v, scales="channel", **of_k)
-    options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    options = options | {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if options.get("out_dtype") is None:
         options["out_dtype"] = q.dtype
     if cu_seqlens_q is not None:
@@ -286,11 +309,53 @@ def _attend(
     else:
         attend = functional.attention
     if not return_lse:
-        return attend(q_fp8, k_fp8, v_fp8, **options)  # type: ignore[no-any-return]
+        return attend(q_fp8, k_fp8, v_fp8, **options)
     out, lse = attend(q_fp8, k_fp8, v_fp8, return_lse=True, **options)
-    if mean is None:
+    if mean is not None:
+        lse = lse + _shift(q.detach(), mean, options.get("scale"), cu_seqlens_q)
+    return out, lse
+
+
+class _Attend(torch.autograd.Function):
+    """FP8 forward, backward in the inputs' dtype from the inputs.
+
+    P = exp(S - lse), with lse of the forward pass that ran, and delta from its out. Its lse differs
+    from that of S by the errors of the FP8 scores, so rows of P add up to 1 up to these.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        quantization: _Quantization,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _attend_without_gradient(q, k, v, quantization, True, options)
+        options = {name: x for name, x in options.items() if name not in ("out_dtype", "variant")}
+        cu_seqlens_q, cu_seqlens_k = quantization.cu_seqlens
+        given = attention_options(
+            q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options
+        )
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        ctx.options = {name: x for name, x in given.items() if name not in tensors}
+        ctx.names = tuple(tensors)
+        ctx.sink_dtype = None if sink is None else sink.dtype
+        ctx.save_for_backward(q, k, v, out, lse, *tensors.values())
+        ctx.set_materialize_grads(False)
         return out, lse
-    return out, lse + _shift(q.detach(), mean, options.get("scale"), cu_seqlens_q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
+        dout = torch.zeros_like(out) if dout is None else dout
+        dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
+        dlse = None if dlse is None else dlse.contiguous()
+        dq, dk, dv, _, dsink = bwd(dout, dlse, q, k, v, out, lse, need_dbias=False, **options)
+        return dq, dk, dv, dsink.to(ctx.sink_dtype) if ctx.needs_input_grad[3] else None, None, None
 
 
 def _with_options(function: _F) -> _F:
@@ -311,14 +376,16 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_ext.attention` in FP8: quantizes q and k by blocks, v by channels, and attends.
 
-    For inference: no input may require a gradient. Every call quantizes k and v; where they are
-    used more than once, call `quantize` yourself.
+    Every call quantizes k and v; where they are used more than once without gradients, call
+    `quantize` yourself. Gradients are those of `flash_ext.attention` in the inputs' dtype, with out
+    and lse as computed here.
 
     Args:
         q, k, v: as in `flash_ext.attention`, float16 or bfloat16.
-        scale, causal, window, softcap, alibi_slopes, sink, seqused_k, variant, return_lse: as in
+        scale, causal, window, softcap, alibi_slopes, sink, seqused_k, return_lse: as in
             `flash_ext.attention`.
-        deterministic: nothing here depends on it.
+        variant: of the forward pass, as in `flash_ext.attention`.
+        deterministic: of the gradients, as in `flash_ext.attention`.
         bias, dropout_p, rng_state: refused: no variant has them in FP8.
         q_descale, k_descale, v_descale: refused: `quantize` makes them.
         smooth_k: subtract the mean over tokens from k. None does it unless there is a softcap or a

@@ -266,10 +266,6 @@ class Problem:
         )
 
 
-FP8_MAX_HEAD_DIM = 192
-"""Of fa3's kernels; test_fp8.py has this head dim and one above it."""
-
-
 @functools.lru_cache
 def device_unsupported_reason(variant: str, device: str) -> str | None:
     """Why a variant runs nothing on a device: part of the message; None where it may run."""
@@ -291,8 +287,6 @@ def unsupported_reason(variant: str, problem: Problem, device: str) -> str | Non
         return None
     if reason := device_unsupported_reason(variant, device):
         return reason
-    if p.dtype == FP8 and max(p.head_dim, p.dim_v) > FP8_MAX_HEAD_DIM:
-        return f"only up to head dimension {FP8_MAX_HEAD_DIM}"
     for name, about in ABOUT.items():
         value = getattr(p, name, None)
         if value and variant not in about.variants:

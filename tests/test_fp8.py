@@ -244,7 +244,10 @@ def test_what_fp8_numbers_stand_for(kind: str, device: str) -> None:
 
 # --- Shapes ---
 
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (80, 80), (112, 112), (16, 48))
+DIMS = (
+    (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256),
+    (16, 48), (80, 80), (112, 112), (208, 240), (256, 16),
+)  # fmt: skip
 SHAPES = (
     problem(2, 128, 128, 2, 2, 64),
     problem(1, 1, 1, 8, 8, 64),
@@ -286,11 +289,12 @@ def test_other_head_dims(head_dim: int, device: str) -> None:
         run(p, make_inputs(p, device))
 
 
-@pytest.mark.gpu
-def test_head_dims_without_a_kernel() -> None:
-    p = problem(1, 30, 30, 2, 2, 256)
-    with pytest.raises(ERRORS, match=r"variant 'fa3' takes float8_e4m3fn only up to .* 192"):
-        run(p, make_inputs(p, "cuda"))
+@pytest.mark.parametrize("masked", ({}, {"causal": True}, {"softcap": 5.0}), ids=str)
+@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
+def test_tiles_across_blocks_of_descales(head_dim: int, masked: dict, device: str) -> None:
+    """Tiles of 96 or 192 keys have keys of two blocks, at any column."""
+    sizes = (2, 520, 1100, 4, 2) if device == "cuda" else (1, 130, 520, 1, 1)
+    check(problem(*sizes, head_dim, q_descale="fine", **masked), device)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +336,8 @@ FEW_QUERIES = (
     problem(1, 8, 6000, 8, 1, 64, softcap=3.0, alibi="h"),
     problem(lengths_q=(1, 4, 0), lengths_k=(9000, 300, 40), heads_q=8, heads_k=1, causal=True),
     problem(1, 2, 20000, 4, 1, 192, head_dim_v=128, out_dtype=torch.float16),
+    problem(2, 2, 9000, 8, 2, 256, causal=True, q_descale="fine"),
+    problem(1, 3, 9000, 8, 1, 96, q_descale="fine"),
 )
 
 

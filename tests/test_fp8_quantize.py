@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gpu_test_report  # noqa: F401  (puts benchmarks/ on the path)
@@ -21,7 +21,6 @@ import torch
 import flash_ext
 from flash_ext import fp8, functional
 from flash_ext.cpu.quantize import butterflies, hadamard_dim
-from flash_ext.functional import AttentionOptions
 from flash_ext.ops.quantize import SCALES, fp8_quantize, fp8_token_mean
 
 import fp8_errors  # isort: skip
@@ -29,7 +28,6 @@ from fp8_inputs import OURS, PER_TENSOR  # isort: skip
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 208, 256)
-HAS_FP8 = "q_descale" in AttentionOptions.__annotations__
 Tensor = torch.Tensor
 
 
@@ -521,8 +519,6 @@ def test_what_fp8_cannot_do() -> None:
     refused("no dropout: no variant", q, k, v, dropout_p=0.1)
     refused("no rng_state: no variant", q, k, v, rng_state=torch.zeros(2, dtype=torch.int64))
     refused("no v_descale: quantization makes it", q, k, v, v_descale=ones)
-    refused("no gradient: k requires one", q, k.clone().requires_grad_(), v)
-    refused("no gradient: sink requires one", q, k, v, sink=ones.clone().requires_grad_())
     refused("smooth_k must be None or False with softcap", q, k, v, smooth_k=True, softcap=1.0)
     refused("smooth_k must be None or False with sink", q, k, v, smooth_k=True, sink=ones)
     refused("q must be float16 or bfloat16", q.float(), k, v)
@@ -532,7 +528,6 @@ def test_what_fp8_cannot_do() -> None:
         fp8.attention(q, k, v, causl=True)
 
 
-@pytest.mark.skipif(not HAS_FP8, reason="the attention ops do not take FP8")
 @pytest.mark.parametrize("name", ATTENTION_OPTIONS)
 def test_attention_through_the_op(name: str, device: str) -> None:
     q, k, v = (x.to(device) for x in attention_inputs())
@@ -546,6 +541,92 @@ def test_attention_through_the_op(name: str, device: str) -> None:
     of_reference = {n: x for n, x in options.items() if n not in ("incoherent", "smooth_k")}
     want = flash_ext.reference.attention(q.double(), k.double(), v.double(), **of_reference)
     assert_close_to_exact(out, lse, *want)
+
+
+def relative_errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("name", ATTENTION_OPTIONS)
+def test_gradients_are_as_near_as_out(name: str, device: str) -> None:
+    """Through out and lse: out and lse of the FP8 pass, the rest in the inputs' dtype.
+
+    A wrong lse, such as one without the mean of k, would be far off.
+    """
+    options = {
+        n: x.to(device) if isinstance(x, Tensor) else x
+        for n, x in ATTENTION_OPTIONS[name].items()
+        if n != "generator"
+    }
+    q, k, v = (x.to(device).requires_grad_() for x in attention_inputs())
+    leaves = [q, k, v]
+    if "sink" in options:
+        options["sink"] = options["sink"].clone().requires_grad_()
+        leaves.append(options["sink"])
+    out, lse = fp8.attention(q, k, v, return_lse=True, **options)
+    generator = torch.Generator().manual_seed(5)
+    dout, dlse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
+    dlse = torch.where(lse.isfinite(), dlse, 0)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    assert [x.dtype for x in got] == [x.dtype for x in leaves]
+
+    of_reference = {n: x for n, x in options.items() if n not in ("incoherent", "smooth_k")}
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    if "sink" in options:
+        of_reference["sink"] = doubles[3]
+    exact, exact_lse = flash_ext.reference.attention(*doubles[:3], **of_reference)
+    want = torch.autograd.grad((exact, exact_lse), doubles, (dout.double(), dlse.double()))
+    [of_out] = relative_errors([out.detach()], [exact.detach()])
+    assert of_out < 0.12
+    for error in relative_errors(got, want):
+        assert error < 2 * of_out
+
+
+def test_gradients_of_packed_sequences(device: str) -> None:
+    """The same as of each sequence alone; out alone is differentiated."""
+    q, k, v = (x.to(device) for x in attention_inputs())
+    batch, rows_q, rows_k = q.shape[0], q.shape[1], k.shape[1]
+
+    def gradients(attend: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        attend(*leaves, causal=True).float().square().sum().backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+        of_q, of_k = (
+            torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+            for rows in (rows_q, rows_k)
+        )
+        return fp8.attention_varlen(q, k, v, of_q, of_k, causal=causal)
+
+    want = gradients(fp8.attention, q, k, v)
+    got = gradients(packed, *(x.flatten(0, 1) for x in (q, k, v)))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b.flatten(0, 1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_compiled() -> None:
+    q, k, v = (x.requires_grad_() for x in attention_inputs())
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = fp8.attention(q, k, v, causal=True)
+        assert isinstance(out, Tensor)
+        return out.float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, want = (torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, loss))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_no_gradient_of_a_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in attention_inputs())
+    out = fp8.attention(q, k, v)
+    assert isinstance(out, Tensor)
+    [dq] = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of a gradient is not supported"):
+        dq.sum().backward()
 
 
 # --- The experiment of the paper ---

@@ -170,9 +170,6 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
         return "needs a Hopper GPU (compute capability 9.0), this one has " +
                std::to_string(call.device.major) + "." + std::to_string(call.device.minor);
     if (call.has_fp8() && backward) return "has no backward for float8_e4m3fn";
-    if (call.has_fp8() && !tuning::has_fa3_forward_fp8(head_dims(sizes)))
-        return "takes float8_e4m3fn only up to head dimension " +
-               std::to_string(std::rbegin(tuning::kFa3ForwardFp8)->head_dims.qk);
     if (call.has_dropout) return "has no dropout";
     if (call.has_bias) return "has no bias";
     if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
@@ -208,9 +205,8 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
     const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
-        if constexpr (tuning::has_fa3_forward_fp8({dim, dim_v}))
-            if (params.element_type == ElementType::kFloat8)
-                return fa3_forward_fp8<dim, dim_v>(params, stream);
+        if (params.element_type == ElementType::kFloat8)
+            return fa3_forward_fp8<dim, dim_v>(params, stream);
         return fa3_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;

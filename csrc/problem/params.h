@@ -28,6 +28,7 @@ struct Descale {
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
     int64_t last_stride = 0;
+    int last_block = 0;  // of blocks
     bool by_query_head = false;
 };
 inline constexpr int kDescaleRows = 128;  // of a block

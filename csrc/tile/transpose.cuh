@@ -37,7 +37,7 @@ __device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, 
 #pragma unroll
     for (int chunk = 0; chunk < Source::kCols / 16; chunk += kWarps) {
         // Two blocks at a time: their latencies overlap, and this warp has few registers.
-        constexpr int kAtOnce = kBlocks < 2 ? kBlocks : 2;
+        constexpr int kAtOnce = kBlocks % 2 == 0 ? 2 : 1;
 #pragma unroll
         for (int first_block = 0; first_block < kBlocks; first_block += kAtOnce) {
             uint32_t keys[kAtOnce][4];

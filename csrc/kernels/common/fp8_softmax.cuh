@@ -1,15 +1,22 @@
 // Online softmax with P in FP8 (FlashAttention-3, section 3.3).
 //
-// e4m3 holds 2^-9 to 448. So P is 2^(S scale - m + 7): at the maximum it is 128, and probabilities
-// down to 2^-16 of it remain. The factor 2^7 is in O and in l, and cancels.
+// e4m3 holds 2^-9 to 448. P is 2^(S scale - m + 7), which the e4m3 number 448 bounds: S scale may
+// exceed m by log2(448 / 128) = 1.8. The factor 2^7 is in O and in l, and cancels.
 //
-// As in optimistic_softmax.cuh an iteration first uses the stale m. It may lag by log2(448 / 128) =
-// 1.8 before P saturates. Then a byte of P is 448, and the iteration is retried with the maximum.
+// As in optimistic_softmax.cuh an iteration first uses the stale m. Where a P comes out as 448, it
+// is retried with another m. A retry takes as long as the iteration, all consumers wait for it, and
+// the maxima of rows grow with the number of keys. So m is two more than the maximum, and retries
+// are rare (docs/notes/016-fp8.md). The price is range: P at the maximum is 32 to 448, and
+// probabilities down to 2^-14 of it remain. Two is an integer, so that P at the maximum is exact
+// where one key has nearly all of the weight.
 //
 // The factor of the scores differs between tiles (block quantization), so m includes it.
 #pragma once
 
+#include <numeric>
+
 #include "kernels/common/optimistic_softmax.cuh"
+#include "problem/params.h"
 
 namespace flash_ext {
 
@@ -17,14 +24,20 @@ template <int kCols>
 struct Fp8Softmax : OnlineSoftmax<16> {
     static constexpr float kOffset = 7.f;
     static constexpr float kFactor = 128.f;  // 2^kOffset
+    static constexpr float kHeadroom = 2.f;  // of m above the maximum
+
+    // Blocks of keys that share a descale begin and end at multiples of this many n.
+    static constexpr int kScaleN = std::gcd(kCols, kDescaleRows) / 8;
 
     using Rescaling = RowRescaling;
     using Scores = RegisterTile<16, kCols>;
     using Probabilities = RegisterOperand<kCols, 1>;
 
-    // As OptimisticSoftmax::step(), with a scale for each of a lane's two rows.
-    __device__ __forceinline__ Rescaling step(const Scores& s, Probabilities& p,
-                                              const float (&scale)[2], bool fresh) {
+    // As OptimisticSoftmax::step(). scale(n, i) is the factor of scores s.v[0][n] of row i of a
+    // lane's two.
+    template <class Scale>
+    __device__ __forceinline__ Rescaling step(const Scores& s, Probabilities& p, Scale scale,
+                                              bool fresh) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
@@ -56,12 +69,22 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     }
 
  private:
-    __device__ __forceinline__ Rescaling advance(const Scores& s, const float (&scale)[2]) {
+    template <class Scale>
+    __device__ __forceinline__ Rescaling advance(const Scores& s, Scale scale) {
         Rescaling rescaling;
         rescaling.needed = true;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float new_max = fmaxf(row_max[0][i], row_maximum(s, 0, i) * scale[i]);
+            float max = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; n += kScaleN) {
+                float x = fmaxf(s.v[0][n][2 * i], s.v[0][n][2 * i + 1]);
+#pragma unroll
+                for (int k = n + 1; k < n + kScaleN; ++k)
+                    x = fmaxf(x, fmaxf(s.v[0][k][2 * i], s.v[0][k][2 * i + 1]));
+                max = fmaxf(max, x * scale(n, i));
+            }
+            const float new_max = fmaxf(row_max[0][i], quad_max(max) + kHeadroom);
             rescaling.factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
@@ -70,8 +93,9 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     }
 
     // Has any P of this lane become 448?
+    template <class Scale>
     __device__ __forceinline__ bool exponentiate(const Scores& s, Probabilities& p, float (&sum)[2],
-                                                 const float (&scale)[2]) const {
+                                                 Scale scale) const {
         float shift[2];
         float sums[2][2];  // four chains of additions
 #pragma unroll
@@ -89,8 +113,9 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         uint32_t largest = 0;
         const auto multiply = [&](int g, int e) {
             const int k = g / 4, j = g % 4, i = j % 2;
+            const int n = 4 * k + 2 * (j / 2) + e / 2;
             x[g % 3][e] =
-                ptx::fma(s.v[0][4 * k + 2 * (j / 2) + e / 2][2 * i + e % 2], scale[i], shift[i]);
+                ptx::fma(s.v[0][n][2 * i + e % 2], scale(n / kScaleN * kScaleN, i), shift[i]);
         };
 #pragma unroll
         for (int e = 0; e < 4; ++e) multiply(0, e);

@@ -22,8 +22,9 @@
 // matmuls of the others run beside it (kOverlap).
 //
 // FP8 (section 3.3 of the paper; docs/walkthrough.md): K's producer loads V, too, and two warps of
-// the first warpgroup transpose its tiles (tile/transpose.cuh). A consumer starts P V before Q K^T:
-// it is computed from zero, by columns, and added to O while Q K^T runs.
+// the first warpgroup transpose its tiles (tile/transpose.cuh). A consumer completes P V before it
+// starts Q K^T: P V is computed from zero, in the registers of S, and added to O. So tiles have
+// more keys, and the other consumers are what runs beside each step.
 //
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
 // the matmuls of the other; otherwise they drift apart without it.
@@ -119,14 +120,13 @@ struct Fa3ForwardConfig {
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
     // The warps that transpose V need more than producers.
-    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kFp8 ? 56 : 40;
+    static constexpr int kProducerRegisters = kFp8 ? 56 : kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
-                                              : kConsumers == 3 ? 160
-                                              : kFp8            ? 224
-                                                                : 232;
+                                              : kConsumers == 3 ? (kFp8 ? 152 : 160)
+                                                                : (kFp8 ? 224 : 232);
     // FP8: warps of the first warpgroup that transpose V; columns of O that one P V computes.
     static constexpr int kTransposers = 2;
-    static constexpr int kPartialCols = kFp8 ? kTuning.partial_cols : kHeadDimV;
+    static constexpr int kPartialCols = kTuning.partial_cols;
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
@@ -174,8 +174,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using RowMajorVPipeline = typename Config::RowMajorVPipeline;
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
-    struct Nothing {};
-    using PartialOutput = std::conditional_t<kFp8, RegisterTile<16, Config::kPartialCols>, Nothing>;
     using Softmax = std::conditional_t<kFp8, Fp8Softmax<Config::kBlockKV>,
                                        OptimisticSoftmax<Element, Config::kBlockKV>>;
     using Probabilities = typename Softmax::Probabilities;
@@ -184,6 +182,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using Cta::elected, Cta::group, Cta::params, Cta::release, Cta::release_and_advance,
         Cta::storage, Cta::work_tiles;
     using typename Cta::WorkTileState;
+
+    // Has the KV tile keys of two blocks of descales?
+    static constexpr bool kTwoKScales = kFp8 && kDescaleRows % Config::kBlockKV != 0;
 
     int consumer;  // index of this thread's warpgroup among the consumers
     QPipeline q_pipeline;
@@ -396,7 +397,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Softmax& softmax;
         typename Softmax::Rescaling& rescaling;  // of O, before P V is added
         Softmax& done;                           // of the previous tile, until it is stored
-        PartialOutput& rPartial;                 // FP8
 
         typename QPipeline::State q{};
         typename KPipeline::State k{};
@@ -409,9 +409,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
         bool k_ready = false, v_ready = false;  // tested early, as the test has a long latency
         int hidden = 0;  // number of the next KV tiles that only other consumers see
 
-        // FP8: factors of the scores of two rows, and of the KV tile.
-        float q_scale[2], k_scale;
+        // FP8: factors of the scores of two rows, and of the keys.
+        float q_scale[2], k_scale[1 + kTwoKScales];
+        int second_k_scale;  // the first column of k_scale[1]
         const float* k_descales;
+        int last_k_block;
 
         bool begun = true;  // P belongs to the first iteration of a tile
         bool kept = false;  // O belongs to the previous tile and is not stored yet
@@ -438,52 +440,41 @@ struct Fa3Forward : Fa3Cta<Config_> {
         gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
     }
 
-    // Starts O = P V or O += P V. FP8 starts columns of a partial O = P V: the tensor core keeps
-    // only some 14 bits of a sum, so sums over many keys are formed in float32 (finish_output).
-    template <int kFirstCol = 0>
+    // Starts O = P V or O += P V.
     __device__ __forceinline__ void issue_output(const State& state, const Probabilities& rP,
                                                  bool accumulate) const {
-        if constexpr (kFp8) {
-            const KMajor<typename Config::TransposedVTile, false> v_columns(
-                v_pipeline.stage(state.v), kFirstCol);
-            gemm_async<Element, Config::kBlockKV>(state.rPartial, rP, v_columns, false);
-        } else {
-            const MNMajor<VTile, false> v_columns(v_pipeline.stage(state.v));
-            gemm_async<Element, Config::kBlockKV>(state.rO, rP, v_columns, accumulate);
-        }
+        const MNMajor<VTile, false> v_columns(v_pipeline.stage(state.v));
+        gemm_async<Element, Config::kBlockKV>(state.rO, rP, v_columns, accumulate);
     }
 
-    // Waits for issue_output(), behind which kPending groups may still run.
-    template <int kFirstCol = 0, int kPending = 0>
-    __device__ __forceinline__ void finish_output(const State& state, bool accumulate) const {
-        ptx::wgmma_wait<kPending>();
-        if constexpr (kFp8) {
-            warpgroup_fence(state.rPartial);
+    __device__ __forceinline__ void finish_output(const State& state) const {
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(state.rO);
+    }
+
+    // FP8: O = P V or O += P V, to the end. The tensor core keeps only some 14 bits of a sum. So it
+    // computes the P V of one tile from zero, and the sum over tiles is formed in float32. The
+    // scores are not needed any more: their registers hold P V, as many columns at a time as fit.
+    __device__ __forceinline__ void add_output(State& state, const Probabilities& rP,
+                                               bool accumulate) const {
+        using Partial = RegisterTile<16, Config::kPartialCols>;
+        static_assert(sizeof(Partial) <= sizeof(Scores));
+        Partial& rPartial = reinterpret_cast<Partial&>(state.rS);
+        compile_time_for<Config::kHeadDimV / Config::kPartialCols>([&](auto i) {
+            constexpr int kFirst = i * Config::kPartialCols;
+            const KMajor<typename Config::TransposedVTile, false> v_columns(
+                v_pipeline.stage(state.v), kFirst);
+            gemm_async<Element, Config::kBlockKV>(rPartial, rP, v_columns, false);
+            ptx::wgmma_wait<0>();
+            warpgroup_fence(rPartial);
 #pragma unroll
-            for (int n = 0; n < PartialOutput::kN; ++n)
+            for (int n = 0; n < Partial::kN; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float& sum = state.rO.v[0][kFirstCol / 8 + n][i];
-                    const float x = state.rPartial.v[0][n][i];
+                for (int e = 0; e < 4; ++e) {
+                    float& sum = state.rO.v[0][kFirst / 8 + n][e];
+                    const float x = rPartial.v[0][n][e];
                     sum = accumulate ? sum + x : x;
                 }
-        } else {
-            warpgroup_fence(state.rO);
-        }
-    }
-
-    // FP8: starts O += P V, as many columns at a time as registers hold, of which the last ones are
-    // still to be finished. settle() comes before O is added to.
-    static constexpr int kLastCol = Config::kHeadDimV - Config::kPartialCols;
-    template <class Settle>
-    __device__ __forceinline__ void issue_all_output(const State& state, const Probabilities& rP,
-                                                     bool accumulate, Settle settle) const {
-        issue_output(state, rP, accumulate);
-        settle();
-        compile_time_for<kLastCol / Config::kPartialCols>([&](auto i) {
-            constexpr int kFirst = i * Config::kPartialCols;
-            finish_output<kFirst>(state, accumulate);
-            issue_output<kFirst + Config::kPartialCols>(state, rP, accumulate);
         });
     }
 
@@ -493,37 +484,51 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- Descales of FP8 ---
 
-    // Those of a query head's rows, or of its KV head, from block or channel `index` on. A tile
-    // without keys needs none, and its sequence may have none.
+    // Those of a query head's rows, or of its KV head. A tile without keys needs none, and its
+    // sequence may have none.
     __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
-                                                        int head_q, int index = 0) const {
+                                                        int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
         const int head = x.by_query_head ? head_q : this->head_k(head_q);
-        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride +
-               index * x.last_stride;
+        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
     }
 
-    // The factors of the scores of this lane's two rows, without that of the keys, and where that
-    // is.
+    // The last block of descales, 0 where there are no blocks. Wrong offsets of sequences must not
+    // read beyond it.
+    static __device__ __forceinline__ int last_block(const float* descales, const Descale& x) {
+        return descales == &kNoDescale ? 0 : x.last_block;
+    }
+
+    // The factors of the scores of this lane's two rows, without those of the keys, and where those
+    // are.
     __device__ __forceinline__ void begin_scales(State& state, const QueryTile& tile) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = warp_row() + lane_row() + 8 * i;
             const int head = tile.head + min_of(head_of(row), group() - 1);
+            const float* source = descales_of(params.q_descale, tile, head);
             const int block =
-                min_of(query_of(tile, row), tile.sequence.seqlen_q - 1) / kDescaleRows;
-            state.q_scale[i] = __ldg(descales_of(params.q_descale, tile, head, block));
+                min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
+            state.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
             if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
         }
         state.k_descales = descales_of(params.k_descale, tile, tile.head);
+        state.last_k_block = last_block(state.k_descales, params.k_descale);
     }
 
-    // That of the keys of the KV tile.
-    __device__ __forceinline__ void load_k_scale(State& state) const {
-        constexpr int kTiles = kDescaleRows / Config::kBlockKV;
-        static_assert(kTiles * Config::kBlockKV == kDescaleRows);
-        state.k_scale = __ldg(state.k_descales + VisibleTiles::tile(state.kv_tile) / kTiles *
-                                                     params.k_descale.last_stride);
+    // Those of the keys of the KV tile, which may reach into a second block.
+    __device__ __forceinline__ void load_k_scales(State& state) const {
+        const auto load = [&](int block) {
+            return __ldg(state.k_descales +
+                         min_of(block, state.last_k_block) * params.k_descale.last_stride);
+        };
+        const int first_key = VisibleTiles::tile(state.kv_tile) * Config::kBlockKV;
+        const int block = first_key / kDescaleRows;
+        state.k_scale[0] = load(block);
+        if constexpr (kTwoKScales) {
+            state.k_scale[1] = load(block + 1);
+            state.second_k_scale = (block + 1) * kDescaleRows - first_key;
+        }
     }
 
     // Applies v's to O, per head or per channel.
@@ -705,18 +710,28 @@ struct Fa3Forward : Fa3Cta<Config_> {
         state.v_ready = v_pipeline.consumer_test(state.v);
         if (kReleaseEarly && !kUnmasked && state.kv_tile == state.first_kv_tile)
             release_and_advance(q_pipeline, state.q);
-        float scale[2] = {state.q_scale[0] * state.k_scale, state.q_scale[1] * state.k_scale};
+        const auto scale = [&](int n, int i) {
+            float k_scale = state.k_scale[0];
+            if constexpr (kTwoKScales)
+                if (8 * n >= state.second_k_scale) k_scale = state.k_scale[1];
+            return state.q_scale[i] * k_scale;
+        };
         if constexpr (kFp8 && Config::kGeneral) {
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) state.rS.v[0][n][i] *= scale[i / 2];
-            scale[0] = scale[1] = 1.f;
+                for (int i = 0; i < 4; ++i) state.rS.v[0][n][i] *= scale(n, i / 2);
         }
         finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
         if (!kUnmasked && first) state.softmax = begin_softmax(work_tiles[state.tile]);
         if constexpr (kFp8) {
-            state.rescaling = state.softmax.step(state.rS, rP, scale, !kUnmasked && first);
+            const bool fresh = !kUnmasked && first;
+            if constexpr (Config::kGeneral) {
+                state.rescaling =
+                    state.softmax.step(state.rS, rP, [](int, int) { return 1.f; }, fresh);
+            } else {
+                state.rescaling = state.softmax.step(state.rS, rP, scale, fresh);
+            }
         } else {
             state.rescaling =
                 state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
@@ -755,10 +770,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
             }
         };
         k_pipeline.consumer_wait(state.k, state.k_ready);
-        if constexpr (kFp8) {  // P V first: it is added to O while Q K^T runs
+        if constexpr (kFp8) {
+            settle();
             v_pipeline.consumer_wait(state.v, state.v_ready);
             Order::wait(consumer);
-            issue_all_output(state, rP, accumulate, settle);
+            add_output(state, rP, accumulate);
             issue_scores(state.rS, state.q, state.k);
         } else {
             Order::wait(consumer);
@@ -771,13 +787,13 @@ struct Fa3Forward : Fa3Cta<Config_> {
         const auto v_read = state.v;
         state.v.advance();
         const auto finish = [&] {
-            finish_output<kLastCol, kFp8>(state, accumulate);
+            finish_output(state);
             release(v_pipeline, v_read);
         };
 
         if constexpr (kFp8) {
-            load_k_scale(state);
-            finish();
+            release(v_pipeline, v_read);
+            load_k_scales(state);
             ptx::wgmma_wait<0>();
         } else if constexpr (Config::kOverlap) {
             ptx::wgmma_wait<1>();
@@ -797,8 +813,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Output rO;
         Softmax softmax, done;
         typename Softmax::Rescaling rescaling;
-        PartialOutput rPartial;
-        State state{rS, rO, softmax, rescaling, done, rPartial};
+        State state{rS, rO, softmax, rescaling, done};
         constexpr int kNext = Config::kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
@@ -809,43 +824,49 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Order::wait(consumer);
         issue_scores(state.rS, state.q, state.k);
         Order::signal_next(consumer);
-        if constexpr (kFp8) load_k_scale(state);
+        if constexpr (kFp8) load_k_scales(state);
         ptx::wgmma_wait<0>();
         compute_p<false>(state, rP[0], true);
         skip(v_pipeline, state.v, state.hidden, state.v_ready);
 
-        bool odd = false;  // which P the last P V reads
-        while (true) {
-            if (!step<false>(state, rP[0], rP[kNext])) break;
-            if (!step<false>(state, rP[kNext], rP[0])) {
-                odd = true;
-                break;
-            }
+        // May the next two iterations belong to the unmasked main loop?
+        const auto two_unmasked = [&](int unmasked_until) {
+            return !state.begun && state.kv_tile - 2 >= unmasked_until &&
+                   state.kv_tile - 1 < state.full.end;
+        };
+        const auto main_loop = [&] {
             const int unmasked_until =
                 max_of(state.first_kv_tile + kReleaseEarly, state.full.begin);
-            while (!state.begun && state.kv_tile - 2 >= unmasked_until &&
-                   state.kv_tile - 1 < state.full.end) {
+            while (two_unmasked(unmasked_until)) {
                 step<true>(state, rP[0], rP[kNext]);
                 step<true>(state, rP[kNext], rP[0]);
+            }
+        };
+        bool odd = false;      // which P the last P V reads
+        if constexpr (kFp8) {  // one P: half the code
+            while (step<false>(state, rP[0], rP[0])) main_loop();
+        } else {
+            while (true) {
+                if (!step<false>(state, rP[0], rP[kNext])) break;
+                if (!step<false>(state, rP[kNext], rP[0])) {
+                    odd = true;
+                    break;
+                }
+                main_loop();
             }
         }
         settle_output(state);
         v_pipeline.consumer_wait(state.v);
         Order::wait(consumer);
-        const auto issue = [&](const Probabilities& p) {
-            if constexpr (kFp8) {
-                issue_all_output(state, p, !state.begun, [] {});
-            } else {
-                issue_output(state, p, !state.begun);
-            }
-        };
-        if (odd) {
-            issue(rP[kNext]);
+        if constexpr (kFp8) {
+            add_output(state, rP[0], !state.begun);
+        } else if (odd) {
+            issue_output(state, rP[kNext], !state.begun);
         } else {
-            issue(rP[0]);
+            issue_output(state, rP[0], !state.begun);
         }
         Order::signal_next(consumer);
-        finish_output<kLastCol>(state, !state.begun);
+        if constexpr (!kFp8) finish_output(state);
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
         if constexpr (!Config::kGeneral && !Config::kMayHaveSplits && !kFp8) {
             __syncwarp();
@@ -881,35 +902,52 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     return launch_fa3<Fa3Forward<Config>>(params, total, stream, /*pdl=*/false);
 }
 
+// What tiles depend on.
+inline tuning::Fa3Lengths fa3_lengths(const ForwardParams& params) {
+    if (params.o_partial != nullptr) return tuning::Fa3Lengths::kSplits;
+    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    return tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
+                               params.few_tiles);
+}
+
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
+    using enum tuning::Fa3Lengths;
+    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
     cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen,
-                      Features::kGeneral>(params, Features::kPlain, [&](auto features) {
-        dispatch<false, true>(params.o_partial != nullptr, [&](auto has_splits) {
-            constexpr bool kMayHaveSplits = has_splits || features == Features::kGeneral;
-            using Config =
-                Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}), kMayHaveSplits>;
-            status = launch_fa3_forward<Config>(params, stream);
+    dispatch_features<Features::kVarlen, Features::kGeneral>(
+        params, Features::kPlain, [&](auto features) {
+            const auto launch = [&](auto may_have_splits, auto usual) {
+                using Config =
+                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
+                status = launch_fa3_forward<Config>(params, stream);
+            };
+            constexpr std::true_type kYes;
+            constexpr std::false_type kNo;
+            // Tiles of more rows have a kernel of fewer beside them.
+            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
+                                       tuning::fa3_forward_fp8(kDims, true).consumers;
+            if constexpr (features == Features::kGeneral) {
+                launch(kYes, kNo);
+            } else if (fa3_lengths(params) == kSplits) {
+                launch(kYes, kNo);
+            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
+                if constexpr (kHasLarge) launch(kNo, kNo);
+            } else {
+                launch(kNo, kYes);
+            }
         });
-    });
     return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
-    const tuning::Fa3Lengths lengths =
-        params.o_partial != nullptr
-            ? tuning::Fa3Lengths::kSplits
-            : tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
-                                  params.few_tiles);
     dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
-        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(lengths, [&](auto lengths) {
+        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(fa3_lengths(params), [&](auto lengths) {
             constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
             using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
                                             tuning::fa3_forward({kHeadDim, kHeadDimV},
