@@ -11,10 +11,6 @@ __device__ __forceinline__ int not_hoisted(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-__device__ __forceinline__ uint32_t not_hoisted(uint32_t x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 
 // This thread's lane, read again from its special register.
 __device__ __forceinline__ uint32_t lane_not_hoisted() {
