@@ -7,7 +7,7 @@ with the version it had then; the linker sees these in place of the real ones. T
 libstdc++ that is newer (constructors of string streams) is linked statically and hidden, as in
 the compilers of the manylinux images.
 
-Nothing here proves the result: `distribution/wheel.py` has auditwheel do that.
+Nothing here proves the result: `distribution/make_wheel.py` has auditwheel do that.
 """
 
 from __future__ import annotations

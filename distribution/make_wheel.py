@@ -1,8 +1,8 @@
 """Builds the wheel and the sdist, and checks them. Run by `make wheel`.
 
-    python distribution/wheel.py                          # compile what changed, link, package
-    python distribution/wheel.py --library _C.abi3.so     # package a library that exists
-    python distribution/wheel.py --check                  # only check what is in dist/
+    python distribution/make_wheel.py                          # compile what changed, link, package
+    python distribution/make_wheel.py --library _C.abi3.so     # package a library that exists
+    python distribution/make_wheel.py --check                  # only check what is in dist/
 
 The wheel is of manylinux_2_28 on any newer system (csrc/build/manylinux.py). The checks: auditwheel
 finds no symbol newer than that platform's, abi3audit no symbol of Python beyond the limited API,
