@@ -62,9 +62,10 @@ def setup(*arguments: str, **environment: str) -> None:
 def build(library: Path | None) -> None:
     setup("sdist", "--dist-dir", str(DIST))
     # Not the folder of `make build`, whose library is linked for this system.
+    folder = "build/packaged" if library else "build/portable"
     chosen = {"FLASH_EXT_LIBRARY": str(library)} if library else {"FLASH_EXT_PORTABLE": "1"}
     setup(
-        "build", "--build-lib", "build/portable",
+        "build", "--build-lib", folder,
         "bdist_wheel", "--plat-name", PLATFORM, "--dist-dir", str(DIST), **chosen,
     )  # fmt: skip
 
