@@ -253,7 +253,7 @@ class Recorded:
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
-        shutil.copy(self.binary().with_name(RECORD), ROOT / "flash_ext")
+        shutil.copy(Path(self.build_lib, "flash_ext", RECORD), ROOT / "flash_ext")
 
 
 class Sdist(sdist):

@@ -7,14 +7,14 @@
 Each row has an environment of its own, made here. There the wheel of dist/ is installed, without a
 compiler in reach, and imported; its ops, attention on the CPU and explain are tried; then the CPU
 tests of the sdist run against the installed package. A row is written to
-benchmarks/results/compat.json as soon as it is done, and a row of the same wheel is not run twice:
-an interrupted run goes on where it stopped. `make report` makes the table in docs/support.md.
+benchmarks/results/compat.json as soon as it is done, and a row of the same package is not run
+twice: an interrupted run goes on where it stopped. `make report` makes the table in
+docs/support.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from make_wheel import RECORD, ROOT, sdist_path, wheel_path
+from make_wheel import RECORD, ROOT, content_checksum, sdist_path, wheel_path
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common  # noqa: E402
@@ -281,7 +281,7 @@ def main() -> int:
     for path in (wheel_path(), sdist_path()):
         if not path.is_file():
             sys.exit(f"there is no {path}: run make wheel")
-    wheel = hashlib.sha256(wheel_path().read_bytes()).hexdigest()
+    wheel = content_checksum(wheel_path())
     wanted = [("gpu", "gpu")] if args.gpu else ROWS
     green = True
     for torch, python in wanted:

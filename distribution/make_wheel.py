@@ -70,6 +70,16 @@ def build(library: Path | None) -> None:
     )  # fmt: skip
 
 
+def content_checksum(wheel: Path) -> str:
+    """SHA-256 of the package in a wheel: what is imported, without the metadata and the README."""
+    content = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(n for n in archive.namelist() if n.startswith("flash_ext/")):
+            file = hashlib.sha256(archive.read(name)).hexdigest()
+            content.update(f"{file}  {name}\n".encode())
+    return content.hexdigest()
+
+
 def needed(library: Path) -> set[str]:
     """The libraries that the loader opens for this one."""
     text = subprocess.run(

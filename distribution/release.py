@@ -131,7 +131,7 @@ def hub_complaints() -> Iterator[str]:
 
 
 def compat_complaints(found: dict[str, Any], wanted: str) -> Iterator[str]:
-    """What is missing in compat.json for the wheel with this checksum."""
+    """What is missing in compat.json for the wheel whose package has this checksum."""
     if found.get("wheel") != wanted:
         yield "benchmarks/results/compat.json is of another wheel: run make compat"
         return
@@ -148,7 +148,7 @@ def main() -> int:
     digest = compat.common.source_digest()
     checksum = ""
     if wheel_path().is_file():
-        checksum = hashlib.sha256(wheel_path().read_bytes()).hexdigest()
+        checksum = make_wheel.content_checksum(wheel_path())
     results = compat.common.read_json(compat.RESULTS) or {}
     checks: dict[str, Callable[[], Iterator[str]]] = {
         "source": source_complaints,

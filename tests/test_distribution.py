@@ -171,6 +171,15 @@ def test_a_library_that_exists_is_packaged(recorded: bool, source: Path, library
     assert json.loads((package / "_C.json").read_text()) == facts | whole
 
 
+def test_a_build_in_place_has_its_record_too(source: Path, library: Path) -> None:
+    done = setup(source, "build_ext", "--inplace", FLASH_EXT_LIBRARY=str(library))
+    assert done.returncode == 0, done.stderr
+    binary, record = (source / "flash_ext" / name for name in ("_C.abi3.so", "_C.json"))
+    assert binary.read_bytes() == b"a library" and json.loads(record.read_text())["bytes"] == 9
+    binary.unlink()
+    record.unlink()
+
+
 def test_the_record_of_another_library_is_refused(source: Path, library: Path) -> None:
     library.with_name("_C.json").write_text('{"sha256": "0"}')
     done, package = built(source, library)
