@@ -39,7 +39,8 @@ from .call import autocasts, forward, is_real
 from .schemas import bwd, check, fwd, library
 
 vmap.register(library, fwd, bwd)
-flops.register(fwd.overloadpacket, bwd.overloadpacket)
+flops.register(fwd.overloadpacket, flops.fwd_flops)
+flops.register(bwd.overloadpacket, flops.bwd_flops)
 
 __all__ = [
     "Build",
