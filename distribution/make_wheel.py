@@ -59,8 +59,18 @@ def setup(*arguments: str, **environment: str) -> None:
     subprocess.run(command, cwd=ROOT, env=os.environ | TIME | environment, check=True)
 
 
+def make_sdist(folder: Path) -> None:
+    """Without the warnings that patterns of MANIFEST.in match nothing: they are for other trees."""
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        sys.exit(done.stdout)
+
+
 def build(library: Path | None) -> None:
-    setup("sdist", "--dist-dir", str(DIST))
+    make_sdist(DIST)
     # Not the folder of `make build`, whose library is linked for this system.
     folder = "build/packaged" if library else "build/portable"
     chosen = {"FLASH_EXT_LIBRARY": str(library)} if library else {"FLASH_EXT_PORTABLE": "1"}

@@ -114,7 +114,7 @@ def wheel_complaints(digest: str) -> Iterator[str]:
     if files:
         yield f"the wheel has another {', '.join(files)}: make wheel"
     with tempfile.TemporaryDirectory() as folder:
-        make_wheel.setup("sdist", "--dist-dir", folder)
+        make_wheel.make_sdist(Path(folder))
         if Path(folder, sdist_path().name).read_bytes() != sdist_path().read_bytes():
             yield "the sdist is not that of this commit: make wheel"
 
