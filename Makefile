@@ -154,5 +154,5 @@ release: $(ENVIRONMENT)
 	$(PY) distribution/release.py
 
 clean:
-	rm -rf build dist *.egg-info flash_ext/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info flash_ext/_C.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
