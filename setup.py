@@ -6,28 +6,43 @@ torch included. Without nvcc the package installs pure, with the CPU kernels. Th
 flash_ext/_C.missing.txt: pip hides what a build prints, so `flash_ext.explain` and the first call
 on a GPU say it.
 
+Beside the binary goes flash_ext/_C.json: its version, source digest, targets, CUDA, size and
+checksum, which flash_ext.explain shows. The version itself is in flash_ext/__init__.py and nowhere
+else. An sdist has the same bytes on every machine, with and without nvcc and torch.
+
 Environment variables:
   FLASH_EXT_SKIP_CUDA=1   install without the CUDA kernels
   FLASH_EXT_CUDA_ARCHS    targets, default "80+PTX;90a" ("+PTX" adds PTX for later GPUs)
   FLASH_EXT_LINEINFO=1    source lines in the binary, for profilers: twice its size, longer build
+  FLASH_EXT_PORTABLE=1    link for manylinux_2_28, whatever this system's glibc: for wheels
+  FLASH_EXT_LIBRARY       a flash_ext/_C.abi3.so that exists: it is packaged, nothing is compiled
   FLASH_EXT_STRICT=0      ptxas warnings (spills, local memory, ...) no longer fail the build
   CUDA_HOME               the CUDA toolkit; if set, no other is tried, and it must be one
   PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
   MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets at once (default: 2)
 """
 
+import gzip
+import hashlib
+import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
+RECORD = "_C.json"
+BUILDS = {"build", "build_ext", "build_py", "bdist_wheel", "editable_wheel", "install", "develop"}
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
 
 
@@ -127,19 +142,30 @@ def cuda_options(cuda_home: Path) -> dict:
 
     cpp._run_ninja_build = run_ninja
 
-    class BuildExtension(cpp.BuildExtension):
+    class BuildExtension(Recorded, cpp.BuildExtension):
         def build_extensions(self) -> None:
             super().build_extensions()
+            self.record(
+                digest=digest,
+                targets=archs,
+                cuda=release[1] if release else None,
+                torch=torch.__version__,
+                platform=manylinux.get("PLATFORM"),
+            )
             sys.path.insert(0, str(ROOT / "csrc/build"))
             import nvcc_strict
 
             objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
             nvcc_strict.report(objects, ROOT / "build/ptxas.log")
 
+    digest = runpy.run_path(str(ROOT / "benchmarks/digest.py"))["source_digest"](ROOT)
+    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a"
+    portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
+    manylinux = runpy.run_path(str(ROOT / "csrc/build/manylinux.py")) if portable else {}
+
     # An eighth of the size; older toolkits cannot.
     compress = ["--compress-mode=size"] if release and float(release[1]) >= 13 else []
     common = ["-O3", "-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
-    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a"
     targets = gencode_flags(archs)
     if any("sm_90a" in flag for flag in targets):
         common.append("-DFLASH_EXT_SM90A")  # fa3's kernels are there
@@ -175,13 +201,88 @@ def cuda_options(cuda_home: Path) -> dict:
             "-Wl,--exclude-libs,ALL,--no-as-needed",
             "-ltorch",
             "-Wl,--as-needed",
+            *(manylinux["link_flags"](ROOT / "build/manylinux_2_28") if portable else []),
         ],
     )
+    return extension_options(extension, BuildExtension)
+
+
+def extension_options(extension: Extension, command: type) -> dict:
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildExtension, "build_py": BuildPy},
+        "cmdclass": {"build_ext": command, "build_py": BuildPy, "sdist": Sdist},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
+
+
+def library_options(library: Path) -> dict:
+    """The arguments of setup() that package a binary which exists."""
+    if not library.is_file():
+        sys.exit(f"flash_ext: FLASH_EXT_LIBRARY={library} does not exist")
+    beside = library.with_name(RECORD)
+    known = json.loads(beside.read_text()) if beside.is_file() else {}
+    if known and known["sha256"] != checksum(library):
+        sys.exit(f"flash_ext: {beside} is not of {library}: the checksums differ")
+
+    class CopyLibrary(Recorded, build_ext):
+        def build_extensions(self) -> None:
+            target = self.binary()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, target)
+            names = "digest", "targets", "cuda", "torch", "platform"
+            self.record(**{name: known.get(name) for name in names})
+
+    return extension_options(Extension("flash_ext._C", [], py_limited_api=True), CopyLibrary)
+
+
+def checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+class Recorded:
+    """A build_ext that writes what it knows of the binary beside it."""
+
+    def binary(self) -> Path:
+        return Path(self.get_ext_fullpath("flash_ext._C"))
+
+    def record(self, **facts: object) -> None:
+        binary = self.binary()
+        facts = {"version": self.distribution.get_version()} | facts
+        facts |= {"bytes": binary.stat().st_size, "sha256": checksum(binary)}
+        binary.with_name(RECORD).write_text(json.dumps(facts, indent=1) + "\n")
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        shutil.copy(Path(self.build_lib, "flash_ext", RECORD), ROOT / "flash_ext")
+
+
+class Sdist(sdist):
+    """The same bytes from the same files: no times, owners or order of this machine."""
+
+    def run(self) -> None:
+        (ROOT / "flash_ext.egg-info/SOURCES.txt").unlink(missing_ok=True)  # adds to the next list
+        super().run()
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, *_, **__):
+        if format != "gztar":
+            return super().make_archive(base_name, format, root_dir, base_dir, *_, **__)
+
+        def same_everywhere(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+            entry.uid = entry.gid = entry.mtime = 0
+            entry.uname = entry.gname = ""
+            entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+            return entry
+
+        path = Path(f"{base_name}.tar.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            path.open("wb") as file,
+            gzip.GzipFile("", "wb", 9, file, mtime=0) as compressed,
+            tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for entry in [Path(base_dir), *sorted(Path(base_dir).rglob("*"))]:
+                archive.add(entry, recursive=False, filter=same_everywhere)
+        return str(path)
 
 
 class BuildPy(build_py):
@@ -192,11 +293,11 @@ class BuildPy(build_py):
     def run(self) -> None:
         if self.editable_mode:  # which installs the source folder itself
             return super().run()
-        package, binary = Path(self.build_lib, "flash_ext"), "_C.abi3.so"
+        package, built = Path(self.build_lib, "flash_ext"), ("_C.abi3.so", RECORD)
         for path in package.glob("*"):
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != binary or self.why_no_kernels:
+            elif path.name not in built or self.why_no_kernels:
                 path.unlink()
         super().run()
         if self.why_no_kernels:
@@ -205,17 +306,18 @@ class BuildPy(build_py):
 
 def cpu_options(why: str) -> dict:
     """The arguments of setup() without the extension."""
-    if {"build_ext", "bdist_wheel", "editable_wheel", "install"} & set(sys.argv):
-        print(
-            f"flash_ext: {why}: the CUDA kernels are not built, the CPU kernels work",
-            file=sys.stderr,
-        )
-
+    print(
+        f"flash_ext: {why}: the CUDA kernels are not built, the CPU kernels work", file=sys.stderr
+    )
     BuildPy.why_no_kernels = why
-    return {"cmdclass": {"build_py": BuildPy}}
+    return {"cmdclass": {"build_py": BuildPy, "sdist": Sdist}}
 
 
 def build_options() -> dict:
+    if not BUILDS & set(sys.argv):  # an sdist, or metadata: nothing of this machine matters
+        return {"cmdclass": {"sdist": Sdist}}
+    if library := os.environ.get("FLASH_EXT_LIBRARY"):
+        return library_options(Path(library).resolve())
     if os.environ.get("FLASH_EXT_SKIP_CUDA", "0") not in ("", "0"):
         return cpu_options("FLASH_EXT_SKIP_CUDA was set")
     if cuda_home := find_cuda_home():

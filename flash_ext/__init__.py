@@ -12,6 +12,8 @@ on a CPU too (and with FP8 inputs fa3 does). KERNEL_DIMS are the head dims for w
 are compiled; others are padded to these.
 """
 
+__version__ = "0.1.0"
+
 import sys
 
 from . import dropout, explanation, fp8, reference
@@ -20,8 +22,6 @@ from .explanation import Explanation, explain
 from .flash_attn import bert_padding as bert_padding
 from .functional import attention, attention_varlen
 from .ops.options import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CPU_VARIANTS",

@@ -76,7 +76,15 @@ def _facts() -> Iterator[tuple[str, str]]:
     if torch_private.missing:
         yield "slower without", ", ".join(torch_private.missing)
     yield "Python", platform.python_version()
-    yield "compiled for", ops.cuda_targets() or "no GPU"
+    build = ops.cuda_build()
+    yield "compiled for", (build and build.targets) or "no GPU"
+    if build:
+        checked = {True: "as built", False: "NOT as built", None: "not recorded"}
+        yield "built from", f"source {build.digest or 'not recorded'}"
+        compiled_with = [("CUDA", build.cuda), ("torch", build.torch), ("for", build.platform)]
+        if any(x for _, x in compiled_with):
+            yield "built with", ", ".join(f"{name} {x}" for name, x in compiled_with if x)
+        yield "checksum", checked[ops.checksum_agrees()]
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)

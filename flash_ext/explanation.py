@@ -40,15 +40,19 @@ class Explanation:
     binary: str
     """Whether the CUDA kernels are loaded, and if not, what to do."""
 
+    build: ops.Build | None = None
+    """Which GPU code the CUDA kernels hold, their CUDA and source; None without them."""
+
     layout: str | None = None
     """Why q, k and v look as if heads and sequence were swapped, or None where they do not."""
 
     def __str__(self) -> str:
+        build = f" ({self.build})" if self.build else ""
         lines = [
             f"flash_ext runs: {self.variant or 'nothing'}",
             f"its gradients:  {self.backward or 'none'}",
             f"device:         {self.device}",
-            f"CUDA kernels:   {self.binary}",
+            f"CUDA kernels:   {self.binary}{build}",
         ]
         if self.why_backward:
             lines[1] += f", because {self.why_backward}"
@@ -155,5 +159,6 @@ def explain(
         why_backward=why or None,
         device=_device_name(q.device),
         binary=ops.cuda_missing or "loaded",
+        build=ops.cuda_build(),
         layout=_swapped(q, k, v, any(not isinstance(x, str) for x in found.values()), given),
     )

@@ -556,7 +556,8 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for r in found.values():
         assert r["tokens_per_second"] == pytest.approx(train.CPU_TOKENS / r["ms"] * 1e3, rel=1e-3)
         assert r["q1_ms"] <= r["ms"] <= r["q3_ms"]
-        assert len(r["losses"]) == train.WARM_UP + 2 * (1 + 1) and r["losses"][-1] < r["losses"][0]
+        # Each step has another batch, of the text of this Python's library: not every loss falls.
+        assert len(r["losses"]) == train.WARM_UP + 2 * (1 + 1) and min(r["losses"]) < r["losses"][0]
         assert r["loss_difference"] < 1e-5, "float32: the same but for the order of sums"
     ratio = found["fa2"]["tokens_per_second"] / found["sdpa"]["tokens_per_second"]
     text = train_report.training_section()

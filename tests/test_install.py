@@ -31,7 +31,7 @@ runpy.run_path("setup.py", run_name="__main__")
 def source(tmp_path: Path) -> Path:
     """A checkout without csrc/, in which nothing was built."""
     folder = tmp_path / "source"
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    ignored = shutil.ignore_patterns("_C.*", "__pycache__")
     shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)

@@ -94,7 +94,7 @@ def test_a_breach_is_found(tmp_path: Path, file: str, code: str, complaint: str)
 
 
 PYTHON_LAYERS = (
-    ("ops", "dropout"),
+    ("deprecation", "ops", "dropout"),
     ("cpu", "functional"),
     ("reference", "explanation", "flash_attn", "fp8", "integrations"),
     ("__init__", "__main__"),

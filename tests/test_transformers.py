@@ -502,11 +502,16 @@ def test_beam_search(name, padding, cache):
     model = build_own(name) if name in OWN else build(name)
     options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False}
     options["cache_implementation"] = cache
-    found = []
-    for implementation in (fa_ext.NAME, "eager"):
+
+    def generated(implementation):
         use(model, implementation)
-        found.append(model.generate(tokens(), attention_mask=MASKS[padding], **options))
-    assert torch.equal(*found)
+        return model.generate(tokens(), attention_mask=MASKS[padding], **options)
+
+    try:
+        expected = generated("eager")
+    except ValueError as error:  # bloom's static cache in transformers 5.20
+        pytest.skip(f"this transformers cannot, on eager attention either: {error}")
+    assert torch.equal(generated(fa_ext.NAME), expected)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .compare import results_section
+from .compat import compat_section
 from .fp8 import fp8_section
 from .front import front_section
 from .options import options_section
@@ -17,7 +18,7 @@ from .walkthrough import STEPS
 
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"speed": front_section},
-    "docs/support.md": {"support": support_section},
+    "docs/support.md": {"support": support_section, "compat": compat_section},
     "docs/benchmarks.md": {
         "results": results_section,
         "claims": claims_section,

@@ -34,17 +34,21 @@ from . import fake as fake
 from . import flops, vmap
 from . import quantize as quantize
 from .autograd import meet
-from .binary import cuda_missing, cuda_targets
+from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real
 from .schemas import bwd, check, fwd, library
 
 vmap.register(library, fwd, bwd)
-flops.register(fwd.overloadpacket, bwd.overloadpacket)
+flops.register(fwd.overloadpacket, flops.fwd_flops)
+flops.register(bwd.overloadpacket, flops.bwd_flops)
 
 __all__ = [
+    "Build",
     "autocasts",
     "bwd",
     "check",
+    "checksum_agrees",
+    "cuda_build",
     "cuda_missing",
     "cuda_targets",
     "forward",

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel, register_fake
-from torch.utils.flop_counter import register_flop_formula
 
-from .flops import node_flops
+from . import flops
 from .options import TENSOR_OPTIONS, schema_options
 from .torch_private import any_requires_grad, entry, in_dispatch_mode, in_dual_level, schema
 
@@ -118,4 +117,4 @@ def define(library: Library, record: Callable[..., Any]) -> None:
         "CompositeImplicitAutograd",
     )
     register_fake("flash_ext::node_bwd", _bwd_fake, lib=library)
-    register_flop_formula(below.overloadpacket, get_raw=True)(node_flops)
+    flops.register(below.overloadpacket, flops.node_flops)

@@ -1,0 +1,230 @@
+"""What is handed out: the version, the sdist, the record beside the library, the linking of wheels.
+
+Would catch a version that is written twice, a deprecation that says nothing or stays for ever, an
+sdist that lacks files or differs between machines, metadata that need torch or nvcc, a library
+packaged with the record of another, and a wheel that asks for newer symbols than its platform has.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import hashlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import flash_ext
+from flash_ext import deprecation
+
+pytest.importorskip("setuptools", minversion="77")
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = ["setup.py", *sys.argv[1:]]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def setup(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """setup.py where there is no torch."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "-q", *arguments],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git has, or of an sdist."""
+    folder = tmp_path_factory.mktemp("distribution") / "source"
+    for name in files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def files() -> set[str]:
+    """The files of this repository, junk aside."""
+    if not (ROOT / ".git").exists():
+        generated = {"PKG-INFO", "setup.cfg", "tests.xml"}
+        found = (x.relative_to(ROOT).as_posix() for x in ROOT.rglob("*") if x.is_file())
+        junk = re.compile(r"(.*/)?(__pycache__|build|dist|\.\w+|[\w.]+\.egg-info|results/cpu)/.*")
+        kept = {x for x in found if not junk.match(x) or x.startswith("csrc/build/")}
+        return {x for x in kept - generated if not x.startswith("flash_ext/_C.")}
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    return {x for x in listed if (ROOT / x).is_file()}
+
+
+# --- Versions ---
+
+
+def test_the_version_is_written_once() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in pyproject and not re.search("^version", pyproject, re.M)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", flash_ext.__version__)
+
+
+def test_metadata_need_neither_torch_nor_nvcc(source: Path) -> None:
+    done = setup(source, "--version", CUDA_HOME="/nowhere")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == flash_ext.__version__
+
+
+@pytest.mark.parametrize(("since", "gone"), [("0.2", "0.3"), ("0.9", "0.10"), ("1.4", "2.0")])
+def test_a_deprecation_says_what_to_do(since: str, gone: str) -> None:
+    with pytest.warns(DeprecationWarning) as caught:
+        deprecation.warn("flash_ext.old", "flash_ext.new", since=since, stacklevel=1)
+    assert str(caught[0].message) == (
+        f"flash_ext.old is deprecated since flash_ext {since} and will be removed in {gone} or"
+        " later: use flash_ext.new"
+    )
+    assert caught[0].filename == __file__
+
+
+def test_deprecations_are_of_this_version_or_before() -> None:
+    now = tuple(map(int, flash_ext.__version__.split(".")[:2]))
+    for path in (ROOT / "flash_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "deprecation.warn":
+                (since,) = (x.value.value for x in node.keywords if x.arg == "since")
+                assert tuple(map(int, since.split("."))) <= now, path
+
+
+# --- The sdist ---
+
+
+def test_an_sdist_is_the_same_everywhere_and_whole(source: Path) -> None:
+    made = []
+    for number, environment in enumerate(({}, {"FLASH_EXT_SKIP_CUDA": "1", "PATH": "/nowhere"})):
+        folder = source.parent / str(number)
+        mask = os.umask(0o022 + 0o55 * number)
+        try:
+            done = setup(source, "sdist", "--dist-dir", str(folder), **environment)
+        finally:
+            os.umask(mask)
+        assert done.returncode == 0, done.stderr
+        (path,) = folder.iterdir()
+        made.append(path)
+    assert made[0].read_bytes() == made[1].read_bytes()
+    with tarfile.open(made[0]) as archive:
+        listed = [x for x in archive.getmembers() if x.isfile()]
+        assert {(x.uid, x.gid, x.mtime, x.uname) for x in listed} == {(0, 0, 0, "")}
+    names = {x.name.partition("/")[2] for x in listed}
+    generated = {x for x in names if re.match(r"PKG-INFO|setup\.cfg|flash_ext\.egg-info/", x)}
+    assert names - generated == files() - {".ci/run", ".gitignore"}
+
+
+def test_what_the_readme_installs_does_not_break_torch() -> None:
+    """torch 2.11 and 2.12 want setuptools < 82; the license in pyproject.toml wants 77."""
+    readme = (ROOT / "README.md").read_text()
+    wanted = re.findall(r'"(setuptools[^"]*)"', readme)
+    assert wanted and set(wanted) == {"setuptools>=77,<82"}
+    (pin,) = re.findall(r'"setuptools==(\d+)', (ROOT / "pyproject.toml").read_text())
+    assert 77 <= int(pin) < 82
+
+
+# --- The library and its record ---
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    path = tmp_path / "there" / "_C.abi3.so"
+    path.parent.mkdir()
+    path.write_bytes(b"a library")
+    return path
+
+
+def built(source: Path, library: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+    lib = library.parent / "lib"
+    done = setup(source, "build", "--build-lib", str(lib), FLASH_EXT_LIBRARY=str(library))
+    return done, lib / "flash_ext"
+
+
+@pytest.mark.parametrize("recorded", (True, False))
+def test_a_library_that_exists_is_packaged(recorded: bool, source: Path, library: Path) -> None:
+    checksum = hashlib.sha256(b"a library").hexdigest()
+    facts = {"digest": "12", "targets": "80", "cuda": "13.0", "torch": "2.11", "platform": "x"}
+    if recorded:
+        library.with_name("_C.json").write_text(json.dumps(facts | {"sha256": checksum}))
+    else:
+        facts = dict.fromkeys(facts)
+    done, package = built(source, library)
+    assert done.returncode == 0, done.stderr
+    assert (package / "_C.abi3.so").read_bytes() == b"a library"
+    whole = {"version": flash_ext.__version__, "bytes": 9, "sha256": checksum}
+    assert json.loads((package / "_C.json").read_text()) == facts | whole
+
+
+def test_a_build_in_place_has_its_record_too(source: Path, library: Path) -> None:
+    done = setup(source, "build_ext", "--inplace", FLASH_EXT_LIBRARY=str(library))
+    assert done.returncode == 0, done.stderr
+    binary, record = (source / "flash_ext" / name for name in ("_C.abi3.so", "_C.json"))
+    assert binary.read_bytes() == b"a library" and json.loads(record.read_text())["bytes"] == 9
+    binary.unlink()
+    record.unlink()
+
+
+def test_the_record_of_another_library_is_refused(source: Path, library: Path) -> None:
+    library.with_name("_C.json").write_text('{"sha256": "0"}')
+    done, package = built(source, library)
+    assert done.returncode != 0 and "the checksums differ" in done.stderr
+    assert not package.exists()
+
+
+def test_wheels_are_linked_for_their_platform(tmp_path: Path) -> None:
+    """String streams, threads and dlopen have newer versions in newer systems."""
+    if not (shutil.which("g++") and shutil.which("readelf")) or sys.platform != "linux":
+        pytest.skip("needs g++ and binutils")
+    code = """
+    #include <dlfcn.h>
+    #include <pthread.h>
+    #include <memory>
+    #include <sstream>
+    #include <stdexcept>
+    #include <string>
+    extern "C" int text(int number) {
+        static std::shared_ptr<std::string> kept;
+        pthread_once_t once = PTHREAD_ONCE_INIT;
+        pthread_once(&once, [] { kept = std::make_shared<std::string>("x"); });
+        std::ostringstream stream;
+        stream << *kept << number << (dlopen(nullptr, RTLD_LAZY) != nullptr);
+        try {
+            throw std::runtime_error(stream.str());
+        } catch (const std::exception& error) {
+            return std::stoi(error.what() + 1);
+        }
+    }
+    """
+    manylinux = runpy.run_path(str(ROOT / "csrc/build/manylinux.py"))
+    library = tmp_path / "library.so"
+    try:
+        flags = manylinux["link_flags"](tmp_path / "stand-ins")
+    except (FileNotFoundError, KeyError):
+        pytest.skip("not glibc on x86-64")
+    subprocess.run(
+        ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-x", "c++", "-", "-x", "none",
+         "-Wl,--exclude-libs,ALL", "-o", library, *flags],
+        input=code, text=True, check=True,
+    )  # fmt: skip
+    needed = subprocess.run(
+        ["readelf", "-V", library], check=True, capture_output=True, text=True
+    ).stdout
+    versions = set(re.findall(r"Name: ((?:GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+)", needed))
+    assert versions and not [x for x in versions if manylinux["too_new"](x)]
+    assert ctypes.CDLL(str(library)).text(7) == 71
