@@ -386,7 +386,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
     // take a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
-        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
+        using Number = std::conditional_t<kFp8, unsigned, int>;  // ptxas, docs/notes/016-fp8.md
+        return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
     }
 
     // What a consumer carries from one iteration to the next. The matrices are only referenced: as
