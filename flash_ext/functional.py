@@ -183,7 +183,7 @@ def attention(
     FP8: q, k and v in float8_e4m3fn are q_descale · q and so on, where quantization has divided
     them by the descales (FlashAttention-3 §3.3). Only "fa3" has them, and only forward, with rows
     on 16-byte boundaries (so D and Dv are multiples of 16). P is rounded to float8_e4m3fn too,
-    after a factor of 2^7; scores, softmax and sums are float32. Descales are finite and above 0,
+    after a factor of 2^8; scores, softmax and sums are float32. Descales are finite and above 0,
     which is not checked.
 
     Args:

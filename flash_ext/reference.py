@@ -136,7 +136,7 @@ def attention(
 
 
 def _rounded_to_fp8(P: Tensor) -> Tensor:
-    """As the variants round P: relative to the maximum of the row, with a factor of 2^7."""
+    """As the variants round P: relative to the maximum of the row, with a factor of 2^8."""
     if P.shape[-1] == 0:
         return P
     largest = P.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(P.dtype).tiny)

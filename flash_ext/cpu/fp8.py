@@ -9,8 +9,8 @@ bits, and the same sums as in csrc/kernels/fa3:
   outlier takes precision from its block only. V's descales, of channels, come at the end: they are
   the same for all keys.
 - P in FP8. Below 2⁻⁶ e4m3 loses digits, and 2⁻¹⁰ is rounded to 0. So P, which is at most 1, is
-  multiplied by 2⁷ before it is rounded. (2⁸ would fit below 448 too, but leave less room to a
-  kernel whose maximum is behind.) ℓ gets the same factor, which cancels in O / ℓ.
+  multiplied by 2⁸ before it is rounded, the largest power of two below 448. ℓ gets the same factor,
+  which cancels in O / ℓ.
 - Two-level accumulation. Hopper's tensor cores add FP8 products with about 14 bits. Over many keys
   such a sum would lose the small terms. So P V of a tile starts from zero, and float32 additions
   outside the tensor cores gather the tiles. (Here every sum is in float32; the loop is the same.)
@@ -32,7 +32,7 @@ from .descales import channel_factors, row_factors
 from .sequences import Span
 from .tiling import Tiling, exp_, reciprocal, starting_statistics
 
-P_SCALE_LOG2 = 7
+P_SCALE_LOG2 = 8
 """P is multiplied by 2 to this power before it is rounded to FP8."""
 
 

@@ -726,12 +726,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
         finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
         if (!kUnmasked && first) state.softmax = begin_softmax(work_tiles[state.tile]);
         if constexpr (kFp8) {
-            const bool fresh = !kUnmasked && first;
             if constexpr (Config::kGeneral) {
-                state.rescaling =
-                    state.softmax.step(state.rS, rP, [](int, int) { return 1.f; }, fresh);
+                state.rescaling = state.softmax.step(state.rS, rP, [](int, int) { return 1.f; });
             } else {
-                state.rescaling = state.softmax.step(state.rS, rP, scale, fresh);
+                state.rescaling = state.softmax.step(state.rS, rP, scale);
             }
         } else {
             state.rescaling =
