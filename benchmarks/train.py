@@ -23,7 +23,8 @@ shape; and its loss must stay with standard attention's (SDPA's, if that did not
 One that does not is called wrong, and has no speed.
 
 Results go to benchmarks/results/<device>/train.json. A run with the same device, versions and
-source digest adds its cells (a model at a sequence length) to that file or replaces them.
+source digest adds its cells (a model at a sequence length) to that file or replaces them. Those of
+--fp8 go to train_fp8.json.
 """
 
 from __future__ import annotations
@@ -405,7 +406,8 @@ def main() -> int:
     if SDPA in args.providers:
         providers.insert(len(ours), sdpa())
     bench = Bench(args, providers)
-    path = common.result_path(bench.device, "train.json", args.out)
+    name = "train_fp8.json" if args.fp8 else "train.json"
+    path = common.result_path(bench.device, name, args.out)
     result = common.describe_setup(bench.device) | {
         "method": METHOD,
         "extra_bytes": common.EXTRA_MEMORY,
@@ -433,12 +435,10 @@ def main() -> int:
                    for n, make in cases}  # fmt: skip
         activated = {"method": activation.METHOD, "batch": activation.BATCH, "models": results}
     result |= {"activation": activated} if activated else {}
-    in_fp8 = old.get("fp8", {})
     if args.fp8:
         configs = fp8_model.GPU if bench.device.type == "cuda" else fp8_model.CPU
         trained = common.progress(map(fp8_model.measure, configs), len(configs), "models")
-        in_fp8 = {"method": fp8_model.METHOD, "models": list(trained)}
-    result |= {"fp8": in_fp8} if in_fp8 else {}
+        result["fp8"] = {"method": fp8_model.METHOD, "models": list(trained)}
     if bench.device.type == "cuda":
         result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
     result["seconds"] = round(time.monotonic() - started, 1)
@@ -451,8 +451,8 @@ def main() -> int:
         activation.print_results(results)
         bad = [name for name, r in results.items() if "skipped" in r]
     if args.fp8:
-        fp8_model.print_results(in_fp8["models"])
-        bad += [n for m in in_fp8["models"] for n in fp8_model.OURS
+        fp8_model.print_results(result["fp8"]["models"])
+        bad += [n for m in result["fp8"]["models"] for n in fp8_model.OURS
                 if "skipped" in m["attentions"][n]]  # fmt: skip
     for cell in measured.values():
         print_cell(cell, result["labels"])

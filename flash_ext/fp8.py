@@ -266,9 +266,9 @@ def _attend(
     sink = options.get("sink")
     needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, sink))
     if torch.is_grad_enabled() and needs_grad:
-        out, lse = _Attend.apply(q, k, v, sink, quantization, options)
+        out, lse = _Attend.apply(q, k, v, sink, quantization, options)  # type: ignore[no-untyped-call]
         return (out, lse) if return_lse else out
-    return _attend_without_gradient(q, k, v, quantization, return_lse, options)
+    return _attend_without_gradient(q, k, v, quantization, return_lse, options)  # type: ignore[no-any-return]
 
 
 class _Quantization(NamedTuple):

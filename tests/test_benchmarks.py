@@ -954,7 +954,7 @@ def test_fp8_errors_and_a_trained_model_and_their_tables(
 
     config = dataclasses.replace(fp8_model.CPU[0], steps=3)
     monkeypatch.setattr(fp8_model, "CPU", (config,))
-    path = folder / "train.json"
+    path = folder / "train_fp8.json"
     arguments = ("--device", "cpu", "--fp8", "--out", str(path))
     assert run(train.main, *arguments, monkeypatch=monkeypatch) == 0
     (model,) = json.loads(path.read_text())["fp8"]["models"]
