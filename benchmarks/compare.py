@@ -132,8 +132,8 @@ class Fp8Goal:
 
 
 SOFTMAX = (
-    "the softmax, exponentials and the exact maximum, takes half of an iteration, and two consumers "
-    "hide too little of it (docs/notes/016-fp8.md)"
+    "the softmax, exponentials and the exact maximum, takes half of an iteration, and two "
+    "consumers hide too little of it (docs/notes/016-fp8.md)"
 )
 FP8_GOALS = (
     Fp8Goal(128, "cudnn_fp8", mean=1.08, least=1.0, why=SOFTMAX),
