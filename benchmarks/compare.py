@@ -132,14 +132,14 @@ class Fp8Goal:
 
 
 SOFTMAX = (
-    "the softmax, exponentials and the exact maximum, takes half of an iteration, and two "
-    "consumers hide too little of it (docs/notes/016-fp8.md)"
+    "the softmax took half of an iteration in an earlier form, and two consumers hide too little "
+    "of it (docs/notes/016-fp8.md)"
 )
 FP8_GOALS = (
     Fp8Goal(128, "cudnn_fp8", mean=1.08, least=1.0, why=SOFTMAX),
-    Fp8Goal(64, "cudnn_fp8", mean=1.15, why="as at d 128, with half the matmuls"),
-    Fp8Goal(64, "fa3", least=1.0, why="the exponentials take as long in bf16 as in FP8"),
-    Fp8Goal(256, "cudnn_fp8", mean=1.08, why="tiles of 96 keys: registers"),
+    Fp8Goal(64, "cudnn_fp8", mean=1.15, why="supposed, not measured: as at d 128"),
+    Fp8Goal(64, "fa3", least=1.0, why="not known; exponentials are as many"),
+    Fp8Goal(256, "cudnn_fp8", mean=1.08, why="supposed, not measured: tiles of 96 keys"),
 )
 
 

@@ -3,9 +3,9 @@
 // e4m3 holds 2^-9 to 448. P is 2^(S scale - m + 8) with m the maximum so far: at the maximum it is
 // 256, and probabilities down to 2^-17 of it remain. The factor 2^8 is in O and in l, and cancels.
 //
-// Unlike optimistic_softmax.cuh this never uses a stale m, although P could be larger: where one
-// key has nearly all of the weight, its P is a power of two and not rounded. With a stale m it has
-// the full error of e4m3 (docs/notes/016-fp8.md).
+// Unlike optimistic_softmax.cuh this never uses a stale m: so where one key has nearly all of the
+// weight, its P is a power of two and not rounded. With a stale m it would have the full error of
+// e4m3 (docs/notes/016-fp8.md).
 //
 // The factor of the scores differs between tiles (block quantization), so m includes it.
 #pragma once
