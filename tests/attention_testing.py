@@ -246,7 +246,10 @@ class Problem:
         queries, keys = (sum(pair[side] for pair in self.sequences()) for side in (0, 1))
         samples = min(queries * self.heads_q, keys * self.heads_k)
         samples *= min(self.head_dim, self.dim_v)
-        if self.bias.startswith("b") and self.bias_type != "bool":
+        bias_gradient = self.bias_gradient and (
+            not self.bias or math.prod(self.bias_shape()) >= HANDFUL
+        )
+        if bias_gradient and self.bias.startswith("b") and self.bias_type != "bool":
             samples = min(samples, math.prod(self.bias_shape()))
         copies = min(100, -(-2000 // samples)) if samples else 1
         cancels = self.most_visible_keys() <= 3 or (
@@ -257,8 +260,7 @@ class Problem:
             batch=self.batch * copies,
             loss="both" if cancels and self.loss == "out" else self.loss,
             dropout_p=0.0 if cancels else self.dropout_p,
-            bias_gradient=self.bias_gradient
-            and (not self.bias or math.prod(self.bias_shape()) >= HANDFUL),
+            bias_gradient=bias_gradient,
             **{
                 field: getattr(self, field) and getattr(self, field) * copies
                 for field in ("seqused_k", "lengths_q", "lengths_k")
