@@ -116,7 +116,7 @@ build: $(ENVIRONMENT)
 
 gpu-test: build
 	$(need) pytest hypothesis
-	$(PY) -m pytest -m gpu --report $(ARGS)
+	$(PY) tests/gpu_suite.py $(ARGS)
 
 # SOAK seconds for each variant.
 SOAK ?= 80

@@ -42,12 +42,15 @@ class Fp8Provider(Provider):
         return 1.0
 
 
+@dataclass(frozen=True)
 class Fp8Variant(Fp8Provider):
     """flash_ext's fa3 with output in bfloat16.
 
-    It gets the scale of a tensor as scales of blocks and channels, which are what
+    With `blocks` it gets the scale of a tensor as scales of blocks and channels, which are what
     `flash_ext.fp8.attention` makes, so that their cost counts.
     """
+
+    blocks: bool = True
 
     @property
     def ours(self) -> bool:
@@ -56,12 +59,14 @@ class Fp8Variant(Fp8Provider):
     def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
         batch, _, kv_heads, _ = x.k.shape
         assert x.q_descale is not None and x.k_descale is not None and x.v_descale is not None
-        blocks = [-(-y.shape[1] // SCALE_ROWS) for y in (x.q, x.k)]
-        options = {
-            "q_descale": x.q_descale.expand(batch, x.q.shape[2], blocks[0]).contiguous(),
-            "k_descale": x.k_descale.expand(batch, kv_heads, blocks[1]).contiguous(),
-            "v_descale": x.v_descale.expand(batch, kv_heads, x.v.shape[3]).contiguous(),
-        }
+        options = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
+        if self.blocks:
+            blocks = [-(-y.shape[1] // SCALE_ROWS) for y in (x.q, x.k)]
+            options = {
+                "q_descale": x.q_descale.expand(batch, x.q.shape[2], blocks[0]).contiguous(),
+                "k_descale": x.k_descale.expand(batch, kv_heads, blocks[1]).contiguous(),
+                "v_descale": x.v_descale.expand(batch, kv_heads, x.v.shape[3]).contiguous(),
+            }
         reason = flash_ext.explain(x.q, x.k, x.v, causal=causal, **options).reasons["fa3"]
         if reason is not None:
             raise Refused(reason)
@@ -156,6 +161,7 @@ class CudnnFp8(Fp8Provider):
 
 FP8_PROVIDERS: tuple[Fp8Provider, ...] = (
     Fp8Variant("fa3_fp8", "flash_ext fa3, FP8"),
+    Fp8Variant("fa3_fp8_tensor", "flash_ext fa3, FP8, one scale per tensor", blocks=False),
     CudnnFp8("cudnn_fp8", "cuDNN, FP8", limits=(1e-1, 3e-1)),  # its output is rounded as well
 )
 

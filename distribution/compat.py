@@ -183,12 +183,12 @@ def source_with_wheel(folder: Path) -> Path:
     return source
 
 
-def run_tests(python: str, source: Path, select: str, jobs: int, log: Path) -> dict[str, Any]:
-    """Run the tests in a source folder; returns counts and names of failures."""
+def run_tests(python: str, source: Path, jobs: int, log: Path) -> dict[str, Any]:
+    """Run the CPU tests in a source folder; returns counts and names of failures."""
     report = source / "tests.xml"
     command = [
-        python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", select,
-        f"--junitxml={report}", *(["-n", str(jobs)] if jobs else []),
+        python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu",
+        f"--junitxml={report}", "-n", str(jobs),
     ]  # fmt: skip
     start = time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
@@ -223,7 +223,7 @@ def row_of(torch: str, python: str, args: argparse.Namespace) -> dict[str, Any]:
     row = install_and_probe(folder, log)
     if "failed" not in row and not args.no_tests:
         source = source_with_wheel(folder)
-        row["tests"] = run_tests(str(folder / "bin/python"), source, "not gpu", args.jobs, log)
+        row["tests"] = run_tests(str(folder / "bin/python"), source, args.jobs, log)
     if args.remove:
         shutil.rmtree(folder)
     return row
@@ -235,12 +235,22 @@ def gpu_row(args: argparse.Namespace) -> dict[str, Any]:
 
     folder = args.environments / "gpu"
     folder.mkdir(parents=True, exist_ok=True)
-    source = source_with_wheel(folder)
+    source, report = source_with_wheel(folder), folder / "tests.json"
+    command = [sys.executable, str(source / "tests/gpu_suite.py"), "--to", str(report)]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    status = run(command, folder / "gpu.log", cwd=source, env=environment)
+    found = common.read_json(report) or {"exit_status": status, "failures": ["no test ran"]}
+    counts = found.get("counts", {})
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(),
-        "tests": run_tests(sys.executable, source, "gpu", 0, folder / "gpu.log"),
+        "tests": {
+            "exit_status": found["exit_status"],
+            "counts": {name: counts.get(name, 0) for name in ("passed", "failed", "skipped")},
+            "failed": found["failures"],
+            "seconds": round(found.get("seconds", 0)),
+        },
     }
 
 

@@ -13,9 +13,9 @@ Where a variant runs nothing on this GPU its tests skip, saying why.
 from __future__ import annotations
 
 import fcntl
+import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,12 +26,12 @@ TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))  # the helper modules, whatever pytest's import mode
 
 import attention_testing  # noqa: E402
+import gpu_suite  # noqa: E402
 import gpu_test_report  # noqa: E402
 from attention_testing import VARIANTS, Problem  # noqa: E402
 
 import flash_ext  # noqa: E402
 
-STARTED = pytest.StashKey[float]()
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 # The fields of a problem that decide which variants run it.
 DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
@@ -49,12 +49,16 @@ def why_no_gpu() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--report",
-        action="store_true",
-        help="after a complete run of the gpu tests (-m gpu), write benchmarks/results/<gpu>/"
-        "tests.json: counts, device, versions and the digest of the source",
+        "--part",
+        metavar="I/N",
+        help="of N parts of the tests only part I, from 0 on (gpu_suite.py)",
     )
-
+    parser.addoption(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write counts, the reasons of skips and what failed, as JSON",
+    )
     parser.addoption(
         "--soak",
         type=float,
@@ -69,7 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and the compiled library")
     config.addinivalue_line("markers", "soak: runs only with --soak")
     config.addinivalue_line("markers", "options(**fields): of the problems that the test runs")
-    config.stash[STARTED] = time.time()
     # The CPU's tensors are small, and with xdist every core has its own process.
     torch.set_num_threads(1)
 
@@ -116,7 +119,11 @@ def problem_of(item: pytest.Function) -> Problem:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = why_no_gpu()
     left_out = []
+    part, parts = map(int, (config.option.part or "0/1").split("/"))
     for item in items:
+        if gpu_suite.part_of(item.nodeid, parts) != part:
+            left_out.append(item)
+            continue
         if config.option.soak is None and item.get_closest_marker("soak"):
             left_out.append(item)
             continue
@@ -139,19 +146,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if not config.option.report:
-        return
-    refusal = gpu_test_report.why_not_complete(config) or why_no_gpu()
-    if refusal:
-        terminalreporter.write_line(f"test report not written: {refusal}", red=True)
-        return
-    counts = {
-        outcome: len(terminalreporter.stats.get(outcome, []))
-        for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-    }
-    skips = gpu_test_report.skip_reasons(terminalreporter.stats.get("skipped", []))
-    seconds = time.time() - config.stash[STARTED]
-    path = gpu_test_report.write_tests(counts, skips, int(exitstatus), seconds)
-    terminalreporter.write_line(f"test report written: {path}")
+    if config.option.report:
+        report = gpu_test_report.summary(terminalreporter.stats)
+        config.option.report.write_text(json.dumps(report))

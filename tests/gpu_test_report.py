@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,21 +31,6 @@ def write(name: str, content: common.Json) -> Path:
     return path
 
 
-def why_not_complete(config: pytest.Config) -> str | None:
-    """None if this run selected exactly the gpu tests, otherwise what narrowed it."""
-    option = config.option
-    if hasattr(config, "workerinput"):
-        return "a worker of pytest-xdist runs a part"
-    if option.markexpr != "gpu":
-        return "only runs with -m gpu write it"
-    if option.keyword or option.deselect or option.ignore or getattr(option, "lf", False):
-        return "-k, --lf, --deselect or --ignore left tests out"
-    chosen = {(config.invocation_params.dir / arg).resolve() for arg in config.args}
-    if not chosen & {HERE, HERE.parent}:
-        return f"only part of the tests was named: {' '.join(config.args)}"
-    return None
-
-
 def skip_reasons(reports: Iterable[pytest.TestReport]) -> dict[str, int]:
     """Why tests were skipped, and how many for each reason."""
     reasons = Counter(
@@ -56,18 +41,16 @@ def skip_reasons(reports: Iterable[pytest.TestReport]) -> dict[str, int]:
     return dict(sorted(reasons.items()))
 
 
-def write_tests(
-    counts: dict[str, int], skips: dict[str, int], exit_status: int, seconds: float
-) -> Path:
-    """tests.json, for a run of the whole gpu suite."""
-    content = {
-        "selection": "-m gpu",
-        "counts": counts,
-        "skips": skips,
-        "exit_status": exit_status,
-        "seconds": round(seconds, 1),
+def summary(stats: Mapping[str, list[pytest.TestReport]]) -> common.Json:
+    """What a run of pytest counted, why tests were skipped, and which failed."""
+    outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+    return {
+        "counts": {outcome: len(stats.get(outcome, [])) for outcome in outcomes},
+        "skips": skip_reasons(stats.get("skipped", [])),
+        "failures": [
+            report.nodeid for name in ("failed", "error") for report in stats.get(name, [])
+        ],
     }
-    return write("tests.json", content)
 
 
 def write_sanitizer(lines: list[str], cases: int) -> Path:

@@ -10,11 +10,14 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import gpu_suite
 import gpu_test_report  # puts benchmarks/ on the path
 import pytest
 import torch
@@ -226,16 +229,6 @@ def test_clocks() -> None:
     log.close()
 
 
-class FakeConfig:
-    """The part of pytest's config that the check of completeness reads."""
-
-    def __init__(self, args: list[str], **options: object) -> None:
-        self.args = args
-        values = {"markexpr": "gpu", "keyword": "", "deselect": None, "ignore": None, "lf": False}
-        self.option = type("Options", (), values | options)
-        self.invocation_params = type("Params", (), {"dir": ROOT})
-
-
 class Reports:
     """A plugin of pytest that keeps what it reports."""
 
@@ -262,22 +255,51 @@ def test_report_says_why_tests_were_skipped(tmp_path: Path) -> None:
     assert reasons == {"needs 100 GiB": 2, "needs two GPUs": 1}
 
 
-def test_only_complete_runs_write_a_report() -> None:
-    assert gpu_test_report.why_not_complete(FakeConfig(["tests"])) is None
-    assert gpu_test_report.why_not_complete(FakeConfig([str(ROOT / "tests")])) is None
-    for narrowed in (
-        FakeConfig(["tests/test_ops.py"]),
-        FakeConfig(["tests/test_ops.py::test_opcheck"]),
-        FakeConfig(["tests"], markexpr=""),
-        FakeConfig(["tests"], markexpr="not gpu"),
-        FakeConfig(["tests"], keyword="fa2"),
-        FakeConfig(["tests"], deselect=["tests/test_ops.py"]),
-        FakeConfig(["tests"], lf=True),
-    ):
-        assert gpu_test_report.why_not_complete(narrowed)
-    worker = FakeConfig(["tests"])
-    worker.workerinput = {}  # as pytest-xdist marks one
-    assert gpu_test_report.why_not_complete(worker)
+def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
+    """Every test is in one part, and the variants of a test in the same."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('name', ('fa1', 'fa2', 'fa3'))\n"
+        "@pytest.mark.parametrize('i', range(20))\n"
+        "def test_it(i, name): assert i != 7 or name != 'fa3'\n"
+    )
+    parts = []
+    for i in range(3):
+        report = tmp_path / f"{i}.json"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s"]
+        command += [f"--rootdir={tmp_path}", "--part", f"{i}/3", "--report", str(report)]
+        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+        subprocess.run([*command, str(tmp_path)], env=environment, cwd=tmp_path)
+        parts.append(json.loads(report.read_text()))
+    passed = [part["counts"]["passed"] for part in parts]
+    assert sum(passed) == 59 and min(passed) > 0
+    assert sorted(p["counts"]["failed"] for p in parts) == [0, 0, 1]
+    assert [x for p in parts for x in p["failures"]] == ["test_some.py::test_it[7-fa3]"]
+    for parts in (2, 5):
+        assert (
+            len({gpu_suite.part_of(f"test_it[{name}-3]", parts) for name in flash_ext.VARIANTS})
+            == 1
+        )
+
+
+def test_a_part_that_crashes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are added up, and one without a report is an error."""
+
+    class Part:
+        def __init__(self, command: list[str], **_: object) -> None:
+            report = Path(command[command.index("--report") + 1])
+            self.returncode = -11 if report.name == "1.json" else 0
+            if not self.returncode:
+                report.write_text('{"counts": {"passed": 2}, "skips": {"why": 1}, "failures": []}')
+
+        def poll(self) -> int:
+            return self.returncode
+
+    monkeypatch.setattr(gpu_suite.subprocess, "Popen", Part)
+    result = gpu_suite.run(3, [], tmp_path)
+    assert result["counts"] == {"passed": 4, "error": 1} and result["skips"] == {"why": 2}
+    assert result["exit_status"] == 11 and result["failures"] == ["a process ended with status -11"]
 
 
 def test_report_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,16 +309,9 @@ def test_report_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = {"device": "NVIDIA H200", "digest": "0123456789abcdef"}
     monkeypatch.setattr(common, "describe_setup", lambda device: setup)
 
-    path = gpu_test_report.write_tests({"passed": 3, "failed": 0}, {"why": 2}, 0, 1.26)
+    path = gpu_test_report.write("tests.json", {"counts": {"passed": 3}})
     assert path == tmp_path / "nvidia-h200" / "tests.json"
-    content = json.loads(path.read_text())
-    assert content == setup | {
-        "selection": "-m gpu",
-        "counts": {"passed": 3, "failed": 0},
-        "skips": {"why": 2},
-        "exit_status": 0,
-        "seconds": 1.3,
-    }
+    assert json.loads(path.read_text()) == setup | {"counts": {"passed": 3}}
     path = gpu_test_report.write_sanitizer(["memcheck 0 12", "racecheck 99 30"], 24)
     assert path.name == "sanitizer.json"
     tools = json.loads(path.read_text())["tools"]
@@ -808,9 +823,10 @@ def test_fp8_is_measured(
     assert status == 0 and sorted(c["causal"] for c in cells) == [False, True]
     for cell in cells:
         found = cell["providers"]
-        assert sorted(found) == ["cudnn_fp8", "fa3_fp8", "flash"]
+        assert sorted(found) == ["cudnn_fp8", "fa3_fp8", "fa3_fp8_tensor", "flash"]
         assert all(r["ms"] > 0 for r in found.values())
         assert 1e-2 < found["fa3_fp8"]["error"] < 4e-2, "P in e4m3"
+        assert abs(found["fa3_fp8_tensor"]["error"] - found["fa3_fp8"]["error"]) < 1e-3
         assert 1e-2 < found["cudnn_fp8"]["error"] < 4e-2, "its output in e4m3"
         assert found["flash"]["error"] < 1e-2, "held against the inputs before quantization"
     shown = capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""The GPU tests in several processes that share the GPU. Run by `make gpu-test`.
+
+    python tests/gpu_suite.py                  # all of them; benchmarks/results/<gpu>/tests.json
+    python tests/gpu_suite.py --to FILE        # the same, to another file
+    python tests/gpu_suite.py -k varlen -x     # some of them, with options of pytest; no file
+
+Most of a test's time is Python's and the launches', on one core: N processes take little more than
+an N-th of the time. Each has a part of the tests (`part_of`) and reports what it ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+MAX_JOBS = 6
+GIB_PER_JOB = 12  # of GPU memory
+NO_TESTS = 5  # an exit status of pytest
+
+
+def part_of(test: str, parts: int) -> int:
+    """The part that a test belongs to, by its node id.
+
+    Variants stay together: they are held against the same reference, which is computed once.
+    """
+    return zlib.crc32(re.sub(r"fa[123]", "", test).encode()) % parts
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def default_jobs() -> int:
+    """As many processes as the CPU's cores and the GPU's memory have room for."""
+    import torch
+
+    memory = torch.cuda.get_device_properties(0).total_memory if has_gpu() else 0
+    cores = os.cpu_count() or 1
+    return max(1, min(MAX_JOBS, cores // 2, memory // (GIB_PER_JOB << 30)))
+
+
+def run(jobs: int, options: list[str], folder: Path) -> dict[str, object]:
+    """Run the tests; logs go to the folder. Returns counts, reasons of skips, failures."""
+    started = time.monotonic()
+    reports = [folder / f"{i}.json" for i in range(jobs)]
+    logs = [folder / f"{i}.log" for i in range(jobs)]
+    parts = []
+    for i, (report, log) in enumerate(zip(reports, logs, strict=True)):
+        command = [
+            sys.executable, "-m", "pytest", str(TESTS), "-m", "gpu", "--part", f"{i}/{jobs}",
+            "--report", str(report), *options,
+        ]  # fmt: skip
+        with log.open("w") as file:
+            parts.append(
+                subprocess.Popen(command, cwd=TESTS.parent, stdout=file, stderr=subprocess.STDOUT)
+            )
+    while any(part.poll() is None for part in parts):
+        time.sleep(1)
+        percents = [re.findall(r"\[ *(\d+)%\]", log.read_text()) for log in logs]
+        done = min(int(found[-1]) if found else 0 for found in percents)
+        if sys.stdout.isatty():
+            print(f"\r{done:3} % of the GPU tests, {jobs} processes", end="", flush=True)
+    print()
+
+    counts: Counter[str] = Counter()
+    skips: Counter[str] = Counter()
+    failures: list[str] = []
+    statuses = []
+    for part, report, log in zip(parts, reports, logs, strict=True):
+        none = part.returncode == NO_TESTS and options  # which may leave a part without any
+        statuses.append(0 if none else part.returncode)
+        if not report.exists():  # the process has crashed
+            counts["error"] += 1
+            failures.append(f"a process ended with status {part.returncode}")
+        else:
+            found = json.loads(report.read_text())
+            counts.update(found["counts"])
+            skips.update(found["skips"])
+            failures += found["failures"]
+        if statuses[-1]:
+            print(log.read_text()[-8000:])
+    return {
+        "selection": "-m gpu",
+        "counts": dict(counts),
+        "skips": dict(sorted(skips.items())),
+        "failures": failures,
+        "exit_status": max(map(abs, statuses)),
+        "processes": jobs,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, help="processes; default: by cores and GPU memory")
+    parser.add_argument("--to", type=Path, help="the file, in place of tests.json")
+    args, options = parser.parse_known_args()
+    if not has_gpu() and not options:
+        sys.exit("there is no CUDA device")
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(args.jobs or default_jobs(), options, Path(folder))
+    print(json.dumps(result, indent=1))
+    if options:
+        print("these were not all of the tests: nothing is written")
+    elif args.to:
+        args.to.write_text(json.dumps(result))
+    else:
+        sys.path.insert(0, str(TESTS))
+        import gpu_test_report
+
+        print("written:", gpu_test_report.write("tests.json", result))
+    return int(bool(result["exit_status"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
