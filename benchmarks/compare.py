@@ -81,6 +81,7 @@ HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GQA = ((8, 2048), (1, 16384))  # batch, S: 16 query heads of 128 on 2 key heads, causal
+MQA = (4096, 8192, 16384, 32768)  # S: one causal sequence, 8 query heads of 128 on 1 or 8 key heads
 DECODE = (  # batch, query heads, key heads, keys, queries; d 128
     (1, 32, 8, 131072, 1), (16, 32, 8, 8192, 1), (64, 32, 8, 4096, 1), (128, 32, 32, 2048, 1),
     (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
@@ -88,7 +89,7 @@ DECODE = (  # batch, query heads, key heads, keys, queries; d 128
 PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
 FP8_DIMS = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}  # of q and k, and of v
 FP8_SEQLENS = (2048, 4096, 8192, 16384)
-SETS = ("standard", "gqa", "decode", "prefill", "models", "fp8")
+SETS = ("standard", "gqa", "mqa", "decode", "prefill", "models", "fp8")
 SUSTAINED_SECONDS = 1.2
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
@@ -274,6 +275,8 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
         shapes = shapes if "standard" in sets else []
         if "gqa" in sets:
             shapes += [Cell(dtype, 128, True, s, b, 16, kv_heads=2) for b, s in GQA]
+        if "mqa" in sets:
+            shapes += [Cell(dtype, 128, True, s, 1, 8, kv_heads=hk) for s in MQA for hk in (1, 8)]
         inference = []
         if "decode" in sets:
             inference += [

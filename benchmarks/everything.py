@@ -48,6 +48,10 @@ RUNS: dict[str, tuple[str, ...]] = {
                "flash", "cudnn", "flash_attn_4"),
     "sustained": ("--sustained", "--s", "4096", "16384", "--variants", "fa3", "--peers", "cudnn",
                   "flash_attn_4"),
+    "mqa": ("--min-time", "0.03", "--set", "mqa", "--variants", "fa3", "--peers", "flash", "cudnn",
+            "flash_attn_4"),
+    "neighbors": (),
+    "llama": ("--rounds", "2", "--model", "llama"),
     "fp8_quantize": (),
     "fp8": ("--set", "fp8", "--min-time", "0.03", "--peers", "cudnn", "flash_attn_4"),
     "fp8 errors": ("--fp8",),
@@ -56,6 +60,9 @@ RUNS: dict[str, tuple[str, ...]] = {
 ON_REQUEST = (
     "models",
     "sustained",
+    "mqa",
+    "neighbors",
+    "llama",
     "fp8_quantize",
     "fp8",
     "fp8 errors",
@@ -63,12 +70,14 @@ ON_REQUEST = (
 )  # by --only: they do not fit into the nine minutes
 # Parts that are not named as their script, which adds to what it has of the same source.
 SCRIPTS = dict.fromkeys(
-    ("few heads", "head dims", "fa1", "host", "fp16", "models", "sustained", "fp8"), "compare"
+    ("few heads", "head dims", "fa1", "host", "fp16", "models", "sustained", "mqa", "fp8"),
+    "compare",
 ) | {
     "PTX path": "support",
     "activation": "train",
     "fp8 errors": "numerics",
     "fp8 model": "train",
+    "llama": "train",
 }
 UNTIMED = ("support", "numerics")  # these run in parallel
 BESIDE = "PTX path"  # the driver compiles for minutes, on one core; this adds to "support"

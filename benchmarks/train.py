@@ -13,7 +13,8 @@ scaled_dot_product_attention, which chooses its backend; the result file says wh
 standard attention in three passes; autocast computes its softmax in float32. A provider that does
 not run or does not fit into memory is left out, with the reason.
 
-"small" and "medium" are GPT-2's sizes. "bert-large" and "long-range" have the shapes of BERT-large
+"small" and "medium" are GPT-2's sizes. "llama" has four layers with the attention of Llama 3.1 8B:
+32 query heads of 128 on 8 key heads. "bert-large" and "long-range" have the shapes of BERT-large
 and of the small encoders of long-range arena, where every position attends to all: the same model
 and the same loss without the mask. What they learn (a byte that they see) means nothing, the time
 of a step does. The papers trained on A100s, with dropout, padding and other tasks.
@@ -76,14 +77,17 @@ class Size:
     width: int
     seqlens: tuple[int, ...]
     causal: bool = True
+    kv_heads: int = 0  # 0: heads
 
 
 MODELS = {
     "small": Size(12, 12, 768, (1024, 8192)),
     "medium": Size(24, 16, 1024, (1024,)),
+    "llama": Size(4, 32, 4096, (4096, 16384), kv_heads=8),
     "bert-large": Size(24, 16, 1024, (512,), causal=False),
     "long-range": Size(4, 4, 256, (1024, 2048, 4096), causal=False),
-    "tiny": Size(2, 2, 32, (16, 64)),  # a smoke test
+    "tiny": Size(2, 2, 32, (16, 64)),  # smoke tests
+    "tiny-llama": Size(2, 4, 64, (16,), kv_heads=2),
 }
 RATE = 6e-4
 MEGABYTES = 1  # of text: many times what the steps read
@@ -111,7 +115,9 @@ def sdpa() -> Provider:
 def chosen_backend(work: Workload, causal: bool) -> str:
     """Which backend torch's attention chooses for these inputs."""
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (work.q, work.k, work.v))
-    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal)).name.lower()
+    grouped = q.shape[1] != k.shape[1]
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return SDPBackend(choice).name.lower()
 
 
 def in_model(provider: Provider, causal: bool = True) -> train_gpt.Attention:
@@ -212,7 +218,7 @@ class Bench:
         steps = WARM_UP + self.args.rounds * (1 + self.args.steps)
         return train_gpt.Config(
             size.layers, size.heads, size.width, seqlen, batch, steps, self.args.device,
-            MEGABYTES, RATE,
+            MEGABYTES, RATE, kv_heads=size.kv_heads,
         )  # fmt: skip
 
     def cell(self, model: str, seqlen: int) -> Iterator[Json]:
@@ -225,6 +231,7 @@ class Bench:
             "causal": size.causal,
             "layers": config.layers,
             "heads": config.heads,
+            "kv_heads": config.kv_heads or config.heads,
             "width": config.width,
             "seqlen": seqlen,
             "batch": config.batch,
@@ -260,7 +267,7 @@ class Bench:
     def attention(self, config: train_gpt.Config, causal: bool, cell: Json) -> None:
         """Check every provider's attention at the model's shape, and time it by itself."""
         shape = (config.batch, config.seq, config.heads, config.width // config.heads)
-        work = Workload(shape, config.dtype, self.device)
+        work = Workload(shape, config.dtype, self.device, kv_heads=config.kv_heads)
         exact = work.exact(causal, gradients=True)
         timer = Timer(self.device)
         calls: dict[str, Callable[[], object]] = {}

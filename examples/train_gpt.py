@@ -41,7 +41,8 @@ except ModuleNotFoundError:  # not installed: use the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import flash_ext
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal; (B, S, H, D) in and out
+# Causal; (B, S, H, D) in and out. k and v may have fewer heads: grouped-query attention.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -52,6 +53,7 @@ def flash_attention(variant: str) -> Attention:
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same function in three passes, with S and P, both (B, H, S, S), in memory."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -61,18 +63,22 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's own fused attention, which takes (B, H, S, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------- model
 class Block(nn.Module):
     """A transformer block: attention and a two-layer perceptron, each added to its input."""
 
-    def __init__(self, width: int, heads: int, attention: Attention) -> None:
+    def __init__(self, config: Config, attention: Attention) -> None:
         super().__init__()
-        self.heads, self.attention = heads, attention
+        width, self.dim, self.attention = config.width, config.width // config.heads, attention
+        kv_heads = config.kv_heads or config.heads
+        self.heads = (config.heads, kv_heads, kv_heads)  # of q, k and v
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, sum(self.heads) * self.dim, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -82,7 +88,8 @@ class Block(nn.Module):
         """x: (B, S, width)."""
         # q, k, v are strided views (B, S, H, D) of one matmul's result; flash_ext takes them as
         # they are, without a copy.
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.dim))
+        q, k, v = qkv.split(self.heads, dim=2)
         x = x + self.proj(self.attention(q, k, v).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -94,9 +101,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(256, config.width)
         self.position = nn.Parameter(torch.randn(config.seq, config.width) * 0.02)
-        self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, attention) for _ in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, 256, bias=False)
 
@@ -139,6 +144,7 @@ class Config:
     megabytes: float
     rate: float = 2e-3
     seed: int = 0
+    kv_heads: int = 0  # 0: heads
 
     @property
     def dtype(self) -> torch.dtype:
@@ -333,8 +339,14 @@ def milliseconds(call: Callable[[], object], device: str, repeats: int = 10) -> 
 
 def variants_table(config: Config) -> dict[str, dict[str, float]]:
     """Time every variant on this device at the model's shape, beside standard attention."""
-    shape = (config.batch, config.seq, config.heads, config.width // config.heads)
-    q, k, v, dout = (torch.randn(shape, device=config.device, dtype=config.dtype) for _ in range(4))
+    heads, kv_heads = config.heads, config.kv_heads or config.heads
+    shape = (config.batch, config.seq, heads, config.width // heads)
+    q, k, v, dout = (
+        torch.randn(
+            config.batch, config.seq, n, shape[-1], device=config.device, dtype=config.dtype
+        )
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
     rows: dict[str, Attention] = {
         name: flash_attention(name) for name in flash_ext.VARIANTS
@@ -380,6 +392,7 @@ def parse() -> tuple[Config, argparse.Namespace]:
     for name in ("layers", "heads", "width", "seq", "batch", "steps"):
         cpu, gpu = getattr(CPU, name), getattr(GPU, name)
         add(f"--{name}", type=int, help=f"default {gpu} on a GPU, {cpu} on a CPU")
+    add("--kv-heads", type=int, help="heads of k and v; default: as many as --heads")
     add("--variant", default="auto", choices=["auto", *flash_ext.VARIANTS])
     add("--yardstick", action=argparse.BooleanOptionalAction,
         help="train with SDPA too; default on a GPU")  # fmt: skip
@@ -393,6 +406,8 @@ def parse() -> tuple[Config, argparse.Namespace]:
     config |= {k: v for k, v in vars(args).items() if k in config and v is not None}
     if config["width"] % config["heads"]:
         parser.error("--width must be a multiple of --heads")
+    if config["kv_heads"] and config["heads"] % config["kv_heads"]:
+        parser.error("--heads must be a multiple of --kv-heads")
     if args.yardstick is None:
         args.yardstick = args.device.startswith("cuda")
     return Config(**config), args

@@ -34,6 +34,7 @@ import fp8_model  # noqa: E402
 import fp8_providers  # noqa: E402
 import memory  # noqa: E402
 import models  # noqa: E402
+import neighbors  # noqa: E402
 import numerics  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
@@ -168,6 +169,26 @@ def test_models_and_sustained_runs_are_measured(
     assert ("GPT-2" in shown) == ("models" in arguments)
 
 
+def test_neighbors_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured, and that a slow neighbor is found."""
+    shape = compare.Cell("bf16", 128, True, 4096, 2, 32, kv_heads=8)
+    found = list(neighbors.neighbors(shape))
+    assert found[0] == shape and {c.seqlen for c in found} == {4096, 4095, 4097, 4224, 3968, 4160}
+    assert (found[-1].heads, found[-1].kv_heads) == (36, 9)
+    (finding,) = neighbors.findings([{"ratios": {"a": 1.0, "b": 0.95}}, {"ratios": {"a": 0.89}}])
+    assert finding.reached is False and "0.89 at least, 1 below" in finding.measured
+    (finding,) = neighbors.findings([])
+    assert finding.reached is None
+
+    path = tmp_path / "neighbors.json"
+    monkeypatch.setattr(sys, "argv", ["neighbors", "--device", "cpu", "--out", str(path)])
+    monkeypatch.setattr(neighbors, "CPU_SHAPES", (compare.Cell("fp32", 16, True, 160, 1, 1),))
+    assert neighbors.main() == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    assert all(next(iter(row["ratios"].values())) == 1 for row in rows)
+
+
 def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[compare.Cell]:
     monkeypatch.setattr("flash_ext.__main__.usable_device", str)  # which this torch may not have
     monkeypatch.setattr(sys, "argv", ["compare", "--device", "cuda", *arguments])
@@ -190,6 +211,10 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(c.direction == "forward" and c.causal and c.batch == 1 for c in alike)
     rest = [c for c in others if not c.seqlen_q and c not in alike]
     assert {c.direction for c in rest} == {"forward", "backward"}
+    one = grid_of("--set", "mqa", monkeypatch=monkeypatch)
+    assert {(c.heads, c.kv_heads) for c in one} == {(8, 1), (8, 8)}
+    assert {c.direction for c in one} == {"forward", "backward"}
+    others += one
     own = grid_of("--s", "4096", "--sq", "128", "--kv-heads", "4", monkeypatch=monkeypatch)
     assert {(c.seqlen, c.seqlen_q, c.kv_heads) for c in own} == {(4096, 128, 4)}
     assert len({compare.key(dataclasses.asdict(c)) for c in (*standard, *others, *own)}) == (
@@ -615,6 +640,23 @@ def test_shapes_without_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     masked, whole = (train.in_model(train.sdpa(), causal)(q, k, v) for causal in (True, False))
     assert not torch.equal(masked[:, 0], whole[:, 0])
     assert torch.allclose(masked[:, -1], whole[:, -1], atol=1e-6)
+
+
+def test_a_model_with_fewer_heads_of_k_and_v(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.json"
+    arguments = ("--device", "cpu", "--model", "tiny-llama", "--rounds", "1", "--steps", "1",
+                 "--out", str(path))  # fmt: skip
+    assert run(train.main, *arguments, monkeypatch=monkeypatch) == 0
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert (cell["heads"], cell["kv_heads"]) == (4, 2)
+    assert all(r["loss_difference"] < 1e-5 for r in cell["providers"].values())
+    q, k, v = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))
+    example = train.train_gpt
+    expected = flash_ext.reference.attention(q, k, v, causal=True)[0]
+    for attention in (example.standard_attention, example.sdpa, example.flash_attention("auto")):
+        torch.testing.assert_close(attention(q, k, v), expected)
 
 
 def test_a_wrong_training_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
