@@ -50,10 +50,18 @@ def per_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return METHODS[PER_TENSOR](q, k, v).attend(causal=True, out_dtype=q.dtype)
 
 
+def with_centered_v(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mean of v over the tokens is added after attention: rows of P have the sum 1."""
+    mean = v.mean(1, keepdim=True)
+    out = fp8.attention(q, k, v - mean, causal=True)
+    return out + mean.repeat_interleave(q.shape[2] // v.shape[2], 2)
+
+
 ATTENTIONS: dict[str, train_gpt.Attention] = {
     BFLOAT16: train_gpt.flash_attention("auto"),
     SDPA: train_gpt.sdpa,
     FP8: lambda q, k, v: fp8.attention(q, k, v, causal=True),
+    f"{FP8}, v without its mean": with_centered_v,
     f"FP8, {PER_TENSOR}": per_tensor,
 }
 
