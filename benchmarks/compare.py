@@ -25,7 +25,8 @@ fa3 and its peers in bfloat16 on the inputs before quantization. Providers of FP
 float32 standard attention of what the FP8 numbers stand for.
 
 With --sustained each call runs back to back for a second or more, as in training, where the GPU
-comes to its power limit; clock, power and energy per call are those of that time. Such cells stand
+comes to its power limit; clock, power and energy per call are those of that time. With --graph too
+the calls are those of a CUDA graph, for kernels that are shorter than a launch. Such cells stand
 beside the others. The best peer of a model's shape is the fastest that was measured and took it.
 
 The last lines say whether each variant reaches its goal on the standard grid: fa2 over SDPA flash,
@@ -86,10 +87,12 @@ DECODE = (  # batch, query heads, key heads, keys, queries; d 128
     (1, 32, 8, 131072, 1), (16, 32, 8, 8192, 1), (64, 32, 8, 4096, 1), (128, 32, 32, 2048, 1),
     (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
 )  # fmt: skip
+LATENCY = ((1, 32, 8, 1024, 1), (1, 32, 8, 65536, 1))  # the same: one sequence; for --graph
+GRAPH_CALLS = 20
 PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
 FP8_DIMS = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}  # of q and k, and of v
 FP8_SEQLENS = (2048, 4096, 8192, 16384)
-SETS = ("standard", "gqa", "mqa", "decode", "prefill", "models", "fp8")
+SETS = ("standard", "gqa", "mqa", "decode", "latency", "prefill", "models", "fp8")
 SUSTAINED_SECONDS = 1.2
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
@@ -165,6 +168,7 @@ class Cell:
     window: int = 0  # keys that a query sees, 0: all
     model: str = ""  # whose shape it is
     sustained: bool = False  # measured back to back
+    graph: bool = False  # in a CUDA graph
 
     def flops(self) -> float:
         """Floating-point operations of the two (forward) or five (backward) matmuls.
@@ -242,6 +246,11 @@ def parse() -> argparse.Namespace:
     add("--sustained", type=float, nargs="?", const=SUSTAINED_SECONDS, default=0.0,
         metavar="SECONDS", help="each call back to back for so long"
         f" ({SUSTAINED_SECONDS} s if not said)")  # fmt: skip
+    add(
+        "--graph",
+        action="store_true",
+        help=f"with --sustained: {GRAPH_CALLS} calls at a time in a CUDA graph; only forward",
+    )
     add("--host", action="store_true", help="only the CPU's time per call, at a tiny shape")
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
@@ -250,7 +259,10 @@ def parse() -> argparse.Namespace:
     add("--brief", action="store_true", help="print speeds and mean ratios only")
     add("--seed", type=int, default=0)
     add("--out", help="result file, default benchmarks/results/<device>/compare.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.graph and not (args.sustained and args.device.startswith("cuda")):
+        parser.error("--graph is for --sustained on a GPU")
+    return args
 
 
 def grid(args: argparse.Namespace) -> Iterator[Cell]:
@@ -283,6 +295,11 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
                 Cell(dtype, 128, False, s, b, h, seqlen_q=sq, kv_heads=hk)
                 for b, h, hk, s, sq in DECODE
             ]
+        if "latency" in sets:
+            inference += [
+                Cell(dtype, 128, False, s, b, h, seqlen_q=sq, kv_heads=hk)
+                for b, h, hk, s, sq in LATENCY
+            ]
         if "prefill" in sets:
             inference += [
                 Cell(dtype, d, True, s, 1, h, kv_heads=h) for d in (64, 128) for h, s in PREFILL
@@ -301,13 +318,15 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
                 for s in args.s or ((128, 256) if cpu else FP8_SEQLENS)
             ]  # fmt: skip
         for shape in shapes + inference:
-            forward_only = shape in inference or shape.seqlen_q == 1
+            forward_only = shape in inference or shape.seqlen_q == 1 or args.graph
             directions = ["forward"] if forward_only else ["forward", "backward"]
             if args.fwd != args.bwd:
                 wanted = "forward" if args.fwd else "backward"
                 directions = [d for d in directions if d == wanted]
             for direction in directions:
-                cell = replace(shape, direction=direction, sustained=args.sustained > 0)
+                cell = replace(
+                    shape, direction=direction, sustained=args.sustained > 0, graph=args.graph
+                )
                 if not args.filter or any(cell.matches(f) for f in args.filter):
                     yield cell
 
@@ -402,7 +421,15 @@ class Bench:
             results[provider.name] = {"extra_bytes": extra, "error": float(f"{whole:.4g}")}
         if calls and cell.sustained:
             for name, call in calls.items():
-                steady = self.timer.sustained(call, estimates[name][0], self.args.sustained)
+                calls_at_once = GRAPH_CALLS if cell.graph else 1
+                if cell.graph:
+                    call = self.timer.in_graph(call, GRAPH_CALLS)
+                steady = self.timer.sustained(
+                    call, estimates[name][0] * calls_at_once, self.args.sustained
+                )
+                for value in ("ms", "joules"):
+                    if value in steady:
+                        steady[value] = round(steady[value] / calls_at_once, 7)
                 steady["tflops"] = round(cell.flops() / steady["ms"] * 1e-9, 4)
                 results[name] = steady | results[name]
         elif calls:
@@ -523,7 +550,7 @@ def place(cell: Json) -> str:
 def is_plain(cell: Json) -> bool:
     """Whether a cell has as many queries as keys, as many key heads as query heads, no window, no
     model, is not of FP8, and was measured in bursts."""
-    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "sustained")
+    others = ("seqlen_q", "kv_heads", "d_v", "window", "model", "sustained", "graph")
     return cell["dtype"] != FP8 and not any(cell.get(name) for name in others)
 
 
@@ -749,7 +776,8 @@ def shape_name(cell: Json) -> str:
     mask = "causal" if cell["causal"] else "full"
     if cell.get("window"):
         mask += f" window {cell['window']}"
-    return f"{cell['batch']} x {lengths}, {heads} heads of {dims}, {mask}"
+    graph = ", in a CUDA graph" if cell.get("graph") else ""
+    return f"{cell['batch']} x {lengths}, {heads} heads of {dims}, {mask}{graph}"
 
 
 def print_shapes(cells: list[Json], labels: dict[str, str]) -> None:

@@ -50,6 +50,8 @@ RUNS: dict[str, tuple[str, ...]] = {
                   "flash_attn_4"),
     "mqa": ("--min-time", "0.03", "--set", "mqa", "--variants", "fa3", "--peers", "flash", "cudnn",
             "flash_attn_4"),
+    "latency": ("--set", "latency", "--sustained", "0.3", "--graph", "--variants", "fa3", "--peers",
+                "flash", "cudnn"),
     "neighbors": (),
     "llama": ("--rounds", "2", "--model", "llama"),
     "fp8_quantize": (),
@@ -61,6 +63,7 @@ ON_REQUEST = (
     "models",
     "sustained",
     "mqa",
+    "latency",
     "neighbors",
     "llama",
     "fp8_quantize",
@@ -70,7 +73,18 @@ ON_REQUEST = (
 )  # by --only: they do not fit into the nine minutes
 # Parts that are not named as their script, which adds to what it has of the same source.
 SCRIPTS = dict.fromkeys(
-    ("few heads", "head dims", "fa1", "host", "fp16", "models", "sustained", "mqa", "fp8"),
+    (
+        "few heads",
+        "head dims",
+        "fa1",
+        "host",
+        "fp16",
+        "models",
+        "sustained",
+        "mqa",
+        "latency",
+        "fp8",
+    ),
     "compare",
 ) | {
     "PTX path": "support",

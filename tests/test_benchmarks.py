@@ -215,6 +215,13 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(c.heads, c.kv_heads) for c in one} == {(8, 1), (8, 8)}
     assert {c.direction for c in one} == {"forward", "backward"}
     others += one
+    arguments = ("--set", "latency", "--sustained", "--graph")
+    short = grid_of(*arguments, monkeypatch=monkeypatch)
+    assert len(short) == len(compare.LATENCY) and all(c.graph and c.sustained for c in short)
+    others += short
+    assert "in a CUDA graph" in compare.shape_name(dataclasses.asdict(short[0]))
+    with pytest.raises(SystemExit):
+        grid_of("--graph", monkeypatch=monkeypatch)
     own = grid_of("--s", "4096", "--sq", "128", "--kv-heads", "4", monkeypatch=monkeypatch)
     assert {(c.seqlen, c.seqlen_q, c.kv_heads) for c in own} == {(4096, 128, 4)}
     assert len({compare.key(dataclasses.asdict(c)) for c in (*standard, *others, *own)}) == (
