@@ -30,7 +30,7 @@ METHOD = (
     "not see: the same weights and the same bytes, under bfloat16 autocast, where only attention "
     "differs."
 )
-WHY = "P's rounding most of all, then that of q and k (docs/notes/016-fp8.md)"
+WHY = "simulated at d 64: P's rounding most of all, then q's and k's (docs/notes/016-fp8.md)"
 LIMIT = 1e-2  # of the difference from bfloat16, relative to its loss
 BFLOAT16, SDPA, FP8 = "flash_ext, bfloat16", "SDPA, bfloat16", "flash_ext.fp8.attention"
 OURS = (BFLOAT16, FP8)

@@ -1,6 +1,6 @@
 """Is speed smooth in the shape? fa3 (or another variant) at a shape and at its neighbors.
 
-    python benchmarks/neighbors.py                # on the GPU, about a minute
+    python benchmarks/neighbors.py                # on the GPU
     python benchmarks/neighbors.py --device cpu   # a smoke test
 
 Neighbors of a shape have one row more or less, one tile of 128 rows more or less, half a tile more,

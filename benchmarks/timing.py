@@ -198,14 +198,16 @@ class Timer:
         return graph.replay
 
     def sustained(
-        self, call: Callable[[], object], estimate: float, seconds: float
+        self, call: Callable[[], object], estimate: float, seconds: float, calls: int = 1
     ) -> dict[str, float]:
-        """One call back to back for ``seconds``, after a third of that to warm the GPU.
+        """Back to back for ``seconds``, after a third of that to warm the GPU.
+
+        ``call`` makes ``calls`` calls; ``estimate`` is of one.
 
         Milliseconds per call with warm caches, and on a GPU the medians of clock, power and
         temperature meanwhile, with the energy of a call in joules.
         """
-        count = max(5, math.ceil(seconds / max(estimate, 1e-7)))
+        count = max(5, math.ceil(seconds / max(estimate * calls, 1e-7)))
         if not self.cuda:
             start = time.perf_counter()
             for _ in range(5):
@@ -224,9 +226,9 @@ class Timer:
         torch.cuda.synchronize(self.device)
         state = log.since_last()
         log.close()
-        milliseconds = begin.elapsed_time(end) / count
+        milliseconds = begin.elapsed_time(end) / (count * calls)
         energy = {"joules": round(state["power_w"] * milliseconds * 1e-3, 6)} if state else {}
-        return {"ms": round(milliseconds, 6), "calls": count, **state, **energy}
+        return {"ms": round(milliseconds, 6), "calls": count * calls, **state, **energy}
 
     def _enqueue(
         self, call: Callable[[], object], sleep_cycles: int

@@ -30,21 +30,9 @@ import gpu_suite  # noqa: E402
 import gpu_test_report  # noqa: E402
 from attention_testing import VARIANTS, Problem  # noqa: E402
 
-import flash_ext  # noqa: E402
-
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 # The fields of a problem that decide which variants run it.
 DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
-LIBRARY = Path(flash_ext.__file__).resolve().parent / "_C.abi3.so"
-
-
-def why_no_gpu() -> str | None:
-    """None where the GPU tests can run, otherwise the reason they cannot."""
-    if not torch.cuda.is_available():
-        return "no CUDA device, or a torch built without CUDA"
-    if not LIBRARY.exists():
-        return f"the CUDA kernels were not built: there is no {LIBRARY.name} beside flash_ext"
-    return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,7 +105,7 @@ def problem_of(item: pytest.Function) -> Problem:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reason = why_no_gpu()
+    reason = gpu_suite.why_no_gpu()
     left_out = []
     part, parts = map(int, (config.option.part or "0/1").split("/"))
     for item in items:

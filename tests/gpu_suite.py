@@ -4,8 +4,8 @@
     python tests/gpu_suite.py --to FILE        # the same, to another file
     python tests/gpu_suite.py -k varlen -x     # some of them, with options of pytest; no file
 
-Most of a test's time is Python's and the launches', on one core: N processes take little more than
-an N-th of the time. Each has a part of the tests (`part_of`) and reports what it ran.
+Most of a test's time is Python's and the launches', on one core. So several processes each run a
+part of the tests (`part_of`) and report what they ran.
 """
 
 from __future__ import annotations
@@ -36,17 +36,26 @@ def part_of(test: str, parts: int) -> int:
     return zlib.crc32(re.sub(r"fa[123]", "", test).encode()) % parts
 
 
-def has_gpu() -> bool:
+def why_no_gpu() -> str | None:
+    """None where the GPU tests can run, otherwise the reason they cannot."""
     import torch
 
-    return torch.cuda.is_available()
+    import flash_ext
+
+    library = Path(flash_ext.__file__).resolve().parent / "_C.abi3.so"
+    if not torch.cuda.is_available():
+        return "no CUDA device, or a torch built without CUDA"
+    if not library.exists():
+        return f"the CUDA kernels were not built: there is no {library.name} beside flash_ext"
+    return None
 
 
 def default_jobs() -> int:
     """As many processes as the CPU's cores and the GPU's memory have room for."""
     import torch
 
-    memory = torch.cuda.get_device_properties(0).total_memory if has_gpu() else 0
+    gpu = torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu else 0
     cores = os.cpu_count() or 1
     return max(1, min(MAX_JOBS, cores // 2, memory // (GIB_PER_JOB << 30)))
 
@@ -109,8 +118,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, help="processes; default: by cores and GPU memory")
     parser.add_argument("--to", type=Path, help="the file, in place of tests.json")
     args, options = parser.parse_known_args()
-    if not has_gpu() and not options:
-        sys.exit("there is no CUDA device")
+    sys.path.insert(0, str(TESTS.parent))
+    if (reason := why_no_gpu()) and not options:
+        sys.exit(f"nothing was run: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         result = run(args.jobs or default_jobs(), options, Path(folder))
     print(json.dumps(result, indent=1))

@@ -315,6 +315,15 @@ def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
         )
 
 
+def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite of which every test skips is no evidence."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_suite, "run", lambda *_: pytest.fail("the tests were run"))
+    monkeypatch.setattr(sys, "argv", ["gpu_suite"])
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu_suite.main()
+
+
 def test_a_part_that_crashes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are added up, and one without a report is an error."""
 
