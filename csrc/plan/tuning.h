@@ -122,7 +122,7 @@ constexpr Forward small_fa2_forward(HeadDims dims, Features features) {
 // --- FA3, forward ---
 
 struct Fa3Forward {
-    int consumers;  // warpgroups, of 64 rows each
+    int consumers = 2;  // warpgroups, of 64 rows each
     int block_kv;
     int q_stages = 2;
     int k_stages;
@@ -193,25 +193,13 @@ struct Fa3ForwardFp8Row {
 
 inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
     {.head_dims = {32, 32},
-     .splits = {.consumers = 2,
-                .block_kv = 32,
-                .k_stages = 4,
-                .v_stages = 3,
-                .ping_pong = true,
-                .partial_cols = 32},
-     .usual = {.consumers = 2,
-               .block_kv = 128,
-               .k_stages = 4,
-               .v_stages = 3,
-               .ping_pong = true,
-               .partial_cols = 32}},
+     .splits =
+         {.block_kv = 32, .k_stages = 4, .v_stages = 3, .ping_pong = true, .partial_cols = 32},
+     .usual =
+         {.block_kv = 128, .k_stages = 4, .v_stages = 3, .ping_pong = true, .partial_cols = 32}},
     {.head_dims = {64, 64},
-     .splits = {.consumers = 2,
-                .block_kv = 64,
-                .k_stages = 4,
-                .v_stages = 3,
-                .ping_pong = true,
-                .partial_cols = 64},
+     .splits =
+         {.block_kv = 64, .k_stages = 4, .v_stages = 3, .ping_pong = true, .partial_cols = 64},
      .usual = {.consumers = 3,
                .block_kv = 128,
                .k_stages = 4,
@@ -219,60 +207,26 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
                .ping_pong = true,
                .partial_cols = 64}},
     {.head_dims = {96, 96},
-     .splits = {.consumers = 2,
-                .block_kv = 96,
-                .k_stages = 3,
-                .v_stages = 2,
-                .ping_pong = true,
-                .partial_cols = 96}},
+     .splits =
+         {.block_kv = 96, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 96}},
     {.head_dims = {128, 128},
-     .splits = {.consumers = 2,
-                .block_kv = 128,
-                .k_stages = 3,
-                .v_stages = 2,
-                .ping_pong = true,
-                .partial_cols = 128},
-     .usual = {.consumers = 2,
-               .block_kv = 192,
-               .k_stages = 2,
-               .v_stages = 2,
-               .ping_pong = true,
-               .partial_cols = 128}},
+     .splits =
+         {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 128},
+     .usual =
+         {.block_kv = 192, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128}},
     {.head_dims = {192, 128},
-     .splits = {.consumers = 2,
-                .block_kv = 128,
-                .k_stages = 2,
-                .v_stages = 2,
-                .ping_pong = true,
-                .partial_cols = 128},
-     .usual = {.consumers = 2,
-               .block_kv = 192,
-               .k_stages = 2,
-               .v_stages = 2,
-               .ping_pong = true,
-               .partial_cols = 128}},
+     .splits =
+         {.block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128}},
     {.head_dims = {192, 192},
-     .splits = {.consumers = 2,
-                .block_kv = 96,
-                .k_stages = 2,
-                .v_stages = 2,
-                .ping_pong = true,
-                .partial_cols = 96}},
+     .splits =
+         {.block_kv = 96, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 96}},
     {.head_dims = {256, 256},
-     .splits = {.consumers = 2,
-                .block_kv = 64,
+     .splits = {.block_kv = 64,
                 .q_stages = 1,
                 .k_stages = 3,
                 .v_stages = 2,
                 .ping_pong = true,
-                .partial_cols = 64},
-     .usual = {.consumers = 2,
-               .block_kv = 96,
-               .q_stages = 1,
-               .k_stages = 3,
-               .v_stages = 2,
-               .ping_pong = true,
-               .partial_cols = 64}},
+                .partial_cols = 64}},
 };
 static_assert(has_all_rows(kFa3ForwardFp8));
 

@@ -24,7 +24,8 @@
 // FP8 (section 3.3 of the paper; docs/walkthrough.md): K's producer loads V, too, and two warps of
 // the first warpgroup transpose its tiles (tile/transpose.cuh). A consumer completes P V before it
 // starts Q K^T: P V is computed from zero, in the registers of S, and added to O. So tiles have
-// more keys, and the other consumers are what runs beside each step.
+// more keys, and the other consumers are what runs beside each step. O is stored while the first
+// scores of the next tile are computed.
 //
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
 // the matmuls of the other; otherwise they drift apart without it.
@@ -88,13 +89,18 @@ struct Fa3ForwardParams : ForwardParams {
 
 static __device__ const float kNoDescale = 1.f;
 
-// The pipeline of V tiles as TMA loads them, where they are then transposed.
+// The pipeline of V tiles as TMA loads them, where they are then transposed; and eight columns of
+// ones for 32 keys.
 template <class RowMajorVPipeline, bool kFp8>
 struct Fp8Storage {};
 template <class RowMajorVPipeline>
 struct Fp8Storage<RowMajorVPipeline, true> {
+    using Ones = SharedTile<Float8, 8, 32>;
+    static constexpr uint32_t kFourOnes = 0x38383838;
+
     typename RowMajorVPipeline::Barriers barriers;
     alignas(1024) typename RowMajorVPipeline::Stages stages;
+    alignas(1024) uint32_t ones[Ones::kBytes / 4];
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
@@ -209,6 +215,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
             v_pipeline.init(kReaders, Config::kTransposers);
             row_major_v().init(Config::kTransposers);
             work_tiles.init(kReaders + 1 + Config::kTransposers);  // and Q's producer
+            for (uint32_t& ones : storage.fp8.ones) ones = storage.fp8.kFourOnes;
+            ptx::fence_proxy_async();  // wgmma will read them
         } else {
             v_pipeline.init(kReaders);
             work_tiles.init(kReaders + 2);  // and the producers of Q and V
@@ -386,7 +394,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
     // take a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
-        using Number = std::conditional_t<kFp8, unsigned, int>;  // ptxas, docs/notes/016-fp8.md
+        // ptxas, docs/notes/016-fp8.md
+        using Number = std::conditional_t<kFp8, unsigned, int>;
         return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
     }
 
@@ -456,11 +465,16 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // FP8: O = P V or O += P V, to the end. The tensor core keeps only some 14 bits of a sum. So it
     // computes the P V of one tile from zero, and the sum over tiles is formed in float32. The
     // scores are not needed any more: their registers hold P V, as many columns at a time as fit.
+    // The sum of P, as rounded, is one column more.
     __device__ __forceinline__ void add_output(State& state, const Probabilities& rP,
                                                bool accumulate) const {
         using Partial = RegisterTile<16, Config::kPartialCols>;
         static_assert(sizeof(Partial) <= sizeof(Scores));
         Partial& rPartial = reinterpret_cast<Partial&>(state.rS);
+        typename Softmax::RoundedSums rSums;
+        const KConstant<typename decltype(storage.fp8)::Ones> ones(
+            ptx::shared_address(storage.fp8.ones));
+        gemm_async<Element, Config::kBlockKV>(rSums, rP, ones, false);
         compile_time_for<Config::kHeadDimV / Config::kPartialCols>([&](auto i) {
             constexpr int kFirst = i * Config::kPartialCols;
             const KMajor<typename Config::TransposedVTile, false> v_columns(
@@ -468,6 +482,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
             gemm_async<Element, Config::kBlockKV>(rPartial, rP, v_columns, false);
             ptx::wgmma_wait<0>();
             warpgroup_fence(rPartial);
+            if constexpr (i == 0) {
+                warpgroup_fence(rSums);
+                state.softmax.add_rounded(rSums);
+            }
 #pragma unroll
             for (int n = 0; n < Partial::kN; ++n)
 #pragma unroll
@@ -725,15 +743,13 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
         if (!kUnmasked && first) state.softmax = begin_softmax(work_tiles[state.tile]);
-        if constexpr (kFp8) {
-            if constexpr (Config::kGeneral) {
-                state.rescaling = state.softmax.step(state.rS, rP, [](int, int) { return 1.f; });
-            } else {
-                state.rescaling = state.softmax.step(state.rS, rP, scale);
-            }
+        const bool fresh = !kUnmasked && first;
+        if constexpr (kFp8 && Config::kGeneral) {
+            state.rescaling = state.softmax.step(state.rS, rP, [](int, int) { return 1.f; }, fresh);
+        } else if constexpr (kFp8) {
+            state.rescaling = state.softmax.step(state.rS, rP, scale, fresh);
         } else {
-            state.rescaling =
-                state.softmax.step(state.rS, rP, exponent_scale(), !kUnmasked && first);
+            state.rescaling = state.softmax.step(state.rS, rP, exponent_scale(), fresh);
         }
     }
 
@@ -757,31 +773,32 @@ struct Fa3Forward : Fa3Cta<Config_> {
         --state.kv_tile;
         if (last) {
             if (!kReleaseEarly) release_and_advance(q_pipeline, state.q);
+            if (kFp8) state.tile_done = state.tile;
             state.tile.advance();
             if (!begin_tile(state)) return false;
         }
-        const bool accumulate = kUnmasked || !state.begun;
-        const auto settle = [&] {
-            if constexpr (kUnmasked) {
-                state.rescaling.apply(state.rO);
-            } else {
-                settle_output(state);
-            }
-        };
-        k_pipeline.consumer_wait(state.k, state.k_ready);
         if constexpr (kFp8) {
-            settle();
-            v_pipeline.consumer_wait(state.v, state.v_ready);
-            Order::wait(consumer);
-            add_output(state, rP, accumulate);
-            issue_scores(state.rS, state.q, state.k);
+            compute_in_turn<kUnmasked>(state, next_rP, last);
         } else {
-            Order::wait(consumer);
-            issue_scores(state.rS, state.q, state.k);
-            settle();
-            v_pipeline.consumer_wait(state.v, state.v_ready);
-            issue_output(state, rP, accumulate);
+            compute_side_by_side<kUnmasked>(state, rP, next_rP, last);
         }
+        if (last) skip(v_pipeline, state.v, state.hidden, state.v_ready);
+        return true;
+    }
+
+    template <bool kUnmasked>
+    __device__ __forceinline__ void compute_side_by_side(State& state, const Probabilities& rP,
+                                                         Probabilities& next_rP, bool last) const {
+        k_pipeline.consumer_wait(state.k, state.k_ready);
+        Order::wait(consumer);
+        issue_scores(state.rS, state.q, state.k);
+        if constexpr (kUnmasked) {
+            state.rescaling.apply(state.rO);
+        } else {
+            settle_output(state);
+        }
+        v_pipeline.consumer_wait(state.v, state.v_ready);
+        issue_output(state, rP, kUnmasked || !state.begun);
         Order::signal_next(consumer);
         const auto v_read = state.v;
         state.v.advance();
@@ -790,11 +807,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             release(v_pipeline, v_read);
         };
 
-        if constexpr (kFp8) {
-            release(v_pipeline, v_read);
-            load_k_scales(state);
-            ptx::wgmma_wait<0>();
-        } else if constexpr (Config::kOverlap) {
+        if constexpr (Config::kOverlap) {
             ptx::wgmma_wait<1>();
         } else {
             finish();
@@ -803,8 +816,28 @@ struct Fa3Forward : Fa3Cta<Config_> {
         state.begun = state.kept = last;
         compute_p<kUnmasked>(state, next_rP, last);
         if constexpr (Config::kOverlap) finish();
-        if (last) skip(v_pipeline, state.v, state.hidden, state.v_ready);
-        return true;
+    }
+
+    // FP8. The result of a tile is stored while the first scores of the next one are computed.
+    template <bool kUnmasked>
+    __device__ __forceinline__ void compute_in_turn(State& state, Probabilities& rP,
+                                                    bool last) const {
+        k_pipeline.consumer_wait(state.k, state.k_ready);
+        state.rescaling.apply(state.rO);
+        v_pipeline.consumer_wait(state.v, state.v_ready);
+        Order::wait(consumer);
+        add_output(state, rP, kUnmasked || !state.begun);
+        issue_scores(state.rS, state.q, state.k);
+        Order::signal_next(consumer);
+        release_and_advance(v_pipeline, state.v);
+        load_k_scales(state);
+        if (last) {
+            store(state.rO, state.softmax, work_tiles[state.tile_done]);
+            this->end_work_tile(state.tile_done);
+        }
+        ptx::wgmma_wait<0>();
+        state.begun = last;
+        compute_p<kUnmasked>(state, rP, last);
     }
 
     __device__ __forceinline__ void consume() const {
@@ -854,7 +887,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 main_loop();
             }
         }
-        settle_output(state);
+        if constexpr (kFp8) {
+            state.rescaling.apply(state.rO);
+        } else {
+            settle_output(state);
+        }
         v_pipeline.consumer_wait(state.v);
         Order::wait(consumer);
         if constexpr (kFp8) {
