@@ -1,7 +1,6 @@
 // wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x K) B (K x N) with K = 16, of FP8 32,
-// asynchronous. A and B are read from shared memory through descriptors (tile/wgmma.cuh), or A from
-// registers. sm_90a only. PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate
-// instructions".
+// asynchronous. A and B are read from shared memory through descriptors (tile/wgmma.cuh), or A from registers. sm_90a only.
+// PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instructions".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,8 +44,7 @@ struct Wgmma;
 #define T30 T10("") "," T10("1") "," T10("2")
 #define T60 T30 "," T10("3") "," T10("4") "," T10("5")
 #define T90 T60 "," T10("6") "," T10("7") "," T10("8")
-#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F8(i) F4(i), F4(i + 4)
+#define F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define F16(i) F8(i), F8(i + 8)
 #define F32(i) F16(i), F16(i + 16)
 #define F64(i) F32(i), F32(i + 32)
@@ -108,7 +106,6 @@ struct Wgmma;
     FLASH_WGMMA_TYPED(__half, "f16", __VA_ARGS__)         \
     FLASH_WGMMA_TYPED(__nv_bfloat16, "bf16", __VA_ARGS__) \
     FLASH_WGMMA_FP8(__VA_ARGS__)
-FLASH_WGMMA(8, "%0,%1,%2,%3", (F4(0)), "4", "5", "6", "7", "8", "9", "10")
 FLASH_WGMMA(32, T10("") ",%10,%11,%12,%13,%14,%15", (F16(0)), "16", "17", "18", "19", "20", "21", "22")
 FLASH_WGMMA(64, T30 ",%30,%31", (F32(0)), "32", "33", "34", "35", "36", "37", "38")
 FLASH_WGMMA(80, T30 "," T10("3"), (F32(0), F8(32)), "40", "41", "42", "43", "44", "45", "46")
@@ -120,7 +117,6 @@ FLASH_WGMMA(256, T90 "," T10("9") "," T10("10") "," T10("11") ",%120,%121,%122,%
 #undef T30
 #undef T60
 #undef T90
-#undef F4
 #undef F8
 #undef F16
 #undef F32

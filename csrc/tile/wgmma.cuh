@@ -50,18 +50,6 @@ struct KMajor {
     }
 };
 
-// A K-major operand that is the same for every step along k. Tile is that of one step.
-template <class Tile>
-struct KConstant {
-    static constexpr bool kTranspose = false;
-    uint64_t descriptor;
-
-    __device__ __forceinline__ explicit KConstant(uint32_t tile)
-        : descriptor(matrix_descriptor<Tile, false>(tile)) {}
-
-    __device__ __forceinline__ uint64_t at(int) const { return descriptor; }
-};
-
 // An MN-major operand, stored [k][m or n]. A step of 16 along k is 16 rows.
 template <class Tile, bool kPinned = true>
 struct MNMajor {

@@ -9,11 +9,8 @@ bits, and the same sums as in csrc/kernels/fa3:
   outlier takes precision from its block only. V's descales, of channels, come at the end: they are
   the same for all keys.
 - P in FP8. Below 2⁻⁶ e4m3 loses digits, and 2⁻¹⁰ is rounded to 0. So P, which is at most 1, is
-  multiplied by 2⁸ before it is rounded, the largest power of two below 448. The sums get the same
-  factor, which cancels.
-- Two sums of P. ℓ, of P before it is rounded, gives L. O is divided by r, the sum of P as rounded,
-  so that the weights of V's rows add up to 1: the rounding error of a P that has nearly all of the
-  weight cancels.
+  multiplied by 2⁸ before it is rounded, the largest power of two below 448. ℓ gets the same factor,
+  which cancels in O / ℓ.
 - Two-level accumulation. Hopper's tensor cores add FP8 products with about 14 bits. Over many keys
   such a sum would lose the small terms. So P V of a tile starts from zero, and float32 additions
   outside the tensor cores gather the tiles. (Here every sum is in float32; the loop is the same.)
@@ -81,13 +78,12 @@ def fa3_forward(
     """
     m, ell = starting_statistics(tiling)
     ell *= 2.0**P_SCALE_LOG2
-    r = ell.clone()
     Out = Q.new_zeros((*Q.shape[:2], V.shape[2]))
     L = torch.empty_like(m)
 
     for q0, q1 in tiling.q_blocks():  # 3
         rows = tiling.rows(q0, q1)
-        Q_i, O_i, ell_i, r_i, m_i = (x[:, rows] for x in (Q, Out, ell, r, m))  # 4, 5
+        Q_i, O_i, ell_i, m_i = (x[:, rows] for x in (Q, Out, ell, m))  # 4, 5
         for k0, k1 in tiling.kv_blocks_seen_by(q0, q1):  # 6
             tile = tiling.tile(q0, q1, k0, k1)
             K_j, V_j = K[:, tile.keys], V[:, tile.keys]  # 7
@@ -98,12 +94,10 @@ def fa3_forward(
             P_ij = exp_(S_ij.sub_(m_new)).mul_(2.0**P_SCALE_LOG2)  # P̃_ij
             rescale = torch.exp(m_i - m_new)
             ell_i = rescale * ell_i + P_ij.sum(dim=-1, keepdim=True)
-            P_ij = to_fp8(P_ij)
-            r_i = rescale * r_i + P_ij.sum(dim=-1, keepdim=True)
-            PV_ij = P_ij @ V_j  # from zero
+            PV_ij = to_fp8(P_ij) @ V_j  # from zero
             O_i.mul_(rescale).add_(PV_ij)  # 10
             m_i = m_new
-        O_i.mul_(reciprocal(r_i)).mul_(descales.v)  # 12
+        O_i.mul_(reciprocal(ell_i)).mul_(descales.v)  # 12
         L[:, rows] = m_i + ell_i.log() - P_SCALE_LOG2 * math.log(2)  # 13, 15
 
     return Out, L

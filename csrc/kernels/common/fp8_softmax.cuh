@@ -1,15 +1,15 @@
 // Online softmax with P in FP8 (FlashAttention-3, section 3.3).
 //
 // e4m3 holds 2^-9 to 448. P is 2^(S scale - m + 7), where m begins two above the maximum: so P is
-// at most 32 then, and scores may grow by almost four powers of two before P would be 448. As in
-// optimistic_softmax.cuh an iteration first uses the stale m, and is retried where a P is 448. The
-// factor of P is in O and in the sums, and cancels.
+// at most 32 then, and scores may grow by almost four powers of two before P would be 448. The
+// factor of P is in O and in l, and cancels.
 //
-// There are two sums. l, of P before it is rounded, is for lse. O is divided by the sum of the
-// rounded P, which tensor cores form beside P V (Fa3Forward::add_output). So the weights of v add
-// up to 1. Where one key has nearly all of the weight, out is its v, however its P was rounded, by
-// up to 6 %; with l only a P that is a power of two would give that, and m would have to be the
-// maximum, always (docs/notes/016-fp8.md).
+// As in optimistic_softmax.cuh an iteration first uses the stale m, and is retried with the maximum
+// where it must be: where a P is 448, and where one key may have most of a row's weight. With m two
+// above this key's score its P is a power of two, and not rounded. With a stale m it would have the
+// full error of e4m3, up to 6 %, and so would out. So a lane's sum over the tile must not exceed
+// half of the row's l. Where scores vary much that would retry most iterations: after one with a
+// new maximum the next ones find theirs at once, until m grows slowly (docs/notes/016-fp8.md).
 //
 // The factor of the scores differs between tiles (block quantization), so m includes it.
 #pragma once
@@ -26,6 +26,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     static constexpr float kOffset = 7.f;
     static constexpr float kFactor = 128.f;  // 2^kOffset
     static constexpr float kHeadroom = 2.f;  // of m above the maximum
+    static constexpr float kDominant = 0.5f;
+    static constexpr float kSlowGrowth = 0.5f;  // of m in an iteration, in powers of two
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
     static constexpr int kScaleN = std::gcd(kCols, kDescaleRows) / 8;
@@ -33,9 +35,9 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     using Rescaling = RowRescaling;
     using Scores = RegisterTile<16, kCols>;
     using Probabilities = RegisterOperand<kCols, 1>;
-    using RoundedSums = RegisterTile<16, 8>;  // all columns are alike
 
-    float rounded_sum[2]{};  // of the whole row, in every lane
+    float limit[2];        // of a lane's sum over a tile with a stale m
+    bool careful = false;  // must the next iteration find its maximum? For all rows of the warp
 
     // As OptimisticSoftmax::step(). scale(n, i) is the factor of scores s.v[0][n] of row i of a
     // lane's two.
@@ -44,45 +46,44 @@ struct Fp8Softmax : OnlineSoftmax<16> {
                                               bool fresh) {
         Rescaling rescaling;
         float sum[2];
-        for (bool proven = false;; proven = true) {
-            if (fresh || proven) [[unlikely]]
-                rescaling = advance(s, scale);
+        bool proven = fresh || careful;
+        while (true) {
+            if (proven) rescaling = advance(s, scale);
             const bool saturated = exponentiate(s, p, sum, scale);
-            if (fresh || proven) break;
-            const bool doubtful =
-                saturated || row_max[0][0] == -INFINITY || row_max[0][1] == -INFINITY;
-            if (!__any_sync(0xffffffff, doubtful)) [[likely]]
+            if (proven) break;
+            const bool doubtful = saturated || sum[0] > limit[0] || sum[1] > limit[1];
+            proven = __any_sync(0xffffffff, doubtful);
+            if (!proven) [[likely]]
                 break;
         }
         row_sum[0][0] += sum[0];
         row_sum[0][1] += sum[1];
-        return rescaling;
-    }
-
-    __device__ __forceinline__ void add_rounded(const RoundedSums& sums) {
+        if (proven)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) rounded_sum[i] += sums.v[0][0][2 * i];
+            for (int i = 0; i < 2; ++i) limit[i] = kDominant * quad_sum(row_sum[0][i]);
+        return rescaling;
     }
 
     __device__ __forceinline__ void begin_with(float score, int m, int i) {
         OnlineSoftmax<16>::begin_with(score, m, i);
         row_sum[m][i] *= kFactor;
-        rounded_sum[i] = kFactor;
     }
     __device__ __forceinline__ void finish() {
         OnlineSoftmax<16>::finish();
 #pragma unroll
         for (int i = 0; i < 2; ++i) row_sum[0][i] *= 1.f / kFactor;
     }
-    __device__ __forceinline__ float inverse_sum(int, int i) const {
-        return rounded_sum[i] == 0.f ? 0.f : ptx::rcp(rounded_sum[i]);
+    __device__ __forceinline__ float inverse_sum(int m, int i) const {
+        return OnlineSoftmax<16>::inverse_sum(m, i) * (1.f / kFactor);
     }
 
  private:
+    // Raises m to the maximum of the scores, with headroom.
     template <class Scale>
     __device__ __forceinline__ Rescaling advance(const Scores& s, Scale scale) {
         Rescaling rescaling;
         rescaling.needed = true;
+        bool grows = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float max = -INFINITY;
@@ -96,10 +97,11 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             }
             const float new_max = fmaxf(row_max[0][i], quad_max(max) + kHeadroom);
             rescaling.factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
+            grows |= new_max > row_max[0][i] + kSlowGrowth;
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
-            rounded_sum[i] *= rescaling.factor[i];
         }
+        careful = __any_sync(0xffffffff, grows);
         return rescaling;
     }
 

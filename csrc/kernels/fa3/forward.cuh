@@ -89,18 +89,13 @@ struct Fa3ForwardParams : ForwardParams {
 
 static __device__ const float kNoDescale = 1.f;
 
-// The pipeline of V tiles as TMA loads them, where they are then transposed; and eight columns of
-// ones for 32 keys.
+// The pipeline of V tiles as TMA loads them, where they are then transposed.
 template <class RowMajorVPipeline, bool kFp8>
 struct Fp8Storage {};
 template <class RowMajorVPipeline>
 struct Fp8Storage<RowMajorVPipeline, true> {
-    using Ones = SharedTile<Float8, 8, 32>;
-    static constexpr uint32_t kFourOnes = 0x38383838;
-
     typename RowMajorVPipeline::Barriers barriers;
     alignas(1024) typename RowMajorVPipeline::Stages stages;
-    alignas(1024) uint32_t ones[Ones::kBytes / 4];
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
@@ -215,8 +210,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
             v_pipeline.init(kReaders, Config::kTransposers);
             row_major_v().init(Config::kTransposers);
             work_tiles.init(kReaders + 1 + Config::kTransposers);  // and Q's producer
-            for (uint32_t& ones : storage.fp8.ones) ones = storage.fp8.kFourOnes;
-            ptx::fence_proxy_async();  // wgmma will read them
         } else {
             v_pipeline.init(kReaders);
             work_tiles.init(kReaders + 2);  // and the producers of Q and V
@@ -465,16 +458,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // FP8: O = P V or O += P V, to the end. The tensor core keeps only some 14 bits of a sum. So it
     // computes the P V of one tile from zero, and the sum over tiles is formed in float32. The
     // scores are not needed any more: their registers hold P V, as many columns at a time as fit.
-    // The sum of P, as rounded, is one column more.
     __device__ __forceinline__ void add_output(State& state, const Probabilities& rP,
                                                bool accumulate) const {
         using Partial = RegisterTile<16, Config::kPartialCols>;
         static_assert(sizeof(Partial) <= sizeof(Scores));
         Partial& rPartial = reinterpret_cast<Partial&>(state.rS);
-        typename Softmax::RoundedSums rSums;
-        const KConstant<typename decltype(storage.fp8)::Ones> ones(
-            ptx::shared_address(storage.fp8.ones));
-        gemm_async<Element, Config::kBlockKV>(rSums, rP, ones, false);
         compile_time_for<Config::kHeadDimV / Config::kPartialCols>([&](auto i) {
             constexpr int kFirst = i * Config::kPartialCols;
             const KMajor<typename Config::TransposedVTile, false> v_columns(
@@ -482,10 +470,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
             gemm_async<Element, Config::kBlockKV>(rPartial, rP, v_columns, false);
             ptx::wgmma_wait<0>();
             warpgroup_fence(rPartial);
-            if constexpr (i == 0) {
-                warpgroup_fence(rSums);
-                state.softmax.add_rounded(rSums);
-            }
 #pragma unroll
             for (int n = 0; n < Partial::kN; ++n)
 #pragma unroll
@@ -951,29 +935,29 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     using enum tuning::Fa3Lengths;
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
     cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen, Features::kGeneral>(
-        params, Features::kPlain, [&](auto features) {
-            const auto launch = [&](auto may_have_splits, auto usual) {
-                using Config =
-                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
-                status = launch_fa3_forward<Config>(params, stream);
-            };
-            constexpr std::true_type kYes;
-            constexpr std::false_type kNo;
-            // Tiles of more rows have a kernel of fewer beside them.
-            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
-                                       tuning::fa3_forward_fp8(kDims, true).consumers;
-            if constexpr (features == Features::kGeneral) {
-                launch(kYes, kNo);
-            } else if (fa3_lengths(params) == kSplits) {
-                launch(kYes, kNo);
-            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
-                if constexpr (kHasLarge) launch(kNo, kNo);
-            } else {
-                launch(kNo, kYes);
-            }
-        });
+    dispatch_features<Features::kVarlen,
+                      Features::kGeneral>(params, Features::kPlain, [&](auto features) {
+        const auto launch = [&](auto may_have_splits, auto usual) {
+            using Config =
+                Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                 tuning::fa3_forward_fp8(kDims, features, !usual), may_have_splits>;
+            status = launch_fa3_forward<Config>(params, stream);
+        };
+        constexpr std::true_type kYes;
+        constexpr std::false_type kNo;
+        // Tiles of more rows have a kernel of fewer beside them.
+        constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, features, false).consumers >
+                                   tuning::fa3_forward_fp8(kDims, features, true).consumers;
+        if constexpr (features == Features::kGeneral) {
+            launch(kYes, kNo);
+        } else if (fa3_lengths(params) == kSplits) {
+            launch(kYes, kNo);
+        } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
+            if constexpr (kHasLarge) launch(kNo, kNo);
+        } else {
+            launch(kNo, kYes);
+        }
+    });
     return status;
 }
 
