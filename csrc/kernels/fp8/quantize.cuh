@@ -96,10 +96,7 @@ __global__ void __maxnreg__(Rows::kRegisters)
 
     bool more = true;
     for (int parity = 0; more; parity ^= 1) {
-        stream.wait(params);
-        rows.read(stream.storage);
-        stream.start_next(params);
-        const WorkTile& work = stream.current();
+        const WorkTile& work = stream.read(params, rows);
         rows.template prepare<true>(params, work);
         float largest = rows.amax();
         if (__any_sync(0xffffffff, largest > FLT_MAX)) {
@@ -138,10 +135,7 @@ __global__ void __maxnreg__(Rows::kRegisters)
     Rows rows(params);
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
     for (bool more = true; more; more = stream.next().is_valid) {
-        stream.wait(params);
-        rows.read(stream.storage);
-        stream.start_next(params);
-        const WorkTile& work = stream.current();
+        const WorkTile& work = stream.read(params, rows);
 
         rows.template prepare<false>(params, work);
         float largest = rows.amax_before_last();

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "kernels/common/launch.cuh"
+#include "plan/dispatch.h"
 #include "plan/quantize.h"
 #include "problem/quantize.h"
 #include "ptx/cp_async.cuh"
@@ -154,22 +155,21 @@ class TileStream {
         loader_.start(params, storage.tiles[0]);
     }
 
-    // Waits for the tile that was started last. It is in the warp's part then.
-    __device__ void wait(const QuantizeParams& params) {
+    // Waits for the tile that was started last, reads it to registers and starts the next one in
+    // its place.
+    template <class Rows>
+    __device__ const WorkTile& read(const QuantizeParams& params, Rows& rows) {
         next_ ^= 1;
         RowTileCursor cursor = storage.cursor;
         cursor.advance();
         choose(cursor, params);
         ptx::cp_async_wait<0>();
         __syncwarp();  // the vectors of all lanes are there
-    }
-    // Starts to load the next tile in its place: it is in registers.
-    __device__ void start_next(const QuantizeParams& params) {
-        __syncwarp();  // all lanes have read it
+        rows.read(storage);
+        __syncwarp();  // all lanes have read them
         loader_.start(params, next());
+        return storage.tiles[next_ ^ 1];
     }
-    // After wait().
-    __device__ const WorkTile& current() const { return storage.tiles[next_ ^ 1]; }
     __device__ const WorkTile& next() const { return storage.tiles[next_]; }
 
     Storage& storage;
@@ -227,21 +227,10 @@ cudaError_t dispatch_rotation(const QuantizeParams& params, Launch launch) {
         return params.element_type == ElementType::kFloat16 ? launch(__half{}, dim)
                                                             : launch(__nv_bfloat16{}, dim);
     };
-    switch (params.signs == nullptr ? 0 : params.hadamard_dim) {
-        case 0:
-            return with_element(std::integral_constant<int, 0>{});
-        case 16:
-            return with_element(std::integral_constant<int, 16>{});
-        case 32:
-            return with_element(std::integral_constant<int, 32>{});
-        case 64:
-            return with_element(std::integral_constant<int, 64>{});
-        case 128:
-            return with_element(std::integral_constant<int, 128>{});
-        case 256:
-            return with_element(std::integral_constant<int, 256>{});
-    }
-    return cudaErrorInvalidValue;
+    cudaError_t status = cudaErrorInvalidValue;
+    dispatch<0, 16, 32, 64, 128, 256>(params.signs == nullptr ? 0 : params.hadamard_dim,
+                                      [&](auto dim) { status = with_element(dim); });
+    return status;
 }
 
 }  // namespace flash_ext
