@@ -352,7 +352,9 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
         dout = torch.zeros_like(out) if dout is None else dout
-        dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
+        dout, out = dout.to(q.dtype), out.to(q.dtype)
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         dq, dk, dv, _, dsink = bwd(dout, dlse, q, k, v, out, lse, need_dbias=False, **options)
         return dq, dk, dv, dsink.to(ctx.sink_dtype) if ctx.needs_input_grad[3] else None, None, None
