@@ -189,7 +189,6 @@ struct Fa3ForwardFp8Row {
     HeadDims head_dims;
     Fa3Forward splits;  // also for packed GQA and the general form
     Fa3Forward usual = splits;
-    Fa3Forward varlen = usual;
 };
 
 inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
@@ -219,9 +218,7 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
      .splits =
          {.block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128},
      .usual =
-         {.block_kv = 192, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128},
-     .varlen =
-         {.block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128}},
+         {.block_kv = 192, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128}},
     {.head_dims = {192, 192},
      .splits =
          {.block_kv = 96, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 96}},
@@ -237,19 +234,13 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
                .k_stages = 3,
                .v_stages = 2,
                .ping_pong = true,
-               .partial_cols = 64},
-     .varlen = {.block_kv = 64,
-                .q_stages = 1,
-                .k_stages = 3,
-                .v_stages = 2,
-                .ping_pong = true,
-                .partial_cols = 64}},
+               .partial_cols = 64}},
 };
 static_assert(has_all_rows(kFa3ForwardFp8));
 
-constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, Features features, bool may_have_splits) {
+constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, bool may_have_splits) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
-    return may_have_splits ? row.splits : features == Features::kVarlen ? row.varlen : row.usual;
+    return may_have_splits ? row.splits : row.usual;
 }
 
 // --- FA1 and FA2, backward ---

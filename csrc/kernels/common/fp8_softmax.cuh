@@ -8,8 +8,8 @@
 // where it must be: where a P is 448, and where one key may have most of a row's weight. With m two
 // above this key's score its P is a power of two, and not rounded. With a stale m it would have the
 // full error of e4m3, up to 6 %, and so would out. So a lane's sum over the tile must not exceed
-// half of the row's l. Where scores vary much that would retry most iterations: after one with a
-// new maximum the next ones find theirs at once, until m grows slowly (docs/notes/016-fp8.md).
+// kDominant of the row's l. Where scores vary much that would retry most iterations: after one with
+// a new maximum the next ones find theirs at once, until m grows slowly (docs/notes/016-fp8.md).
 //
 // The factor of the scores differs between tiles (block quantization), so m includes it.
 #pragma once
@@ -21,12 +21,12 @@
 
 namespace flash_ext {
 
-template <int kCols>
+template <int kCols, bool kOptimistic>
 struct Fp8Softmax : OnlineSoftmax<16> {
-    static constexpr float kOffset = 7.f;
-    static constexpr float kFactor = 128.f;  // 2^kOffset
-    static constexpr float kHeadroom = 2.f;  // of m above the maximum
-    static constexpr float kDominant = 0.5f;
+    static constexpr float kOffset = kOptimistic ? 7.f : 8.f;
+    static constexpr float kFactor = kOptimistic ? 128.f : 256.f;  // 2^kOffset
+    static constexpr float kHeadroom = kOptimistic ? 2.f : 0.f;    // of m above the maximum
+    static constexpr float kDominant = 0.375f;
     static constexpr float kSlowGrowth = 0.5f;  // of m in an iteration, in powers of two
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
@@ -46,7 +46,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
                                               bool fresh) {
         Rescaling rescaling;
         float sum[2];
-        bool proven = fresh || careful;
+        bool proven = !kOptimistic || fresh || careful;
         while (true) {
             if (proven) rescaling = advance(s, scale);
             const bool saturated = exponentiate(s, p, sum, scale);
@@ -58,7 +58,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         }
         row_sum[0][0] += sum[0];
         row_sum[0][1] += sum[1];
-        if (proven)
+        if (kOptimistic && proven)
 #pragma unroll
             for (int i = 0; i < 2; ++i) limit[i] = kDominant * quad_sum(row_sum[0][i]);
         return rescaling;
@@ -82,7 +82,6 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     template <class Scale>
     __device__ __forceinline__ Rescaling advance(const Scores& s, Scale scale) {
         Rescaling rescaling;
-        rescaling.needed = true;
         bool grows = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -97,11 +96,12 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             }
             const float new_max = fmaxf(row_max[0][i], quad_max(max) + kHeadroom);
             rescaling.factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
-            grows |= new_max > row_max[0][i] + kSlowGrowth;
+            grows |= new_max > row_max[0][i] + (kOptimistic ? kSlowGrowth : 0.f);
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
         }
         careful = __any_sync(0xffffffff, grows);
+        rescaling.needed = kOptimistic || careful;
         return rescaling;
     }
 
@@ -151,7 +151,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             sum[i] = sums[i][0] + sums[i][1];
             // Here, beside the exponentials, and not after the retry, up to which all of them would
             // be kept.
-            ptx::warpgroup_fence_operand(sum[i]);
+            if (kOptimistic) ptx::warpgroup_fence_operand(sum[i]);
         }
         return (largest & 0x80808080) != 0;
     }

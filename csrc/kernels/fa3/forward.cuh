@@ -175,8 +175,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using RowMajorVPipeline = typename Config::RowMajorVPipeline;
     using Scores = RegisterTile<16, Config::kBlockKV>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
-    using Softmax = std::conditional_t<kFp8, Fp8Softmax<Config::kBlockKV>,
-                                       OptimisticSoftmax<Element, Config::kBlockKV>>;
+    using Softmax =
+        std::conditional_t<kFp8, Fp8Softmax<Config::kBlockKV, (Config::kHeadDim <= 128)>,
+                           OptimisticSoftmax<Element, Config::kBlockKV>>;
     using Probabilities = typename Softmax::Probabilities;
     using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
@@ -388,7 +389,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // take a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
         // ptxas, docs/notes/016-fp8.md
-        using Number = std::conditional_t<kFp8, unsigned, int>;
+        using Number = int;
         return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
     }
 
@@ -414,9 +415,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
         // FP8: factors of the scores of two rows, and of the keys.
         float q_scale[2], k_scale[1 + kTwoKScales];
-        int second_k_scale;  // the first column of k_scale[1]
         const float* k_descales;
-        int last_k_block;
 
         bool begun = true;  // P belongs to the first iteration of a tile
         bool kept = false;  // O belongs to the previous tile and is not stored yet
@@ -516,22 +515,22 @@ struct Fa3Forward : Fa3Cta<Config_> {
             if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
         }
         state.k_descales = descales_of(params.k_descale, tile, tile.head);
-        state.last_k_block = last_block(state.k_descales, params.k_descale);
+    }
+
+    // Of the KV tile of the scores.
+    static __device__ __forceinline__ int first_key(const State& state) {
+        return VisibleTiles::tile(state.kv_tile) * Config::kBlockKV;
     }
 
     // Those of the keys of the KV tile, which may reach into a second block.
     __device__ __forceinline__ void load_k_scales(State& state) const {
         const auto load = [&](int block) {
-            return __ldg(state.k_descales +
-                         min_of(block, state.last_k_block) * params.k_descale.last_stride);
+            block = min_of(block, last_block(state.k_descales, params.k_descale));
+            return __ldg(state.k_descales + block * params.k_descale.last_stride);
         };
-        const int first_key = VisibleTiles::tile(state.kv_tile) * Config::kBlockKV;
-        const int block = first_key / kDescaleRows;
+        const int block = first_key(state) / kDescaleRows;
         state.k_scale[0] = load(block);
-        if constexpr (kTwoKScales) {
-            state.k_scale[1] = load(block + 1);
-            state.second_k_scale = (block + 1) * kDescaleRows - first_key;
-        }
+        if constexpr (kTwoKScales) state.k_scale[1] = load(block + 1);
     }
 
     // Applies v's to O, per head or per channel.
@@ -716,7 +715,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         const auto scale = [&](int n, int i) {
             float k_scale = state.k_scale[0];
             if constexpr (kTwoKScales)
-                if (8 * n >= state.second_k_scale) k_scale = state.k_scale[1];
+                if (first_key(state) % kDescaleRows + 8 * n >= kDescaleRows)
+                    k_scale = state.k_scale[1];
             return state.q_scale[i] * k_scale;
         };
         if constexpr (kFp8 && Config::kGeneral) {
@@ -802,7 +802,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (Config::kOverlap) finish();
     }
 
-    // FP8. The result of a tile is stored while the first scores of the next one are computed.
+    // FP8. The result of a tile is stored while the first scores of the next one are computed, where
+    // there are registers for both.
+    static constexpr bool kStoresBeside = Config::kHeadDim <= 128;
+
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_in_turn(State& state, Probabilities& rP,
                                                     bool last) const {
@@ -811,14 +814,17 @@ struct Fa3Forward : Fa3Cta<Config_> {
         v_pipeline.consumer_wait(state.v, state.v_ready);
         Order::wait(consumer);
         add_output(state, rP, kUnmasked || !state.begun);
+        const auto store_result = [&] {
+            if (!last) return;
+            store(state.rO, state.softmax, work_tiles[state.tile_done]);
+            this->end_work_tile(state.tile_done);
+        };
+        if (!kStoresBeside) store_result();
         issue_scores(state.rS, state.q, state.k);
         Order::signal_next(consumer);
         release_and_advance(v_pipeline, state.v);
         load_k_scales(state);
-        if (last) {
-            store(state.rO, state.softmax, work_tiles[state.tile_done]);
-            this->end_work_tile(state.tile_done);
-        }
+        if (kStoresBeside) store_result();
         ptx::wgmma_wait<0>();
         state.begun = last;
         compute_p<kUnmasked>(state, rP, last);
@@ -935,29 +941,29 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     using enum tuning::Fa3Lengths;
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
     cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen,
-                      Features::kGeneral>(params, Features::kPlain, [&](auto features) {
-        const auto launch = [&](auto may_have_splits, auto usual) {
-            using Config =
-                Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward_fp8(kDims, features, !usual), may_have_splits>;
-            status = launch_fa3_forward<Config>(params, stream);
-        };
-        constexpr std::true_type kYes;
-        constexpr std::false_type kNo;
-        // Tiles of more rows have a kernel of fewer beside them.
-        constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, features, false).consumers >
-                                   tuning::fa3_forward_fp8(kDims, features, true).consumers;
-        if constexpr (features == Features::kGeneral) {
-            launch(kYes, kNo);
-        } else if (fa3_lengths(params) == kSplits) {
-            launch(kYes, kNo);
-        } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
-            if constexpr (kHasLarge) launch(kNo, kNo);
-        } else {
-            launch(kNo, kYes);
-        }
-    });
+    dispatch_features<Features::kVarlen, Features::kGeneral>(
+        params, Features::kPlain, [&](auto features) {
+            const auto launch = [&](auto may_have_splits, auto usual) {
+                using Config =
+                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
+                status = launch_fa3_forward<Config>(params, stream);
+            };
+            constexpr std::true_type kYes;
+            constexpr std::false_type kNo;
+            // Tiles of more rows have a kernel of fewer beside them.
+            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
+                                       tuning::fa3_forward_fp8(kDims, true).consumers;
+            if constexpr (features == Features::kGeneral) {
+                launch(kYes, kNo);
+            } else if (fa3_lengths(params) == kSplits) {
+                launch(kYes, kNo);
+            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
+                if constexpr (kHasLarge) launch(kNo, kNo);
+            } else {
+                launch(kNo, kYes);
+            }
+        });
     return status;
 }
 
