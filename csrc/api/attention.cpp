@@ -274,7 +274,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (has_dbias) params.dbias = dbias.data_ptr();
     if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
 
-    make_plan(plan);
+    make_plan(plan, call.device);
     const Tensor memory = allocate(plan.workspace, q);
     check_launch(launch(plan, stream));
     return {dq, dk, dv, dbias, dsink};

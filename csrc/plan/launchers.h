@@ -32,6 +32,8 @@ cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
 // After a variant's backward, whose workspace they read.
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
+// Of dk_parts and dv_parts.
+cudaError_t sum_parts(BackwardParams params, cudaStream_t stream);
 
 // Before a deterministic backward of packed sequences: offsets (B + 1) with which no CTA can wait
 // forever.

@@ -37,13 +37,13 @@ void make_plan(ForwardPlan& plan, const Device& device) {
     row_of(plan.variant).plan_forward(plan, device);
 }
 
-void make_plan(BackwardPlan& plan) {
+void make_plan(BackwardPlan& plan, const Device& device) {
     BackwardParams& params = plan.params;
     if (params.deterministic && params.cu_seqlens_q != nullptr) {
         plan.workspace.reserve(plan.offsets_q, params.batch + 1);
         plan.workspace.reserve(plan.offsets_k, params.batch + 1);
     }
-    row_of(plan.variant).plan_backward(plan);
+    row_of(plan.variant).plan_backward(plan, device);
     if (params.dsink != nullptr)
         plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkSplits);
 }

@@ -47,7 +47,7 @@ struct BackwardPlan {
 };
 
 void make_plan(ForwardPlan& plan, const Device& device);
-void make_plan(BackwardPlan& plan);
+void make_plan(BackwardPlan& plan, const Device& device);
 
 // All kernels of the pass, on the current device.
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream);

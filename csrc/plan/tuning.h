@@ -189,6 +189,7 @@ struct Fa3ForwardFp8Row {
     HeadDims head_dims;
     Fa3Forward splits;  // also for packed GQA and the general form
     Fa3Forward usual = splits;
+    Fa3Forward varlen = usual;
 };
 
 inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
@@ -234,13 +235,20 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
                .k_stages = 3,
                .v_stages = 2,
                .ping_pong = true,
-               .partial_cols = 64}},
+               .partial_cols = 64},
+     // 96 keys would spill four bytes
+     .varlen = {.block_kv = 64,
+                .q_stages = 1,
+                .k_stages = 3,
+                .v_stages = 2,
+                .ping_pong = true,
+                .partial_cols = 64}},
 };
 static_assert(has_all_rows(kFa3ForwardFp8));
 
-constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, bool may_have_splits) {
+constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, Features features, bool may_have_splits) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
-    return may_have_splits ? row.splits : row.usual;
+    return may_have_splits ? row.splits : features == Features::kVarlen ? row.varlen : row.usual;
 }
 
 // --- FA1 and FA2, backward ---
@@ -389,6 +397,9 @@ constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
 }
 
 constexpr bool is_fa3_backward_wide(HeadDims dims) { return has_row(kFa3BackwardWide, dims); }
+
+// The keys of a KV tile.
+constexpr int fa3_backward_block_kv(HeadDims dims) { return is_fa3_backward_wide(dims) ? 64 : 128; }
 
 // A pair without a backward kernel uses that of the next pair that has one and holds it.
 constexpr HeadDims fa3_backward_head_dims(HeadDims dims) {

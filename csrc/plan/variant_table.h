@@ -20,7 +20,7 @@ struct VariantRow {
 
     // Tiles, splits and workspace. The params are complete but for these.
     void (*plan_forward)(ForwardPlan& plan, const Device& device);
-    void (*plan_backward)(BackwardPlan& plan);
+    void (*plan_backward)(BackwardPlan& plan, const Device& device);
 
     cudaError_t (*forward)(const ForwardParams& params, cudaStream_t stream);
     cudaError_t (*backward)(const BackwardParams& params, cudaStream_t stream);

@@ -6,6 +6,7 @@
 #include "plan/dispatch.h"
 #include "plan/ds_workspace.cuh"
 #include "plan/flag_words.h"
+#include "plan/group_parts.h"
 #include "plan/head_dims.h"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
@@ -69,7 +70,7 @@ void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
 }
 
 // FA1's and FA2's.
-void plan_mma_backward(BackwardPlan& plan) {
+void plan_mma_backward(BackwardPlan& plan, const Device&) {
     plan.params.may_have_large_lse = true;
     reserve_rows(plan, kWorkspaceRows, head_dims(plan.params).qk);
 }
@@ -213,11 +214,26 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
     return combine_splits(params, stream, /*pdl=*/true);
 }
 
-void plan_fa3_backward(BackwardPlan& plan) {
+// From here on the parts of groups are heads of K and V.
+void split_groups(BackwardPlan& plan, int parts) {
+    BackwardParams& params = plan.params;
+    if (parts == 1) return;
+    params.group_parts = parts;
+    params.heads_k *= parts;
+    const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_k * params.heads_k *
+                         element_bytes(params.element_type);
+    plan.workspace.reserve(params.dk_parts, rows * params.head_dim);
+    plan.workspace.reserve(params.dv_parts, rows * params.head_dim_v);
+}
+
+void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
     BackwardParams& params = plan.params;
     params.may_have_large_lse = params.softcap == 0.f;
     const HeadDims dims = tuning::fa3_backward_head_dims(head_dims(params));
-    if (!tuning::is_fa3_backward_wide(dims)) {
+    const int key_tiles =
+        tile_numbers(params, params.seqlen_k, tuning::fa3_backward_block_kv(dims));
+    split_groups(plan, choose_group_parts(params, key_tiles, device.multiprocessors));
+    if (!tuning::is_fa3_backward_wide(dims)::is_fa3_backward_wide(dims)) {
         const bool many = tuning::many_queries(features_of(params), mean_queries(params));
         const int block_q = tuning::fa3_backward(dims, many).block_q;
         reserve_rows(plan, workspace_block(block_q), dims.qk);
@@ -229,8 +245,19 @@ void plan_fa3_backward(BackwardPlan& plan) {
     }
 }
 
-cudaError_t run_fa3_backward(const BackwardParams& params, cudaStream_t stream) {
-    return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+// The gradient of a part, as that of a head.
+TensorView parts_view(const BackwardParams& params, void* parts, int64_t cols) {
+    const int64_t row = params.heads_k * cols;
+    return {parts, params.seqlen_k * row, row, cols};
+}
+
+cudaError_t run_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
+    BackwardParams params = call;
+    if (params.group_parts > 1) {
+        params.dk = parts_view(params, params.dk_parts, params.head_dim);
+        params.dv = parts_view(params, params.dv_parts, params.head_dim_v);
+    }
+    const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
         constexpr HeadDims kDims = tuning::fa3_backward_head_dims({dim, dim_v});
         if constexpr (tuning::is_fa3_backward_wide(kDims)) {
             return fa3_backward_wide<kDims.qk, kDims.v>(params, stream);
@@ -238,6 +265,7 @@ cudaError_t run_fa3_backward(const BackwardParams& params, cudaStream_t stream) 
             return fa3_backward<kDims.qk, kDims.v>(params, stream);
         }
     });
+    return status != cudaSuccess || params.group_parts == 1 ? status : sum_parts(call, stream);
 }
 
 // --- The table, in the order of Variant ---

@@ -201,6 +201,20 @@ struct BackwardParams : AttentionParams {
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: the dS workspace, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
+
+    // FA3: into how many parts the group of each KV head is cut, see plan/group_parts.h. heads_k
+    // then counts the parts.
+    int group_parts = 1;
+    void* dk_parts = nullptr;  // (B, Sk, heads_k, D)
+    void* dv_parts = nullptr;  // (B, Sk, heads_k, Dv)
 };
+
+// The head of K and V that a query head has.
+FLASH_HOST_DEVICE constexpr int key_head(const ForwardParams& params, int head) {
+    return head / (params.heads_q / params.heads_k);
+}
+FLASH_HOST_DEVICE constexpr int key_head(const BackwardParams& params, int head) {
+    return head / (params.heads_q / params.heads_k) / params.group_parts;
+}
 
 }  // namespace flash_ext

@@ -90,6 +90,7 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams, cudaStream_t) {
     return note("fa3_backward_wide", kHeadDim, kHeadDimV);
 }
+cudaError_t sum_parts(BackwardParams, cudaStream_t) { return note("sum_parts"); }
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
 cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
@@ -270,7 +271,7 @@ struct Problem {
         params.deterministic = deterministic;
         if (bias) params.dbias = kMemory;
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
-        make_plan(plan);
+        make_plan(plan, *find_device(gpu));
         return planned(plan, {{"offsets_q", &plan.offsets_q},
                               {"offsets_k", &plan.offsets_k},
                               {"lse_log2", &params.lse_log2},
@@ -280,6 +281,8 @@ struct Problem {
                               {"dq_semaphore", &params.dq_semaphore},
                               {"tile_count_semaphore", &params.tile_count_semaphore},
                               {"ds", &params.ds},
+                              {"dk_parts", &params.dk_parts},
+                              {"dv_parts", &params.dv_parts},
                               {"dsink_partial", &params.dsink_partial}});
     }
 };

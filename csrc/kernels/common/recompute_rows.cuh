@@ -36,7 +36,7 @@ template <class Element, class Params>
 __device__ __forceinline__ RegisterTile<16, 16> scores_of_rows(const Params& params,
                                                                const Sequence& sequence, int head,
                                                                int first_query, int first_key) {
-    const int head_k = head / (params.heads_q / params.heads_k);
+    const int head_k = key_head(params, head);
     RegisterTile<16, 16> rS;
     rS.clear();
 #pragma unroll 1

@@ -332,8 +332,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                                               const CUtensorMap& map, const TensorView& view,
                                               const KeyTile& tile) const {
         const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map, this->key_rows(view, s, tile.head),
-                        tile.first_key);
+        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
+                        shared_key_rows<Element>(params, view, s, tile.head), tile.first_key);
     }
 
     __device__ __forceinline__ void produce_q() const {

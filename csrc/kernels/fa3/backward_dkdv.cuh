@@ -253,10 +253,10 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            const TensorRows k_rows = this->key_rows(params.k, s, tile.head);
+            const TensorRows k_rows = shared_key_rows<Element>(params, params.k, s, tile.head);
             load_tile<KTile>(k_pipeline, k, params.k_map, k_rows, tile.first_key);
             k.advance();
-            const TensorRows v_rows = this->key_rows(params.v, s, tile.head);
+            const TensorRows v_rows = shared_key_rows<Element>(params, params.v, s, tile.head);
             load_tile<VTile>(v_pipeline, v, params.v_map, v_rows, tile.first_key);
             v.advance();
         });

@@ -163,7 +163,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         KState k;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows = this->key_rows(params.k, s, this->head_k(tile.head));
+            const TensorRows rows =
+                shared_key_rows<Element>(params, params.k, s, this->head_k(tile.head));
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
@@ -179,7 +180,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         VState v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows = this->key_rows(params.v, s, this->head_k(tile.head));
+            const TensorRows rows =
+                shared_key_rows<Element>(params, params.v, s, this->head_k(tile.head));
             for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
                 load_tile<VTile>(v_pipeline, v, params.v_map, rows,
                                  tile.kv_tiles.tile(i) * Config::kBlockKV);

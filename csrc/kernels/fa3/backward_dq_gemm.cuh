@@ -103,7 +103,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
         State c;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows = this->key_rows(params.k, s, tile.head / group());
+            const TensorRows rows =
+                shared_key_rows<Element>(params, params.k, s, tile.head / group());
             const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.template tile<Element>(

@@ -389,7 +389,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // take a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
         // ptxas, docs/notes/016-fp8.md
-        using Number = int;
+        using Number = std::conditional_t<kFp8 && Config::kHeadDim == 64, unsigned, int>;
         return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
     }
 
@@ -416,6 +416,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         // FP8: factors of the scores of two rows, and of the keys.
         float q_scale[2], k_scale[1 + kTwoKScales];
         const float* k_descales;
+        int second_k_scale;
+        int last_k_block;
 
         bool begun = true;  // P belongs to the first iteration of a tile
         bool kept = false;  // O belongs to the previous tile and is not stored yet
@@ -515,6 +517,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
         }
         state.k_descales = descales_of(params.k_descale, tile, tile.head);
+        state.last_k_block = last_block(state.k_descales, params.k_descale);
     }
 
     // Of the KV tile of the scores.
@@ -525,12 +528,15 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // Those of the keys of the KV tile, which may reach into a second block.
     __device__ __forceinline__ void load_k_scales(State& state) const {
         const auto load = [&](int block) {
-            block = min_of(block, last_block(state.k_descales, params.k_descale));
+            block = min_of(block, state.last_k_block);
             return __ldg(state.k_descales + block * params.k_descale.last_stride);
         };
         const int block = first_key(state) / kDescaleRows;
         state.k_scale[0] = load(block);
-        if constexpr (kTwoKScales) state.k_scale[1] = load(block + 1);
+        if constexpr (kTwoKScales) {
+            state.k_scale[1] = load(block + 1);
+            state.second_k_scale = (block + 1) * kDescaleRows - first_key(state);
+        }
     }
 
     // Applies v's to O, per head or per channel.
@@ -715,8 +721,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         const auto scale = [&](int n, int i) {
             float k_scale = state.k_scale[0];
             if constexpr (kTwoKScales)
-                if (first_key(state) % kDescaleRows + 8 * n >= kDescaleRows)
-                    k_scale = state.k_scale[1];
+                if (8 * n >= state.second_k_scale) k_scale = state.k_scale[1];
             return state.q_scale[i] * k_scale;
         };
         if constexpr (kFp8 && Config::kGeneral) {
@@ -802,9 +807,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (Config::kOverlap) finish();
     }
 
-    // FP8. The result of a tile is stored while the first scores of the next one are computed, where
-    // there are registers for both.
-    static constexpr bool kStoresBeside = Config::kHeadDim <= 128;
+    // FP8. The result of a tile is stored while the first scores of the next one are computed,
+    // where there are registers for both.
+    static constexpr bool kStoresBeside = Config::kHeadDim <= 128 || Config::kGeneral;
 
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_in_turn(State& state, Probabilities& rP,
@@ -941,29 +946,29 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     using enum tuning::Fa3Lengths;
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
     cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen, Features::kGeneral>(
-        params, Features::kPlain, [&](auto features) {
-            const auto launch = [&](auto may_have_splits, auto usual) {
-                using Config =
-                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
-                status = launch_fa3_forward<Config>(params, stream);
-            };
-            constexpr std::true_type kYes;
-            constexpr std::false_type kNo;
-            // Tiles of more rows have a kernel of fewer beside them.
-            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
-                                       tuning::fa3_forward_fp8(kDims, true).consumers;
-            if constexpr (features == Features::kGeneral) {
-                launch(kYes, kNo);
-            } else if (fa3_lengths(params) == kSplits) {
-                launch(kYes, kNo);
-            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
-                if constexpr (kHasLarge) launch(kNo, kNo);
-            } else {
-                launch(kNo, kYes);
-            }
-        });
+    dispatch_features<Features::kVarlen,
+                      Features::kGeneral>(params, Features::kPlain, [&](auto features) {
+        const auto launch = [&](auto may_have_splits, auto usual) {
+            using Config =
+                Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                 tuning::fa3_forward_fp8(kDims, features, !usual), may_have_splits>;
+            status = launch_fa3_forward<Config>(params, stream);
+        };
+        constexpr std::true_type kYes;
+        constexpr std::false_type kNo;
+        // Tiles of more rows have a kernel of fewer beside them.
+        constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, features, false).consumers >
+                                   tuning::fa3_forward_fp8(kDims, features, true).consumers;
+        if constexpr (features == Features::kGeneral) {
+            launch(kYes, kNo);
+        } else if (fa3_lengths(params) == kSplits) {
+            launch(kYes, kNo);
+        } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
+            if constexpr (kHasLarge) launch(kNo, kNo);
+        } else {
+            launch(kNo, kYes);
+        }
+    });
     return status;
 }
 

@@ -10,6 +10,7 @@
 #include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/tensor_map.cuh"
 
 namespace flash_ext {
 
@@ -162,6 +163,14 @@ struct WorkTilePipeline {
         return ptx::shared_address(&storage.fetch);
     }
 };
+
+// Where the K or V of a head (of dK and dV, so of a part of a group) is, for TMA.
+template <class Element>
+__device__ __forceinline__ TensorRows shared_key_rows(const BackwardParams& params,
+                                                      const TensorView& view, const Sequence& s,
+                                                      int head) {
+    return tensor_rows<Element>(view, s.batch, head / params.group_parts, s.k_begin, s.seqlen_k);
+}
 
 // A warp's rows of dK or dV, from row `row` of the KV tile on.
 template <class Element>

@@ -1,0 +1,71 @@
+// The sum of dK and dV over the parts of a group (plan/group_parts.h), in float32 and always in the
+// same order.
+#pragma once
+
+#include "kernels/common/launch.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/math.cuh"
+
+namespace flash_ext {
+
+inline constexpr int kSumThreads = 256;
+
+struct PartsSum {
+    TensorView gradient;  // dK or dV
+    const void* parts;    // (B, Sk, Hk, group_parts, cols)
+    int group_parts;
+    int cols;
+    int heads;
+    int rows;      // Sk
+    int64_t size;  // B * Sk * Hk * cols
+};
+
+// Each thread has 8 columns of a row.
+template <class Element>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_parts_kernel(const __grid_constant__ PartsSum sum) {
+    const int64_t index = 8 * (int64_t{blockIdx.x} * kSumThreads + threadIdx.x);
+    if (index >= sum.size) return;
+    const int64_t flat_row = index / sum.cols;
+    const int64_t col = index % sum.cols;
+    const auto* source =
+        static_cast<const Element*>(sum.parts) + flat_row * sum.group_parts * sum.cols + col;
+    float sums[8] = {};
+#pragma unroll 4
+    for (int part = 0; part < sum.group_parts; ++part, source += sum.cols) {
+        const uint4 x = __ldcs(reinterpret_cast<const uint4*>(source));
+        const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 pair = ptx::unpack<Element>(pairs[i]);
+            sums[2 * i] += pair.x;
+            sums[2 * i + 1] += pair.y;
+        }
+    }
+    const TensorView& view = sum.gradient;
+    const int64_t batch = flat_row / sum.heads / sum.rows;
+    const int64_t row = flat_row / sum.heads % sum.rows;
+    auto* target = static_cast<Element*>(view.data) + batch * view.batch_stride +
+                   row * view.row_stride + flat_row % sum.heads * view.head_stride + col;
+    *reinterpret_cast<uint4*>(target) = {
+        ptx::pack<Element>(sums[0], sums[1]), ptx::pack<Element>(sums[2], sums[3]),
+        ptx::pack<Element>(sums[4], sums[5]), ptx::pack<Element>(sums[6], sums[7])};
+}
+
+cudaError_t sum_parts(BackwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    const int heads = params.heads_k / params.group_parts;
+    const auto add = [&](const TensorView& gradient, const void* parts, int cols) {
+        const int64_t size = int64_t{tensor_batches(params)} * params.seqlen_k * heads * cols;
+        const PartsSum sum{gradient, parts, params.group_parts, cols, heads, params.seqlen_k, size};
+        dispatch_element(params.element_type, [&](auto element) {
+            status = launch_kernel<sum_parts_kernel<decltype(element)>>(
+                ceil_div<int64_t>(size / 8, kSumThreads), kSumThreads, 0, sum, stream);
+        });
+    };
+    add(params.dk, params.dk_parts, params.head_dim);
+    if (status == cudaSuccess) add(params.dv, params.dv_parts, params.head_dim_v);
+    return status;
+}
+
+}  // namespace flash_ext
