@@ -40,7 +40,9 @@ def groups_of(group: Group) -> Groups:
         return Groups(*(group.get_group(i) for i in range(group.ndim)))
     if group is None and not dist.is_initialized():
         refuse("group", "given, or a default one made by init_process_group", None)
-    return Groups(group if group is not None else dist.group.WORLD)
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    return Groups(whole)
 
 
 def shards_of(
@@ -209,7 +211,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     q: Tensor,
     k: Tensor,
@@ -310,7 +312,9 @@ def attention(
     if method == "auto":
         method = choose_method(groups, q, k, v, shards, mask, given)
     core = build(method, groups, shards, mask, k.shape[2], q.shape[2])
-    out, lse = _Attention.apply(core, given, q, k, v, given.get("sink"))
+    out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
+        core, given, q, k, v, given.get("sink")
+    )
     if documents is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out

@@ -5,12 +5,12 @@
 For n ranks, S rows in all, Hq and Hk heads, head dims D and Dv, and b bytes an element, a rank
 receives in a forward pass
 
-    all_gather    (n - 1) / n · S Hk (D + Dv) b, in pieces of heads; the first piece is not hidden,
-                  and of the others what takes longer than the kernels
-    ring          (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by a kernel; the partial
-                  results are merged in float32, 10 bytes an element of out and step
-    ulysses       (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one
-                  in and the last one out are not hidden
+    all_gather  (n - 1) / n · S Hk (D + Dv) b, in pieces of heads; the first piece is not hidden,
+                and of the others what takes longer than the kernels
+    ring        (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by a kernel; the partial
+                results are combined in float32, 10 bytes an element of out and step
+    ulysses     (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one in
+                and the last one out are not hidden
 
 The backward pass moves K and V again (ulysses: dO) and the gradients; a ring moves dK and dV in
 float32. Kernels take 4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where

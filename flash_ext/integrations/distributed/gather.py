@@ -31,7 +31,7 @@ def rows_first(*tensors: Tensor) -> Tensor:
 
 def rows_second(x: Tensor, *dims: int) -> tuple[Tensor, ...]:
     """Views (B, rows, H, D) of what `rows_first` has put side by side."""
-    return x.transpose(0, 1).split(dims, dim=-1)
+    return tuple(torch.split(x.transpose(0, 1), list(dims), dim=-1))
 
 
 class Gather:
@@ -67,7 +67,8 @@ class Gather:
             pending = following
             if i + 1 < len(heads):
                 following = begin(i + 1)
-            yield q_heads, k_heads, *rows_second(pending.wait(), k.shape[-1], v.shape[-1])
+            k_all, v_all = rows_second(pending.wait(), k.shape[-1], v.shape[-1])
+            yield q_heads, k_heads, k_all, v_all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""

@@ -5,10 +5,10 @@ the same work on every rank under a causal mask: the first half of an earlier ra
 queries, all of a later rank's keys for the second half of the queries.
 
 While the kernel computes a step, the next rank's K and V travel. A step gives out and lse as if
-there were no other keys; `torch.ops.flash_ext.combine` adds it to the results so far in float32. In
-the backward pass each step has the lse and out of all keys, so gradients only add: dQ stays here,
-and dK and dV in float32 travel after their K and V, each while the next step is computed, and from
-the last step home.
+there were no other keys; `torch.ops.flash_ext.combine_partial` adds it to the results so far in
+float32. In the backward pass each step has the lse and out of all keys, so gradients only add: dQ
+stays here, and dK and dV in float32 travel after their K and V, each while the next step is
+computed, and from the last step home.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Ring:
             for call in calls:
                 o_partial, lse_partial = local.forward(call, q, k_here, v_here, options)
                 q_rows = slice(*call.q)
-                torch.ops.flash_ext.combine(
+                torch.ops.flash_ext.combine_partial(
                     out[:, q_rows], lse[..., q_rows], o_partial, lse_partial
                 )
             if following is not None:

@@ -108,7 +108,7 @@ class Sharding:
     def join(self, parts: Tensor) -> Tensor:
         """The whole sequence (S, …) from all ranks' rows (n, most, …), the rest being padding."""
         if self.in_order and self.rows == self.ranks * self.most:
-            return parts.flatten(0, 1)
+            return parts.reshape(self.rows, *parts.shape[2:])
         if self.rows == 0:
             return parts.new_empty((0, *parts.shape[2:]))
         return torch.cat([parts[rank, at : at + rows] for _, rank, at, rows in self._pieces])
@@ -117,14 +117,14 @@ class Sharding:
         """All ranks' rows (n, most, …) of the whole sequence x (S, …), padded with anything."""
         whole = self.rows == self.ranks * self.most
         if self.in_order and whole:
-            return x.unflatten(0, (self.ranks, self.most))
+            return x.view(self.ranks, self.most, *x.shape[1:])
         padding = None if whole else x.new_zeros((self.most, *x.shape[1:]))
         parts = []
         for spans, length in zip(self.spans, self.lengths, strict=True):
             parts += [x[a:b] for a, b in spans]
             if padding is not None and length < self.most:
                 parts.append(padding[length:])
-        return torch.cat(parts).unflatten(0, (self.ranks, self.most))
+        return torch.cat(parts).view(self.ranks, self.most, *x.shape[1:])
 
     def nested(self, inner: int) -> Sharding:
         """The rows of n · inner ranks: rank (i, j) has part j of what rank i has here."""

@@ -25,7 +25,6 @@ from .sharding import Sharding
 
 # Named so since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_all_to_all = getattr(dist, "all_to_all_single", None)
 
 
 class Pending:
@@ -122,7 +121,7 @@ class Collectives:
         if self.ranks == 1 or x.numel() == 0:
             return Pending(what, [], lambda: finish(x))
         received = torch.empty_like(x)
-        work = self._begin(what, _all_to_all, received.flatten(0, 1), x.flatten(0, 1))
+        work = self._begin(what, dist.all_to_all_single, received.flatten(0, 1), x.flatten(0, 1))
         return Pending(what, [work], lambda: finish(received))
 
     def scatter(self, x: Tensor, what: str) -> Pending:

@@ -21,7 +21,6 @@ from .gather import Gradients, Saved
 from .local import Options
 from .transport import Pending, Transport
 
-
 SAVED = 5
 """How many tensors an all-gather and a ring save: q, k, v, out and lse."""
 
@@ -101,8 +100,10 @@ class Ulysses:
             pending = following
             if i + 1 < len(heads):
                 following = begin(i + 1)
-            parts = [x.wait().transpose(0, 1) for x in pending]
-            found = self.inner.forward(*parts, local.of_heads(options, mine.start, mine.stop))
+            q_all, k_all, v_all = (x.wait().transpose(0, 1) for x in pending)
+            found = self.inner.forward(
+                q_all, k_all, v_all, local.of_heads(options, mine.start, mine.stop)
+            )
             saved += found
             what = f"out and lse, piece {i + 1} of {len(heads)}"
             travelling.append(self._return(what, found[-2], found[-1].mT))

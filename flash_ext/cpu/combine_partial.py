@@ -1,4 +1,7 @@
-"""The CPU kernel of `torch.ops.flash_ext.combine`. The checks are those of csrc/api/combine.cpp."""
+"""The CPU kernel of `torch.ops.flash_ext.combine_partial`.
+
+The checks are those of csrc/api/combine_partial.cpp.
+"""
 
 from __future__ import annotations
 
@@ -42,4 +45,4 @@ def _combine_cpu(out: Tensor, lse: Tensor, o_partial: Tensor, lse_partial: Tenso
     lse.copy_(whole)
 
 
-library.impl("combine", _combine_cpu, "CPU")
+library.impl("combine_partial", _combine_cpu, "CPU")

@@ -1,6 +1,6 @@
-"""The op `torch.ops.flash_ext.combine`, and its fake kernel.
+"""The op `torch.ops.flash_ext.combine_partial`, and its fake kernel.
 
-    combine(out!, lse!, o_partial, lse_partial) -> ()
+    combine_partial(out!, lse!, o_partial, lse_partial) -> ()
 
 adds attention over other keys to the results so far, in place:
 
@@ -25,14 +25,14 @@ from .checks import require_one_device
 from .schemas import library
 
 library.define(
-    "combine(Tensor(a!) out, Tensor(b!) lse, Tensor o_partial, Tensor lse_partial) -> ()",
+    "combine_partial(Tensor(a!) out, Tensor(b!) lse, Tensor o_partial, Tensor lse_partial) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
-combine: Any = torch.ops.flash_ext.combine.default
+combine_partial: Any = torch.ops.flash_ext.combine_partial.default
 
 
 def _combine_fake(out: Tensor, lse: Tensor, o_partial: Tensor, lse_partial: Tensor) -> None:
     require_one_device(out, lse=lse, o_partial=o_partial, lse_partial=lse_partial)
 
 
-register_fake("flash_ext::combine", _combine_fake, lib=library)
+register_fake("flash_ext::combine_partial", _combine_fake, lib=library)
