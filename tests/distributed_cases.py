@@ -68,14 +68,14 @@ MASKS: tuple[dict[str, Any], ...] = (
     {"window": (-1, 6)},
     {"softcap": 2.0, "scale": 0.7, **CAUSAL},
 )
-DOCUMENTS = ((0, 4, 4, 15, 29), (0, 1, 9, 37), (0, 24))
+DOCUMENTS = ((0, 4, 4, 15, 29), (0, 1, 9, 37))
 
 
 def cases(ranks: int) -> Iterator[Case]:
     """All that run with so many ranks, whose heads Ulysses can divide."""
     heads = {"heads_q": 4 * ranks, "heads_k": 2 * ranks}
     for method in cp.METHODS:
-        for options, rows in itertools.product(MASKS, (24, 29)):
+        for options, rows in zip(MASKS, itertools.cycle((24, 29, 30)), strict=False):
             yield Case(method, rows=rows, options=options, batch=2, **heads)
         for layout in ("contiguous", "zigzag"):
             yield Case(method, layout, 31, options=CAUSAL, sink=True, dim=6, dim_v=10, **heads)
@@ -84,11 +84,11 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case(method, rows=3, options=CAUSAL, **heads)  # ranks without a row
         yield Case(method, rows=24, options=CAUSAL, heads_q=2 * ranks, heads_k=1)
         yield Case(method, rows=29, heads_q=3 * ranks, heads_k=3 * ranks, options=CAUSAL)
-        for documents, layout in itertools.product(
-            DOCUMENTS, ("zigzag", "document_zigzag", "contiguous")
-        ):
+        for documents, layout in itertools.product(DOCUMENTS[:2], cp.LAYOUTS):
             common = {"layout": layout, "rows": documents[-1], "documents": documents, **heads}
             yield Case(method, options=CAUSAL, sink=True, **common)
+        for layout in cp.LAYOUTS[::2]:
+            common = {"layout": layout, "rows": 29, "documents": DOCUMENTS[0], **heads}
             yield Case(method, options={"window": (3, 2)}, **common)
         tail = {"rows": 40, "documents": DOCUMENTS[0], **heads}
         yield Case(method, "document_zigzag", options=CAUSAL, **tail)
@@ -105,7 +105,6 @@ def cases(ranks: int) -> Iterator[Case]:
     for method, options in itertools.product(("all_gather", "ring"), (CAUSAL, {"window": (3, 4)})):
         common = {"options": options, "sink": True, "two_levels": True, **heads}
         yield Case(method, rows=37, batch=2, **common)
-        yield Case(method, "contiguous", rows=24, **common)
         yield Case(method, rows=29, documents=documents, **common)
 
 
@@ -195,7 +194,10 @@ def split_call(whole: Whole, group: Any, variant: str = "auto") -> dict[str, Ten
 def check_exact(case: Case, group: Any) -> None:
     """float64 on the CPU: equal to the whole sequence's up to the order of sums."""
     whole = Whole(case, torch.float64, "cpu")
-    expected, found = whole.expected(torch.float64), split_call(whole, group)
+    found = split_call(whole, group)
+    if case.rows % dist.get_world_size() != dist.get_rank():
+        return  # one rank judges for all: every rank has the joined results
+    expected = whole.expected(torch.float64)
     for name, x in expected.items():
         torch.testing.assert_close(
             found[name], x, rtol=0, atol=EXACT, msg=lambda m, n=name: f"{case}: {n}: {m}"

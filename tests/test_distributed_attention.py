@@ -65,7 +65,7 @@ def inputs(rows: int = 8, heads: int = 4, **like: Any) -> list[torch.Tensor]:
 
 
 def check_uses(ranks: int, device: str) -> None:
-    """Without lse, without gradients, in bfloat16, under autocast and as a GPU tensor of numbers."""
+    """Without lse, without gradients, under autocast, with cu_seqlens as a tensor."""
     torch.manual_seed(0)
     q, k, v = inputs(8 * ranks, 2 * ranks)
     expected, _ = flash_ext.reference.attention(q, k, v, causal=True)
@@ -108,7 +108,7 @@ def check_disagreement(ranks: int, device: str) -> None:
     raises("layout is", *inputs(), layout="zigzag" if first else "contiguous")
     raises("softcap", *inputs(), softcap=1.0 if first else 2.0)
     raises("gradients wanted is", *(x.requires_grad_(first) for x in inputs()))
-    raises("seqlen is .* on rank 0", *inputs(rows=8 if first else 7))
+    raises("rows on rank 1 must be 8 .*pass seqlen", *inputs(rows=8 if first else 7))
     sink = {"sink": torch.zeros(4)} if first else {}
     raises("sink is .*on rank 0, None on rank 1", *inputs(), **sink)
     packed = [x[0] for x in inputs(heads=4)]
@@ -157,21 +157,27 @@ def check_a_missing_rank(ranks: int, device: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_equal_to_the_whole(ranks: int) -> None:
-    run_ranks(ranks, "cpu", check_cases, check_batch, check_uses)
+    run_ranks(ranks, "cpu", check_cases, check_batch)
 
 
-def test_two_ranks_that_disagree() -> None:
-    run_ranks(2, "cpu", check_refusals, check_disagreement, check_a_missing_rank)
+def test_two_ranks() -> None:
+    """Here also the uses, and what is refused."""
+    run_ranks(
+        2, "cpu", check_cases, check_batch, check_uses, check_refusals, check_disagreement,
+        check_a_missing_rank,
+    )  # fmt: skip
 
 
 def test_one_rank() -> None:
     """Alone nothing travels."""
-    run_ranks(1, "cpu", check_one_rank)
-
-
-def check_one_rank(ranks: int, device: str) -> None:
-    for method in cp.METHODS:
-        check_exact(Case(method, rows=13, options={"causal": True}, sink=True), None)
-        check_exact(Case(method, rows=37, documents=(0, 1, 9, 37)), None)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for method in cp.METHODS:
+            check_exact(Case(method, rows=13, options={"causal": True}, sink=True), None)
+            documents = (0, 1, 9, 37)
+            check_exact(Case(method, "document_zigzag", 37, documents=documents), None)
+    finally:
+        dist.destroy_process_group()

@@ -168,7 +168,7 @@ def sharding(
         refuse("layout", " or ".join(map(repr, LAYOUTS)), repr(layout))
     if layout == "document_zigzag" and documents is None:
         refuse("cu_seqlens", "given with layout='document_zigzag'", None)
-    if layout == "contiguous":
+    if layout == "contiguous" or ranks == 1:
         spans = [[chunk] for chunk in _cut((0, rows), ranks)]
     else:
         bounds = (0, rows) if layout == "zigzag" or documents is None else (*documents, rows)
