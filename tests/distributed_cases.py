@@ -26,6 +26,9 @@ import flash_ext
 from flash_ext.integrations import distributed as cp
 
 Tensor = torch.Tensor
+SLOW_IMPORTS = ["torch", "torch.distributed.tensor", "pytest", "hypothesis"]
+"""What every process would take seconds to import: a server does, once, and forks them."""
+
 EXACT = 1e-10
 """How far float64 results may be from those of the whole sequence."""
 
@@ -248,9 +251,15 @@ def run_ranks(ranks: int, device: str, *checks: Callable[..., None]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    errors = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    processes = torch.multiprocessing.spawn(
-        _process, (ranks, device, port, errors, checks), ranks, join=False
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(SLOW_IMPORTS)
+    errors = context.SimpleQueue()
+    processes = torch.multiprocessing.start_processes(
+        _process,
+        (ranks, device, port, errors, checks),
+        ranks,
+        join=False,
+        start_method="forkserver",
     )
     try:
         while not processes.join(timeout=120):
