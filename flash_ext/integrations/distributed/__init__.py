@@ -9,7 +9,7 @@
 
 `attention` is context parallelism by three methods, and two of them at two levels:
 
-    attention   what people call, its checks and its autograd node
+    functional  `attention`, its checks and its autograd node
     batch       `shard`, `unshard`, `position_ids`
     methods     methods by name, and what "auto" takes by the model in `cost`
     gather, ring, ulysses   the methods
@@ -21,9 +21,9 @@
 """
 
 from . import cost as cost
-from .attention import attention
 from .batch import position_ids, shard, unshard
 from .cost import METHODS
+from .functional import attention
 from .sharding import LAYOUTS, Sharding, sharding
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.checks import refuse
-from .attention import Group, groups_of, on_host, shards_of
+from .functional import Group, groups_of, on_host, shards_of
 from .methods import Groups, outer_of
 from .sharding import Sharding, sharding
 from .transport import Collectives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from .local import Options
 from .plan import Mask
 from .ring import Ring
 from .sharding import Sharding, joined, sharding
-from .transport import Collectives
+from .transport import Collectives, Transport
 from .ulysses import Core, Ulysses, key_head_copies
 
 
@@ -151,8 +152,18 @@ def choose_method(
     return cost.choose(call, cost.machine_of(q.device, groups.ranks), allowed)
 
 
+MakeTransport = Callable[[ProcessGroup, Sharding], Transport]
+"""From a group, and the rows of each of its ranks, to what moves rows in it."""
+
+
 def build(
-    method: str, groups: Groups, shards: Sharding, mask: Mask, heads_k: int, heads_q: int
+    method: str,
+    groups: Groups,
+    shards: Sharding,
+    mask: Mask,
+    heads_k: int,
+    heads_q: int,
+    transport: MakeTransport = Collectives,
 ) -> Core:
     """The method for this rank.
 
@@ -161,30 +172,30 @@ def build(
         groups, shards: of the call.
         mask: of the whole sequence.
         heads_k, heads_q: in all.
+        transport: what moves rows.
     """
     if method == "ulysses":
         whole = sharding(shards.rows, 1, "contiguous")
         inner: Core = Gather(None, plan.gathered(whole, 0, mask), 1)
-        return _ulysses(groups.across, shards, inner, heads_q, heads_k)
+        return _ulysses(transport(groups.across, shards), shards, inner, heads_q, heads_k)
     outer = outer_of(groups, shards)
     rank = dist.get_rank(groups.across)
-    across = Collectives(groups.across, outer)
     if method == "ring":
-        core: Core = Ring(across, outer, mask)
+        core: Core = Ring(transport(groups.across, outer), outer, mask)
     else:
-        transport = across if outer.ranks > 1 else None
+        across = transport(groups.across, outer) if outer.ranks > 1 else None
         heads = max(1, heads_k // groups.within_size)
-        core = Gather(transport, plan.gathered(outer, rank, mask), cost.pieces_of(heads))
+        core = Gather(across, plan.gathered(outer, rank, mask), cost.pieces_of(heads))
     if groups.within is None:
         return core
     rows = sharding(outer.lengths[rank], groups.within_size, "contiguous")
-    return _ulysses(groups.within, rows, core, heads_q, heads_k)
+    return _ulysses(transport(groups.within, rows), rows, core, heads_q, heads_k)
 
 
 def _ulysses(
-    group: ProcessGroup, shards: Sharding, inner: Core, heads_q: int, heads_k: int
+    transport: Transport, shards: Sharding, inner: Core, heads_q: int, heads_k: int
 ) -> Ulysses:
     copies = key_head_copies(heads_q, heads_k, shards.ranks)
     assert copies is not None, "unsupported_reason says when"
     pieces = cost.pieces_of(heads_k * copies // shards.ranks)
-    return Ulysses(Collectives(group, shards), inner, copies, pieces)
+    return Ulysses(transport, inner, copies, pieces)
