@@ -9,6 +9,7 @@ other for ever where they disagree.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import distributed_cases
 import torch.distributed as dist
 from distributed_cases import Case, check_exact, mesh_of, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
@@ -65,7 +67,7 @@ def inputs(rows: int = 8, heads: int = 4, **like: Any) -> list[torch.Tensor]:
 
 
 def check_uses(ranks: int, device: str) -> None:
-    """Without lse, without gradients, under autocast, with cu_seqlens as a tensor."""
+    """Without lse, without gradients, under autocast, checkpointed, with cu_seqlens as a tensor."""
     torch.manual_seed(0)
     q, k, v = inputs(8 * ranks, 2 * ranks)
     expected, _ = flash_ext.reference.attention(q, k, v, causal=True)
@@ -81,6 +83,10 @@ def check_uses(ranks: int, device: str) -> None:
         leaf = parts[1].clone().requires_grad_()
         cp.attention(parts[0], leaf, parts[2], method=method).sum().backward()
         assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+        again = parts[1].clone().requires_grad_()
+        call = partial(cp.attention, method=method)
+        checkpoint(call, parts[0], again, parts[2], use_reentrant=False).sum().backward()
+        torch.testing.assert_close(again.grad, leaf.grad)
     edges = torch.tensor([0, 3, 8 * ranks], dtype=torch.int32)
     for layout in cp.LAYOUTS:
         packed = [cp.shard(x[0], 0, layout=layout, cu_seqlens=edges) for x in (q, k, v)]

@@ -83,8 +83,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = len(ctx.saved_tensors) - len(ctx.names)
-        saved, tensors = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        every = ctx.saved_tensors  # once: activation checkpointing recomputes them here
+        count = len(every) - len(ctx.names)
+        saved, tensors = every[:count], every[count:]
         options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
         if dout is None:
             dout = torch.zeros_like(saved[-2])
