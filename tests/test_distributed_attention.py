@@ -138,6 +138,8 @@ def check_refusals(ranks: int, device: str) -> None:
     raises("cu_seqlens must be given", q, k, v, layout="document_zigzag")
     raises("q must be of shape .* with cu_seqlens", q, k, v, cu_seqlens=(0, 8 * ranks))
     raises("cu_seqlens must be from 0 on", q[0], k[0], v[0], cu_seqlens=(0, 9, 8, 8 * ranks))
+    raises(r"alibi_slopes must be of shape \(heads_q\)", q[0], k[0], v[0],
+           cu_seqlens=(0, 8 * ranks), alibi_slopes=slopes[None])  # fmt: skip
     raises("softcap must be", q, k, v, softcap=-1.0)
     raises("variant must be", q, k, v, variant="fa9")
     raises("sink must be", q, k, v, sink=torch.zeros(3))

@@ -19,6 +19,9 @@ Signature = dict[str, Any]
 ERROR = "error"
 """The name under which a rank says that its own arguments are wrong."""
 
+MOST_KNOWN = 4096
+"""Signatures that are remembered: with cu_seqlens every batch has its own."""
+
 _agreed: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()
 
 
@@ -56,6 +59,8 @@ def agree(
         found = _exchange(group, found)
     if difference := disagreement(found):
         raise ValueError(f"flash_ext: {difference}")
+    if len(known) == MOST_KNOWN:  # the same on every rank, so all forget at the same call
+        known.clear()
     known.add(key)
 
 

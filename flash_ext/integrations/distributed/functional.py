@@ -123,6 +123,9 @@ def _check(
                 " ranks' numbers of rows are not equal)",
                 rows,
             )
+    slopes = options.get("alibi_slopes")
+    if documents is not None and slopes is not None and slopes.dim() != 1:
+        refuse("alibi_slopes", "of shape (heads_q) with cu_seqlens", tuple(slopes.shape))
     if q.dtype == FP8:
         refuse("q", "of another dtype than float8_e4m3fn", dtype_name(q.dtype))
     if documents is not None:
@@ -262,7 +265,7 @@ def attention(
             rank; a document may lie on several ranks, and sees only itself. Numbers of the host: a
             tuple, a list or a tensor on the CPU. A tensor on a GPU is waited for.
         scale, causal, window, softcap, deterministic, variant: as in `flash_ext.attention`.
-        alibi_slopes: as there. "all_gather" takes them only with causal, "ring" not at all.
+        alibi_slopes: as there, with cu_seqlens only (Hq). "all_gather" takes them only with causal, "ring" not at all.
         sink: (Hq), the same on every rank. Its gradient is this rank's share: add them up over the
             group, as those of every parameter.
         return_lse: return lse too.
