@@ -8,6 +8,8 @@ other for ever where they disagree.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
 import distributed_cases
+import gpu_test_report  # noqa: F401  (puts benchmarks/ on the path)
 import torch.distributed as dist
 from distributed_cases import Case, check_exact, mesh_of, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -147,6 +150,27 @@ def check_refusals(ranks: int, device: str) -> None:
     raises("seqlen|number of rows", q, k, v, seqlen=8 * ranks + 2 * ranks)
 
 
+def check_benchmark(ranks: int, device: str) -> None:
+    """benchmarks/distributed.py runs, with a number for everything that it promises."""
+    import distributed as benchmark
+
+    small = ["--device", device, "--lengths", "64", "--seconds", "0", "--methods"]
+    for given in (["all_gather", "ring", "ulysses"], ["all_gather", "--documents"]):
+        found = benchmark.work(benchmark.parse([*small, *given]))
+        for result in found:
+            assert "error" not in result, result
+            for name in ("forward", "backward"):
+                x = result[name]
+                numbers = ("ms", "tflops", "kernels_ms", "silent_ms", "share", "model_ms")
+                assert all(x[number] > 0 for number in numbers), result
+        assert {x["kind"] for x in found} == {"causal", *(["documents"] if len(given) == 2 else [])}
+        for row in benchmark.projection(found):
+            assert all(0 < x["share"] <= 1 for x in row["methods"].values())
+    edges = benchmark.heavy_tail(131072)
+    lengths = [b - a for a, b in itertools.pairwise(edges)]
+    assert edges[-1] == 131072 and max(lengths) > 20 * statistics.median(lengths)
+
+
 def check_a_missing_rank(ranks: int, device: str) -> None:
     """Last: the group is of no use afterwards."""
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -174,7 +198,7 @@ def test_two_ranks() -> None:
     """Here also the uses, and what is refused."""
     run_ranks(
         2, "cpu", check_cases, check_batch, check_uses, check_refusals, check_disagreement,
-        check_a_missing_rank,
+        check_benchmark, check_a_missing_rank,
     )  # fmt: skip
 
 

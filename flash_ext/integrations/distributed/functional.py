@@ -265,7 +265,8 @@ def attention(
             rank; a document may lie on several ranks, and sees only itself. Numbers of the host: a
             tuple, a list or a tensor on the CPU. A tensor on a GPU is waited for.
         scale, causal, window, softcap, deterministic, variant: as in `flash_ext.attention`.
-        alibi_slopes: as there, with cu_seqlens only (Hq). "all_gather" takes them only with causal, "ring" not at all.
+        alibi_slopes: as there, with cu_seqlens only (Hq). "all_gather" takes them only with causal,
+            "ring" not at all.
         sink: (Hq), the same on every rank. Its gradient is this rank's share: add them up over the
             group, as those of every parameter.
         return_lse: return lse too.
