@@ -212,9 +212,11 @@ def check_exact(case: Case, group: Any) -> None:
         )
 
 
-def check_by_rule(case: Case, group: Any, dtype: torch.dtype, variant: str) -> None:
+def check_by_rule(
+    case: Case, group: Any, dtype: torch.dtype, variant: str, device: str = "cuda"
+) -> None:
     """The rule of attention_testing, in a GPU's dtypes."""
-    whole = Whole(case, dtype, "cuda")
+    whole = Whole(case, dtype, device)
     found = split_call(whole, group, variant)
     expected = attention_testing.Expected(whole.expected(torch.float64), whole.expected(dtype))
     if "dsink" in found and case.heads_q < attention_testing.HANDFUL:

@@ -18,7 +18,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, plan
+from flash_ext.integrations.distributed import cost, local, plan
 from flash_ext.integrations.distributed.agree import ERROR, disagreement
 from flash_ext.integrations.distributed.plan import Call, Mask
 from flash_ext.integrations.distributed.sharding import LAYOUTS, edges
@@ -181,7 +181,8 @@ def test_zigzag_is_balanced() -> None:
         shards = cp.sharding(rows, 4)
         pairs = [sum(row + 1 for row in shards.positions(rank)) for rank in range(4)]
         assert max(pairs) / (sum(pairs) / 4) <= bound
-    assert edges(10, 4) == [0, 3, 6, 9, 10]
+    assert edges(10, 4, equal=True) == [0, 2, 5, 7, 10]
+    assert edges(10, 4, equal=False) == [0, 3, 6, 9, 10]
 
 
 def test_wrong_layouts_are_refused() -> None:
@@ -217,6 +218,15 @@ def test_costs_are_plausible() -> None:
     many = llama(2**15, 8, heads_k=32)
     assert cost.choose(many, cost.MANY_HOSTS) == "ulysses"
     assert cost.choose(llama(2**20, 4), cost.ONE_HOST, ("ring",)) == "ring"
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 13, 32])
+def test_pieces_hold_every_head_once(heads: int) -> None:
+    pieces = list(local.head_pieces(4 * heads, heads, cost.pieces_of(heads)))
+    assert [h for _, k in pieces for h in range(heads)[k]] == list(range(heads))
+    assert all((q.start, q.stop) == (4 * k.start, 4 * k.stop) for q, k in pieces)
+    sizes = [k.stop - k.start for _, k in pieces]
+    assert len(sizes) == min(heads, 5) and sizes[0] == sizes[-1] == min(sizes)
 
 
 def test_disagreements_are_named() -> None:

@@ -27,7 +27,7 @@ import torch
 METHODS = ("all_gather", "ring", "ulysses")
 """The methods by name."""
 
-MOST_PIECES = 4
+MOST_PIECES = 5
 """Of heads: with more the pieces' kernels no longer fill the GPU, and transfers are short."""
 
 
@@ -136,9 +136,14 @@ def visible_share(rows: int, left: int | None, right: int | None, documents: obj
 
 
 def _pipelined(kernels: float, travel: float, pieces: int, latency: float) -> float:
-    """What is exposed of transfers in as many pieces as kernels, each one step ahead."""
-    kernel, transfer = kernels / pieces, travel / pieces + latency
-    return transfer + (pieces - 1) * max(0.0, transfer - kernel)
+    """What is exposed of transfers in as many pieces as kernels, each one step ahead.
+
+    The first piece is exposed, and is half as large as most (`local.head_pieces`).
+    """
+    first = 1 / max(1, 2 * (pieces - 1))
+    following = pieces - 1
+    behind = (1 - first) * (travel - kernels) + following * latency
+    return first * travel + latency + (max(0.0, behind) if following else 0.0)
 
 
 def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate:

@@ -295,11 +295,13 @@ def attention(
     groups = groups_of(group)
     documents = on_host(cu_seqlens)
     mask = Mask.of(causal, require_pair("window", window), documents)
+    named = "seqlen"
     if seqlen is None:
+        named = "seqlen (which must be given where ranks have unequal numbers of rows)"
         seqlen = documents[-1] if documents else q.shape[-3] * groups.ranks
     shards = shards_of(groups, seqlen, layout, documents)
     more = {
-        "seqlen": seqlen,
+        named: seqlen,
         "layout": layout,
         "method": method,
         "causal": causal,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -35,11 +36,17 @@ def of_heads(options: Options, first: int, last: int) -> Options:
 
 
 def head_pieces(heads_q: int, heads_k: int, pieces: int) -> Iterator[tuple[slice, slice]]:
-    """The heads of q and of k in each of so many pieces, as equal as can be."""
+    """The heads of q and of k in each of so many pieces.
+
+    The first and the last piece are half as large as the others, as far as heads can be divided: no
+    kernel hides the first one's way in and the last one's way out.
+    """
     group = heads_q // heads_k
-    for i in range(pieces):
-        a, b = (heads_k * (i + x) // pieces for x in (0, 1))
-        yield slice(a * group, b * group), slice(a, b)
+    weights = [1 if i in (0, pieces - 1) else 2 for i in range(pieces)]
+    ends = [round(heads_k * x / sum(weights)) for x in itertools.accumulate(weights)]
+    for a, b in itertools.pairwise((0, *ends)):
+        if a < b:
+            yield slice(a * group, b * group), slice(a, b)
 
 
 def _options_of(call: Call, options: Options, device: torch.device) -> Options:

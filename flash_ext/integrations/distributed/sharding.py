@@ -10,8 +10,8 @@ ranks. A rank's rows are its chunks one after the other.
     document_zigzag   the zigzag of every document: rank r holds chunk r of each, then chunk
                       2n - 1 - r of each
 
-Chunks have ⌈S / chunks⌉ rows, except the last that has any (`edges`). So S need not be divisible,
-ranks may hold fewer rows than others, and of a very short sequence none.
+S need not be divisible (`edges`): the 2n chunks of a zigzag differ by at most a row, and contiguous
+chunks are torch.chunk's. So ranks may hold unequal numbers of rows, and of a short sequence none.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ Span = tuple[int, int]
 """Rows [first, last) of the whole sequence."""
 
 
-def edges(rows: int, chunks: int) -> list[int]:
-    """Where chunks begin and end: the rule for lengths that do not divide, torch.chunk's.
+def edges(rows: int, chunks: int, equal: bool) -> list[int]:
+    """Where chunks begin and end: the rule for lengths that do not divide.
 
     Args:
         rows: the number of rows.
         chunks: the number of chunks.
+        equal: chunks differ by at most a row: chunk i begins at ⌊i · rows / chunks⌋. Otherwise they
+            have ⌈rows / chunks⌉ rows and the last ones fewer or none, as torch.chunk's.
 
     Returns:
         chunks + 1 numbers from 0 to rows.
     """
     size = -(-rows // chunks)
-    return [min(i * size, rows) for i in range(chunks + 1)]
+    return [i * rows // chunks if equal else min(i * size, rows) for i in range(chunks + 1)]
 
 
-def _cut(span: Span, chunks: int) -> list[Span]:
-    return [
-        (span[0] + a, span[0] + b) for a, b in itertools.pairwise(edges(span[1] - span[0], chunks))
-    ]
+def _cut(span: Span, chunks: int, equal: bool) -> list[Span]:
+    bounds = edges(span[1] - span[0], chunks, equal)
+    return [(span[0] + a, span[0] + b) for a, b in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Sharding:
             tuple(
                 tuple(_section(spans, a, b))
                 for spans, length in zip(self.spans, self.lengths, strict=True)
-                for a, b in itertools.pairwise(edges(length, inner))
+                for a, b in itertools.pairwise(edges(length, inner, equal=False))
             ),
         )
 
@@ -169,10 +170,10 @@ def sharding(
     if layout == "document_zigzag" and documents is None:
         refuse("cu_seqlens", "given with layout='document_zigzag'", None)
     if layout == "contiguous" or ranks == 1:
-        spans = [[chunk] for chunk in _cut((0, rows), ranks)]
+        spans = [[chunk] for chunk in _cut((0, rows), ranks, equal=False)]
     else:
         bounds = (0, rows) if layout == "zigzag" or documents is None else (*documents, rows)
-        cuts = [_cut(document, 2 * ranks) for document in itertools.pairwise(bounds)]
+        cuts = [_cut(document, 2 * ranks, equal=True) for document in itertools.pairwise(bounds)]
         spans = [[cut[i] for i in (r, 2 * ranks - 1 - r) for cut in cuts] for r in range(ranks)]
     return Sharding(rows, tuple(tuple(joined(x)) for x in spans))
 
