@@ -38,6 +38,9 @@ EVERYTHING = dataclasses.replace(
     DENSE, alibi="bh", bias="bhqk", bias_type="float32", sink=True, seqused_k=(30, 7), softcap=3.0
 )
 BROADCAST = dataclasses.replace(DENSE, alibi="h", bias="11qk", bias_type="float32", sink=True)
+SELF = dataclasses.replace(DENSE, seqlen_q=29, seqlen_k=29)
+WINDOW = dataclasses.replace(SELF, window=(7, 3), causal=False, sink=True, softcap=3.0)
+SELF_ALIBI = dataclasses.replace(SELF, alibi="bh")
 MQA = dataclasses.replace(DENSE, heads_k=1)
 PACKED = Problem(
     lengths_q=(9, 0, 12), lengths_k=(9, 3, 12), heads_q=4, heads_k=2, head_dim=16, alibi="h",
@@ -49,6 +52,11 @@ CASES = (
     (DENSE, (BATCH,) * 3, BATCH, (BATCH,) * 3),
     (DENSE, (NOTHING,) * 3, NOTHING, (NOTHING,) * 3),
     (DENSE, (SEQUENCE,) * 3, NOTHING, (NOTHING,) * 3),
+    (SELF, (SEQUENCE,) * 3, SEQUENCE, (SEQUENCE,) * 3),
+    (SELF, (SEQUENCE, NOTHING, NOTHING), SEQUENCE, (SEQUENCE,) * 3),
+    (WINDOW, (SEQUENCE,) * 3, SEQUENCE, (SEQUENCE, SEQUENCE, SEQUENCE, Partial())),
+    (SELF_ALIBI, (SEQUENCE,) * 3, SEQUENCE, (SEQUENCE,) * 3),
+    (dataclasses.replace(SELF_ALIBI, causal=False), (SEQUENCE,) * 3, NOTHING, (NOTHING,) * 3),
     (DENSE, (NOTHING, HEADS, NOTHING), HEADS, (HEADS,) * 3),
     (EVERYTHING, (HEADS,) * 3, HEADS, (HEADS, HEADS, HEADS, Shard(1), Shard(0))),
     (EVERYTHING, (BATCH,) * 3, BATCH, (BATCH, BATCH, BATCH, Shard(0), Partial())),
@@ -93,7 +101,7 @@ def check_cases(mesh: DeviceMesh) -> None:
         expected, comm = attend(problem, whole, **options), CommDebugMode()
         with comm:
             out, lse = attend(problem, parts, **options)
-        silent = len(set(placements)) == 1 and placements[0] == of_out
+        silent = len(set(placements)) == 1 and placements[0] == of_out != SEQUENCE
         if silent and all(x is None for x in (whole.bias, whole.sink)):
             assert comm.get_total_counts() == 0, what
         assert out.placements == (of_out,), f"{what}: {out.placements}"
@@ -141,6 +149,19 @@ def check_two_dimensions(mesh: DeviceMesh) -> None:
     out = flash_ext.attention(q, k, v, causal=True)
     assert out.placements == (BATCH, HEADS)
     close(out, attend(DENSE, inputs), "two dimensions")
+    inputs = make_inputs(SELF, mesh.device_type)
+    for shape, placements in (
+        ((1, RANKS), [BATCH, SEQUENCE]),
+        ((RANKS, 1), [SEQUENCE, HEADS]),
+        ((1, RANKS), [SEQUENCE, HEADS]),
+        ((RANKS, 1), [HEADS, SEQUENCE]),
+    ):
+        square = init_device_mesh(mesh.device_type, shape)
+        q, k, v = (distribute_tensor(x.detach(), square, placements)
+                   for x in (inputs.q, inputs.k, inputs.v))  # fmt: skip
+        out = flash_ext.attention(q, k, v, causal=True)
+        assert out.placements == tuple(placements)
+        close(out, attend(SELF, inputs), "two dimensions, one of them the sequence")
 
 
 def check_fp8(mesh: DeviceMesh) -> None:

@@ -3,6 +3,7 @@
 
 #include "api/attention.h"
 #include "api/boxing.h"
+#include "api/combine_partial.h"
 #include "api/quantize.h"
 
 namespace flash_ext {
@@ -37,6 +38,10 @@ Tensor fp8_token_mean(Tensor x, std::optional<Tensor> cu_seqlens, std::optional<
     return mean_of_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
 }
 
+void combine_partial(Tensor out, Tensor lse, Tensor o_partial, Tensor lse_partial) {
+    add_partial(out, lse, o_partial, lse_partial);
+}
+
 }  // namespace
 }  // namespace flash_ext
 
@@ -51,4 +56,5 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
     m.impl("check", TORCH_BOX(&flash_ext::check));
     m.impl("fp8_quantize", TORCH_BOX(&flash_ext::fp8_quantize));
     m.impl("fp8_token_mean", TORCH_BOX(&flash_ext::fp8_token_mean));
+    m.impl("combine_partial", TORCH_BOX(&flash_ext::combine_partial));
 }

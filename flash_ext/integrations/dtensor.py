@@ -6,11 +6,17 @@
 Nothing need be imported or registered: the first call with a DTensor does it. (Exception: code that
 calls an op itself in `torch.inference_mode`, or is compiled, must import this module first.)
 
-A dimension of the mesh splits the batch or the heads, as in the first of q, k and v that is split.
+A dimension of the mesh splits the batch or the heads, as in the first of q, k and v that is split;
+or the sequence, where q is Shard(1): then it computes by `flash_ext.integrations.distributed`, with
+K and V gathered in pieces while kernels run, and out, its lse and all gradients are split alike.
+That is for self-attention without a bias, dropout, seqused_k, FP8 or a graph of torch.compile.
+(DTensor's split is contiguous: under a causal mask the last rank has the most work. A zigzag split
+is balanced: `flash_ext.integrations.distributed.attention`.)
+
 The other tensors follow, options too, and are redistributed where their placement differs. Key
 heads are split with the query heads that read them, so their number is a multiple of the number of
 ranks, or 1: then every rank has that head, and its gradient is a partial sum. Everything else is
-computed on every rank: heads that do not divide, and splits of the sequence, which are gathered.
+computed on every rank: heads that do not divide, and other splits, which are gathered.
 
 A plain tensor among the arguments must be the same on every rank. Only `rng_state` may differ:
 ranks that compute the same use that of the first of them, so replicated results are the same on
@@ -31,18 +37,25 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.library import register_torch_dispatch
 
 from .. import ops
-from ..ops.options import ABOUT, BackwardTensors, dim_of
+from ..ops.options import ABOUT, FP8, BackwardTensors, dim_of
+from .distributed.methods import Groups, build, unsupported_reason
+from .distributed.plan import Mask
+from .distributed.sharding import Sharding, sharding
+from .distributed.ulysses import Core
 
-Role = Literal["batch", "heads"] | None
+Role = Literal["batch", "heads", "sequence"] | None
 """What a dimension of the mesh splits. None: nothing."""
 
 
 class _Layout:
     """The dimensions of batch and heads in each tensor of one call, and what the mesh splits."""
 
-    def __init__(self, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-        self.mesh, self.packed = mesh, packed
+    def __init__(
+        self, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> None:
+        self.mesh, self.packed = mesh, "cu_seqlens_q" in options
         self.roles: list[Role] = [self._role(i, q, k, v) for i in range(mesh.ndim)]
+        self._split_sequence(q, k, options)
         splits = math.prod(mesh.size(i) for i, r in enumerate(self.roles) if r == "heads")
         key_heads = k.shape[-2]
         if key_heads > 1 and key_heads % splits != 0:
@@ -57,6 +70,29 @@ class _Layout:
                     return role
         return None
 
+    def _split_sequence(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
+        """The role of the first dimension of the mesh that splits q's rows, where that can be."""
+        self.sequence: tuple[Groups, Sharding, Mask] | None = None
+        free = (i for i, role in enumerate(self.roles) if role is None)
+        if not isinstance(q, DTensor) or not _may_split_sequence(q, k, options):
+            return
+        dims = [i for i in free if q.placements[i] == Shard(1)]
+        if not dims:
+            return
+        groups = Groups(self.mesh.get_group(dims[0]))
+        shards = sharding(q.shape[1], groups.ranks, "contiguous")
+        window = options.get("window_left", -1), options.get("window_right", -1)
+        mask = Mask.of(options.get("causal", False), window, None)
+        if unsupported_reason("all_gather", groups, q, k, shards, mask, options) is None:
+            self.roles[dims[0]] = "sequence"
+            self.sequence = groups, shards, mask
+
+    def core(self, q: Tensor, k: Tensor) -> Core | None:
+        """What computes the parts where the sequence is split."""
+        if self.sequence is None:
+            return None
+        return build("all_gather", *self.sequence, k.shape[2], q.shape[2])
+
     def _dim(self, name: str, dims: int, role: str) -> int | None:
         """The dimension that is split, of a tensor with `dims` dimensions, or None."""
         if self.packed and role == "batch":  # the sequences follow one another
@@ -65,6 +101,8 @@ class _Layout:
             return dim_of(name, dims, role)
         if role == "batch":
             return 0
+        if role == "sequence":
+            return 2 if name in ("lse", "dlse") else 1
         return (1 if name in ("lse", "dlse") else 2) - self.packed
 
     def placements(self, name: str, x: Tensor, broadcast: Placement) -> list[Placement]:
@@ -125,6 +163,26 @@ class _Layout:
         )
 
 
+_OF_THE_WHOLE = {
+    *("bias", "seqused_k", "rng_state"),
+    *("q_descale", "k_descale", "v_descale"),
+    *("cu_seqlens_q", "cu_seqlens_k"),
+}
+"""Options that a split sequence does not have."""
+
+_OF_MASKS = ("causal", "window_left", "window_right")
+
+
+def _may_split_sequence(q: DTensor, k: Tensor, options: dict[str, Any]) -> bool:
+    """Whether parts of the sequence can be computed where they are."""
+    return (
+        q.shape[1] == k.shape[1] > 1
+        and q.dtype != FP8
+        and options.keys().isdisjoint(_OF_THE_WHOLE)
+        and ops.is_real(q.to_local())  # a compiler's graph cannot hold these communications
+    )
+
+
 def _mesh(tensors: Sequence[Any]) -> DeviceMesh:
     found = {x.device_mesh for x in tensors if isinstance(x, DTensor)}
     if len(found) != 1:
@@ -132,12 +190,20 @@ def _mesh(tensors: Sequence[Any]) -> DeviceMesh:
     return found.pop()
 
 
+def _without_masks(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in options.items() if name not in _OF_MASKS}
+
+
 def _on_parts(op: Any, args: Any, options: dict[str, Any]) -> tuple[_Layout, Any]:
     """fwd or check of this rank's part: the layout of the call, and what the op returns."""
     q, k, v = args
-    layout = _Layout(_mesh((*args, *options.values())), q, k, v, "cu_seqlens_q" in options)
-    parts = [layout.local(name, x) for name, x in zip("qkv", args, strict=True)]
-    return layout, op(*parts, **{name: layout.local(name, x) for name, x in options.items()})
+    layout = _Layout(_mesh((*args, *options.values())), q, k, v, options)
+    q, k, v = (layout.local(name, x) for name, x in zip("qkv", args, strict=True))
+    local = {name: layout.local(name, x) for name, x in options.items()}
+    core = layout.core(q, k)
+    if core is not None and op is ops.fwd:
+        return layout, core.forward(q, k, v, _without_masks(local))[-2:]
+    return layout, op(q, k, v, **local)
 
 
 def _check(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
@@ -162,10 +228,18 @@ def _fwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None
 def _bwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
     x, options = BackwardTensors(*args), kwargs or {}
     with torch.no_grad():
-        packed = "cu_seqlens_q" in options
-        layout = _Layout(_mesh((*args, *options.values())), x.q, x.k, x.v, packed)
-        parts = [layout.local(name, y) for name, y in x._asdict().items()]
-        gradients = op(*parts, **{name: layout.local(name, o) for name, o in options.items()})
+        layout = _Layout(_mesh((*args, *options.values())), x.q, x.k, x.v, options)
+        parts = BackwardTensors(*(layout.local(name, y) for name, y in x._asdict().items()))
+        local = {name: layout.local(name, o) for name, o in options.items()}
+        core = layout.core(parts.q, parts.k)
+        if core is None:
+            gradients = op(*parts, **local)
+        else:
+            local.pop("need_dbias", None)
+            dout, dlse, *saved = parts
+            dq, dk, dv, dsink = core.backward(tuple(saved), dout, dlse, _without_masks(local))
+            nothing = dq.new_empty(0)
+            gradients = (dq, dk, dv, nothing, nothing if dsink is None else dsink)
         gradients_of: dict[str, Tensor | None] = {"q": x.q, "k": x.k, "v": x.v}
         gradients_of |= {name: options.get(name) for name in ("bias", "sink")}
         return tuple(

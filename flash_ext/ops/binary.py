@@ -144,5 +144,5 @@ def _cuda_unavailable(*tensors: Any, **options: Any) -> NoReturn:
 
 
 if cuda_missing is not None:
-    for _name in ("fwd", "bwd", "check", "fp8_quantize", "fp8_token_mean"):
+    for _name in ("fwd", "bwd", "check", "fp8_quantize", "fp8_token_mean", "combine_partial"):
         library.impl(_name, _cuda_unavailable, "CUDA")

@@ -1,0 +1,569 @@
+"""Speed of one sequence split over GPUs: per GPU, beside the same work without communication.
+
+    python benchmarks/distributed.py                       # all GPUs of this machine
+    python benchmarks/distributed.py --ranks 2 --lengths 32768
+    python benchmarks/distributed.py --documents --peers none
+    torchrun --nproc-per-node 4 benchmarks/distributed.py  # the same, also on several machines
+    python benchmarks/distributed.py --device cpu          # a smoke test with gloo
+
+Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all, and
+--documents: packed causal documents whose lengths have a heavy tail. Every method of
+`flash_ext.integrations.distributed`; torch's context_parallel with each of its backends and
+rotations; and ring-flash-attn where it is installed.
+
+Results go to benchmarks/results/<device>/distributed.json. A run with the same device, versions and
+source digest adds its cells to that file or replaces them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import math
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Json, first_line, say
+from torch import Tensor
+
+from flash_ext.integrations import distributed as cp
+from flash_ext.integrations.distributed import cost, functional, local, methods, plan
+from flash_ext.integrations.distributed.transport import Collectives, Pending, ready
+
+LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
+DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
+PROJECTED_RANKS = (8, 16, 64, 256, 1024)
+MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
+
+METHOD = (
+    "Each rank is a process with one GPU. The providers take turns, round by round; before each "
+    "call all ranks meet. A call's time is that between CUDA events (on a CPU the wall clock) on "
+    "the slowest rank, 'ms' the median of the rounds. Backward is one torch.autograd.grad call on "
+    "a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that "
+    "backward, over all ranks. 'kernels_ms' is the same rank's kernels alone, on keys that are "
+    "there already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
+    "method with every transfer left out: what 'ms' has more of is communication that nothing "
+    "hides. 'peak_bytes' is the most memory a rank's allocator held during forward and backward, "
+    "inputs included. 'model_ms' is the cost model's time with this machine's measured kernels."
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of attention in one layer."""
+
+    heads_q: int = 32
+    heads_k: int = 8
+    dim: int = 128
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One sequence on so many ranks."""
+
+    kind: str  # "causal" or "documents"
+    rows: int
+    ranks: int
+    shape: Shape
+    documents: tuple[int, ...] | None = None
+
+    @property
+    def mask(self) -> plan.Mask:
+        return plan.Mask(None, 0, self.documents)
+
+    @property
+    def flops(self) -> float:
+        """Of a forward pass, on all ranks."""
+        pairs = self.rows**2 * cost.visible_share(self.rows, None, 0, self.documents)
+        return 4.0 * self.shape.heads_q * self.shape.dim * pairs
+
+
+def heavy_tail(rows: int, seed: int = 0) -> tuple[int, ...]:
+    """cu_seqlens of documents whose lengths follow a power law: most short, few very long."""
+    draw = random.Random(seed)
+    edges = [0]
+    while edges[-1] < rows:
+        edges.append(
+            min(rows, edges[-1] + int(min(rows / 2, rows / 256 * draw.paretovariate(0.9))))
+        )
+    return tuple(edges)
+
+
+# ------------------------------------------------------------------------------------- providers
+@dataclass
+class Provider:
+    """One way to compute a cell on this rank."""
+
+    name: str
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    dout: Tensor
+    around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    facts: Json = field(default_factory=dict)
+
+    def backward_of(self, out: Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
+
+
+class Silent(Collectives):
+    """A transport that moves nothing: results are wrong, and everything else takes its time."""
+
+    class _Done:
+        def wait(self) -> None:
+            pass
+
+    def _begin(self, what: str, collective: Callable[..., Any], *arguments: Any) -> Any:
+        return self._Done()
+
+    def shift(self, x: Tensor, by: int, what: str) -> Pending:
+        return ready(x.contiguous())
+
+
+class Ranks:
+    """This rank's part of a cell: inputs, and everything that providers share."""
+
+    def __init__(self, cell: Cell, device: torch.device, dtype: torch.dtype) -> None:
+        self.cell, self.device, self.dtype = cell, device, dtype
+        self.rank = dist.get_rank()
+
+    def rows_of(self, layout: str) -> int:
+        shards = cp.sharding(self.cell.rows, self.cell.ranks, layout, self.cell.documents)
+        return shards.lengths[self.rank]
+
+    def inputs(self, rows: int, heads_k: int | None = None) -> tuple[list[Tensor], Tensor]:
+        """q, k and v, requiring gradients, and dout: (1, rows, H, D)."""
+        shape = self.cell.shape
+        like = {"device": self.device, "dtype": self.dtype}
+        heads = (shape.heads_q, heads_k or shape.heads_k, heads_k or shape.heads_k)
+        leaves = [torch.randn(1, rows, h, shape.dim, **like).requires_grad_() for h in heads]
+        return leaves, torch.randn(1, rows, shape.heads_q, shape.dim, **like)
+
+
+def ours(ranks: Ranks, method: str, layout: str, silent: bool = False) -> Provider:
+    """A method of this package."""
+    cell = ranks.cell
+    leaves, dout = ranks.inputs(ranks.rows_of(layout))
+    packed = cell.documents is not None
+    group: Any = None
+    name = method
+    if method.startswith("two_level"):
+        across = 2
+        group = dist.device_mesh.init_device_mesh(
+            ranks.device.type, (across, cell.ranks // across), mesh_dim_names=("across", "within")
+        )
+        method = method.removeprefix("two_level_")
+
+    def forward() -> Tensor:
+        tensors = [x[0] for x in leaves] if packed else leaves
+        with transports(Silent if silent else Collectives):
+            out = cp.attention(
+                *tensors, causal=True, method=method, layout=layout, group=group,
+                cu_seqlens=cell.documents, seqlen=cell.rows,
+            )  # fmt: skip
+        return out[None] if packed else out
+
+    return Provider(f"{name} {layout}", forward, tuple(leaves), dout)
+
+
+@contextlib.contextmanager
+def transports(chosen: type[Collectives]) -> Iterator[None]:
+    """Let methods be built with this transport."""
+    build = functional.build
+    functional.build = partial(methods.build, transport=chosen)
+    try:
+        yield
+    finally:
+        functional.build = build
+
+
+class Kernels:
+    """The kernels of a rank alone: the calls of the all-gather, on random keys."""
+
+    def __init__(self, ranks: Ranks, layout: str) -> None:
+        cell = ranks.cell
+        shards = cp.sharding(cell.rows, cell.ranks, layout, cell.documents)
+        self.calls = plan.gathered(shards, ranks.rank, cell.mask)
+        (self.q, _, _), self.dout = ranks.inputs(shards.lengths[ranks.rank])
+        (_, self.k, self.v), _ = ranks.inputs(cell.rows)
+        self.q, self.k, self.v = (x.detach() for x in (self.q, self.k, self.v))
+        batch, rows, heads, dim = self.dout.shape
+        self.out = torch.zeros_like(self.dout)
+        self.lse = torch.zeros(batch, heads, rows, device=ranks.device)
+        for call in self.calls:
+            out, lse = local.forward(call, self.q, self.k, self.v, {})
+            self.out[:, slice(*call.q)], self.lse[..., slice(*call.q)] = out, lse
+
+    def forward(self) -> None:
+        for call in self.calls:
+            local.forward(call, self.q, self.k, self.v, {})
+
+    def backward(self) -> None:
+        for call in self.calls:
+            local.backward(call, self.dout, None, self.q, self.k, self.v, self.out, self.lse, {})
+
+
+def torchs(ranks: Ranks, backend: str, rotation: str) -> Provider:
+    """torch's context_parallel: causal, equal heads, its own zigzag."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    cell = ranks.cell
+    if cell.documents is not None:
+        raise NotImplementedError("context_parallel has no documents")
+    mesh = init_device_mesh(ranks.device.type, (cell.ranks,))
+    leaves, dout = ranks.inputs(cell.rows // cell.ranks, cell.shape.heads_q)
+    heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        set_rotate_method(rotation)
+        with sdpa_kernel(getattr(SDPBackend, backend)), context_parallel(mesh):
+            yield
+
+    return Provider(
+        f"torch {backend.lower()} {rotation}",
+        lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True),
+        tuple(heads_first),
+        dout.transpose(1, 2),
+        around,
+        {"heads_k": cell.shape.heads_q},
+    )
+
+
+def ring_flash_attns(ranks: Ranks, function: str) -> Provider:
+    """ring-flash-attn's, over the flash_attn that is installed, or over flash_ext's drop-in."""
+    over = "flash_attn"
+    if importlib.util.find_spec("flash_attn") is None:
+        import flash_ext.flash_attn as drop_in
+
+        sys.modules["flash_attn"] = drop_in
+        sys.modules["flash_attn.flash_attn_interface"] = importlib.import_module(
+            "flash_ext.flash_attn.flash_attn_interface"
+        )
+        over = "flash_ext.flash_attn"
+    call = getattr(importlib.import_module("ring_flash_attn"), function)
+    if ranks.cell.documents is not None:
+        raise NotImplementedError("its packed functions want every document divisible")
+    leaves, dout = ranks.inputs(ranks.rows_of("zigzag"))
+    return Provider(
+        f"ring-flash-attn {function}", lambda: call(*leaves, causal=True), tuple(leaves), dout,
+        facts={"over": over},
+    )  # fmt: skip
+
+
+def providers(ranks: Ranks, args: argparse.Namespace) -> Iterator[Callable[[], Provider]]:
+    """Makers of all that are asked for."""
+    layouts = ("zigzag",) if ranks.cell.documents is None else ("zigzag", "document_zigzag")
+    names = list(args.methods)
+    if ranks.cell.ranks >= 4 and ranks.cell.ranks % 2 == 0 and args.two_level:
+        names += ["two_level_all_gather", "two_level_ring"]
+    for layout in layouts:
+        for method in names:
+            yield lambda method=method, layout=layout: ours(ranks, method, layout)
+    if args.peers != "none" and ranks.device.type == "cuda":
+        for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            for rotation in ("allgather", "alltoall"):
+                yield lambda backend=backend, rotation=rotation: torchs(ranks, backend, rotation)
+        for function in ("zigzag_ring_flash_attn_func", "ring_flash_attn_func"):
+            yield lambda function=function: ring_flash_attns(ranks, function)
+
+
+# ---------------------------------------------------------------------------------------- timing
+class Clock:
+    """Times calls on all ranks at once."""
+
+    def __init__(self, device: torch.device, limit: float) -> None:
+        self.device, self.limit, self.cuda = device, limit, device.type == "cuda"
+
+    def meet(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Seconds of one call on this rank."""
+        self.meet()
+        if not self.cuda:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(5_000_000)  # the host is ahead when the call begins
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e-3
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of all ranks' numbers."""
+        found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found.item())
+
+    def median(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Seconds of each call on the slowest rank; they take turns."""
+        for call in calls.values():
+            for _ in range(WARM_UP):
+                call()
+        first = {name: self.slowest(self.once(call)) for name, call in calls.items()}
+        rounds = int(self.limit / max(sum(first.values()), 1e-6))
+        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, rounds))
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                times[name].append(self.slowest(self.once(call)))
+        return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(provider: Provider, clock: Clock, cell: Cell, backward: bool) -> Json:
+    """Times, memory and rates of one provider."""
+    if clock.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with provider.around():
+        with torch.no_grad():
+            found = clock.median({"forward": provider.forward})
+        if backward:
+            out = provider.forward()
+            found |= clock.median({"backward": provider.backward_of(out)})
+            del out
+    result: Json = {"provider": provider.name, **provider.facts}
+    for name, seconds in found.items():
+        flops = cell.flops * (2.5 if name == "backward" else 1) / cell.ranks
+        result[name] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
+    if clock.cuda:
+        result["peak_bytes"] = int(clock.slowest(torch.cuda.max_memory_allocated()))
+    return result
+
+
+def kernel_times(ranks: Ranks, clock: Clock, layout: str, backward: bool) -> dict[str, float]:
+    """Seconds of the kernels alone, on the slowest rank."""
+    kernels = Kernels(ranks, layout)
+    calls: dict[str, Callable[[], object]] = {"forward": kernels.forward}
+    if backward:
+        calls["backward"] = kernels.backward
+    return clock.median(calls)
+
+
+def call_of(cell: Cell) -> cost.Call:
+    """The cell for the cost model."""
+    shape = cell.shape
+    return cost.Call(
+        batch=1, rows=cell.rows, heads_q=shape.heads_q, heads_k=shape.heads_k, dim=shape.dim,
+        dim_v=shape.dim, ranks=cell.ranks,
+        share=cost.visible_share(cell.rows, None, 0, cell.documents),
+    )  # fmt: skip
+
+
+def machine_with(kernels: dict[str, float], cell: Cell, device: torch.device) -> cost.Machine:
+    """The cost model's machine, with the kernels' measured speeds."""
+    machine = cost.machine_of(device, cell.ranks)
+    forward = cell.flops / cell.ranks / kernels["forward"]
+    backward = 2.5 * cell.flops / cell.ranks / kernels.get("backward", math.inf)
+    return replace(machine, forward=forward, backward=backward or machine.backward)
+
+
+def add_model(result: Json, method: str, cell: Cell, machine: cost.Machine) -> None:
+    """The cost model's times beside the measured ones."""
+    call = call_of(cell)
+    forward = cost.estimate(method, replace(call, gradients=False), machine).total
+    both = cost.estimate(method, call, machine).total
+    for name, seconds in (("forward", forward), ("backward", both - forward)):
+        if name in result:
+            result[name]["model_ms"] = seconds * 1e3
+
+
+def run_cell(ranks: Ranks, args: argparse.Namespace) -> list[Json]:
+    """Every provider's results in one cell."""
+    cell, device = ranks.cell, ranks.device
+    clock = Clock(device, args.seconds)
+    found: list[Json] = []
+    kernels: dict[str, dict[str, float]] = {}
+    for make in providers(ranks, args):
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        result: Json = {}
+        error = None
+        try:
+            provider = make()
+            result = measure(provider, clock, cell, args.backward)
+            method, _, layout = provider.name.partition(" ")
+            if method in cp.METHODS:
+                if layout not in kernels:
+                    kernels[layout] = kernel_times(ranks, clock, layout, args.backward)
+                silent = measure(ours(ranks, method, layout, True), clock, cell, args.backward)
+                for name, seconds in kernels[layout].items():
+                    result[name]["kernels_ms"] = seconds * 1e3
+                    result[name]["share"] = seconds * 1e3 / result[name]["ms"]
+                    result[name]["silent_ms"] = silent[name]["ms"]
+                add_model(result, method, cell, machine_with(kernels[layout], cell, device))
+        except (ImportError, NotImplementedError, AttributeError) as absent:
+            error = first_line(absent)  # on every rank
+        except (RuntimeError, ValueError, TypeError) as wrong:
+            error = first_line(wrong)
+        if error is not None:
+            result = {"provider": result.get("provider", "a peer"), "error": error}
+        keys = {"kind": cell.kind, "rows": cell.rows, "ranks": cell.ranks}
+        found.append(keys | asdict(cell.shape) | result)
+        if ranks.rank == 0:
+            say(line_of(found[-1]))
+    return found
+
+
+def line_of(result: Json) -> str:
+    """A result for the terminal."""
+    head = f"{result['kind']} {result['rows']:>8,} on {result['ranks']}  {result['provider']:<34}"
+    if "error" in result:
+        return f"{head}left out: {result['error']}"
+    parts = []
+    for name in ("forward", "backward"):
+        if name in result:
+            x = result[name]
+            share = f" share {x['share']:.3f}" if "share" in x else ""
+            parts.append(f"{name} {x['ms']:9.3f} ms {x['tflops']:6.1f} TFLOP/s{share}")
+    return head + "  ".join(parts)
+
+
+def projection(results: list[Json]) -> list[Json]:
+    """What the model says of more ranks, from the largest measured cells' kernels."""
+    measured = [x for x in results if "share" in x.get("forward", {})]
+    found = []
+    for rows in sorted({x["rows"] for x in measured}):
+        best = next(x for x in measured if x["rows"] == rows)
+        shape = Shape(best["heads_q"], best["heads_k"], best["dim"])
+        cell = Cell("causal", rows, best["ranks"], shape)
+        times = {n: best[n]["kernels_ms"] * 1e-3 for n in ("forward", "backward") if n in best}
+        machine = machine_with(times, cell, torch.device("cpu"))
+        for ranks in PROJECTED_RANKS:
+            links = cost.ONE_HOST if ranks <= 8 else cost.MANY_HOSTS
+            there = replace(machine, link=links.link, latency=links.latency, memory=links.memory)
+            call = call_of(replace(cell, ranks=ranks))
+            estimates = {m: cost.estimate(m, call, there) for m in cp.METHODS}
+            found.append({
+                "rows": rows, "ranks": ranks,
+                "methods": {m: {"ms": e.total * 1e3, "share": e.kernels / e.total}
+                            for m, e in estimates.items()},
+            })  # fmt: skip
+    return found
+
+
+# ------------------------------------------------------------------------------------- processes
+def cells(args: argparse.Namespace, ranks: int, cpu: bool) -> Iterator[Cell]:
+    """All that are asked for."""
+    shape = Shape(2 * ranks, ranks, 16) if cpu else Shape()
+    for rows in args.lengths or (CPU_LENGTHS if cpu else LENGTHS):
+        yield Cell("causal", rows, ranks, shape)
+    if args.documents:
+        rows = CPU_DOCUMENT_TOKENS if cpu else DOCUMENT_TOKENS
+        yield Cell("documents", rows, ranks, shape, heavy_tail(rows))
+
+
+def work(args: argparse.Namespace) -> list[Json]:
+    """This rank's part of everything, in a default group that exists."""
+    cpu = args.device == "cpu"
+    device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.float32 if cpu else torch.bfloat16
+    torch.manual_seed(dist.get_rank())
+    found: list[Json] = []
+    asked = list(cells(args, dist.get_world_size(), cpu))
+    first = dist.get_rank() == 0
+    for cell in common.progress(asked, len(asked), "cells") if first else asked:
+        found += run_cell(Ranks(cell, device, dtype), args)
+    return found
+
+
+def write(found: list[Json], args: argparse.Namespace) -> None:
+    """Add the cells to the result file."""
+    device = torch.device(args.device)
+    path = common.result_path(device, "distributed.json", args.out)
+    result = common.describe_setup(device) | {"method": METHOD}
+    before = common.read_json(path)
+    kept: list[Json] = []
+    if before is not None and common.same_setup(before, result):
+        keys = ("kind", "rows", "ranks")
+        measured = {tuple(x[k] for k in keys) for x in found}
+        kept = [x for x in before["cells"] if tuple(x[k] for k in keys) not in measured]
+    result["cells"] = kept + found
+    result["projection"] = projection(result["cells"])
+    common.write_json(path, result)
+    say(f"written: {path}")
+
+
+def process(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
+    """One of the processes that `main` starts."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=args.timeout),
+    )  # fmt: skip
+    found = work(args)
+    if rank == 0:
+        write(found, args)
+    dist.destroy_process_group()
+
+
+def parse(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=["cuda", "cpu"], default=default)
+    add("--ranks", type=int, help="processes; default: a GPU each, on a CPU 2")
+    add("--lengths", type=int, nargs="*", help=f"tokens in all; default {LENGTHS}")
+    add("--methods", nargs="*", default=list(cp.METHODS), choices=cp.METHODS)
+    add("--two-level", action="store_true", help="two levels too, from 4 ranks on")
+    add("--documents", action="store_true", help="packed documents too")
+    add("--backward", action=argparse.BooleanOptionalAction, default=True)
+    add("--peers", choices=["all", "none"], default="all")
+    add("--seconds", type=float, default=4.0, help="for the rounds of a provider in a cell")
+    add("--timeout", type=float, default=120.0, help="seconds until a collective that hangs ends")
+    add("--out", help="the result file")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    args = parse()
+    if "RANK" in os.environ:  # torchrun
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "nccl" if args.device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+        found = work(args)
+        if rank == 0:
+            write(found, args)
+        dist.destroy_process_group()
+        return
+    ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(process, (ranks, port, args), ranks)
+
+
+if __name__ == "__main__":
+    main()

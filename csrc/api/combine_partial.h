@@ -1,0 +1,15 @@
+// Attention over some keys added to the results so far. See flash_ext/ops/combine_partial.py for
+// the op's contract.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "api/attention.h"
+
+namespace flash_ext {
+
+// out and lse, in place.
+void add_partial(const Tensor& out, const Tensor& lse, const Tensor& o_partial,
+                 const Tensor& lse_partial);
+
+}  // namespace flash_ext

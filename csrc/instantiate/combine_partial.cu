@@ -1,0 +1,1 @@
+#include "kernels/common/combine_partial.cuh"

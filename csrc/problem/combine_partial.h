@@ -1,0 +1,33 @@
+// Attention over some keys added to the results so far: the parameters of its kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/tensor_view.h"
+
+namespace flash_ext {
+
+enum class PartialType { kFloat16, kBFloat16, kFloat32 };
+
+// A (batch, head, row) tensor of float32 with adjacent rows.
+struct StatisticsView {
+    float* data = nullptr;  // (B, H, S)
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+};
+
+struct CombinePartialParams {
+    PartialType partial_type;
+    int batch;
+    int rows;  // S
+    int heads;
+    int head_dim;          // Dv
+    bool aligned = false;  // does every row start on a boundary of four elements?
+
+    TensorView out;              // (B, S, H, Dv), float32, also the result
+    StatisticsView lse;          // (B, H, S), also the result
+    TensorView o_partial;        // (B, S, H, Dv), partial_type
+    StatisticsView lse_partial;  // (B, H, S)
+};
+
+}  // namespace flash_ext

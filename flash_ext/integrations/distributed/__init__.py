@@ -1,0 +1,38 @@
+"""Sequences longer than one GPU holds: attention of a sequence split over ranks.
+
+    from flash_ext.integrations import distributed as cp
+
+    tokens, labels = (cp.shard(x, group=group) for x in (tokens, labels))  # (B, S) -> (B, rows)
+    positions = cp.position_ids(S, group=group, device=tokens.device)
+    ...  # the model: everything but attention works on rows
+    out = cp.attention(q, k, v, causal=True, group=group)  # in place of flash_ext.attention
+
+`attention` is context parallelism by three methods, and two of them at two levels:
+
+    functional  `attention`, its checks and its autograd node
+    batch       `shard`, `unshard`, `position_ids`
+    methods     methods by name, and what "auto" takes by the model in `cost`
+    gather, ring, ulysses   the methods
+    plan        the mask of the whole sequence as local calls: the one place with positions
+    sharding    which rows a rank has
+    local       a call of the plan, on tensors
+    transport   every communication
+    agree       ranks that disagree raise instead of waiting
+"""
+
+from . import cost as cost
+from .batch import position_ids, shard, unshard
+from .cost import METHODS
+from .functional import attention
+from .sharding import LAYOUTS, Sharding, sharding
+
+__all__ = [
+    "LAYOUTS",
+    "METHODS",
+    "Sharding",
+    "attention",
+    "position_ids",
+    "shard",
+    "sharding",
+    "unshard",
+]

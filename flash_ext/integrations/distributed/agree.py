@@ -1,0 +1,102 @@
+"""Ranks that disagree raise, all of them, instead of waiting for each other.
+
+Before the first call of every new signature the ranks of a group exchange it: shapes, dtype,
+options. Later calls of the same signature exchange nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+Signature = dict[str, Any]
+"""What must be the same on every rank, by name. Values compare and have a hash."""
+
+ERROR = "error"
+"""The name under which a rank says that its own arguments are wrong."""
+
+MOST_KNOWN = 4096
+"""Signatures that are remembered: with cu_seqlens every batch has its own."""
+
+_agreed: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()
+
+
+def agree(
+    groups: Sequence[ProcessGroup],
+    signature: Signature,
+    here: Hashable = None,
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """Return if every rank has this signature.
+
+    Args:
+        groups: one group; or the groups of a mesh of which this rank is part, the last dimension's
+            first. All their ranks call this.
+        signature: what must be the same on every rank.
+        here: what else makes the call a new one, and may differ between ranks.
+        check: raises ValueError or RuntimeError for arguments that are wrong on this rank. Called
+            only if the signature is new.
+
+    Raises:
+        ValueError: on every rank, naming the ranks, what differs and the values; or what is wrong
+            on one of them.
+        RuntimeError: a rank did not come before the group's timeout.
+    """
+    known = _agreed.setdefault(groups[-1], set())
+    key = (tuple(signature.items()), here)
+    if key in known:
+        return
+    try:
+        check()
+    except (ValueError, RuntimeError) as error:
+        signature = {ERROR: str(error).removeprefix("flash_ext: ")}
+    found = [signature]
+    for group in groups:
+        found = _exchange(group, found)
+    if difference := disagreement(found):
+        raise ValueError(f"flash_ext: {difference}")
+    if len(known) == MOST_KNOWN:  # the same on every rank, so all forget at the same call
+        known.clear()
+    known.add(key)
+
+
+def _exchange(group: ProcessGroup, mine: list[Signature]) -> list[Signature]:
+    """What every rank has, in the order of ranks."""
+    if dist.get_world_size(group) == 1:
+        return mine
+    every: list[list[Signature]] = [[] for _ in range(dist.get_world_size(group))]
+    try:
+        dist.all_gather_object(every, mine, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "flash_ext: the exchange of shapes and options before the first call of its kind did"
+            f" not complete: {error}"
+        ) from error
+    return [signature for signatures in every for signature in signatures]
+
+
+def disagreement(signatures: list[Signature]) -> str | None:
+    """What is wrong, in words, or None where all are equal.
+
+    Args:
+        signatures: of every rank, in order.
+    """
+    wrong = [(rank, s[ERROR]) for rank, s in enumerate(signatures) if ERROR in s]
+    if wrong:
+        rank, message = wrong[0]
+        others = "" if len(wrong) == 1 else f", and {len(wrong) - 1} more"
+        where = "" if len(wrong) == len(signatures) else f" (on rank {rank} of the group{others})"
+        return f"{message}{where}"
+    differences = []
+    for name in signatures[0]:
+        values = [s.get(name) for s in signatures]
+        if any(x != values[0] for x in values):
+            said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+            differences.append(f"{name} is {said}")
+    if not differences:
+        return None
+    return "the ranks of the group must agree: " + "; ".join(differences)

@@ -1,0 +1,219 @@
+"""Which method is fastest: a model of a call's time from its sizes and the ranks' links.
+
+    time = kernels + what the kernels do not hide of the transfers + passes over memory
+
+For n ranks, S rows in all, Hq and Hk heads, head dims D and Dv, and b bytes an element, a rank
+receives in a forward pass
+
+    all_gather  (n - 1) / n · S Hk (D + Dv) b, in pieces of heads; the first piece is not hidden,
+                and of the others what takes longer than the kernels
+    ring        (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by a kernel; the partial
+                results are combined in float32, 10 bytes an element of out and step
+    ulysses     (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one in
+                and the last one out are not hidden
+
+The backward pass moves K and V again (ulysses: dO) and the gradients; a ring moves dK and dV in
+float32. Kernels take 4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where
+`share` is that of visible pairs. Numbers of a machine are a `Machine`; H200 was measured.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+METHODS = ("all_gather", "ring", "ulysses")
+"""The methods by name."""
+
+MOST_PIECES = 5
+"""Of heads: with more the pieces' kernels no longer fill the GPU, and transfers are short."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds of a device and of its links."""
+
+    forward: float = 700e12
+    """FLOP/s of the forward kernels; causal, head dim 128, an H200's fa3."""
+
+    backward: float = 600e12
+    """FLOP/s of the backward kernels."""
+
+    memory: float = 4.0e12
+    """Bytes/s of the device's memory."""
+
+    link: float = 290e9
+    """Bytes/s that a rank receives from all others: an H200 of one host, NCCL, 128 to 512 MB."""
+
+    latency: float = 25e-6
+    """Seconds until a transfer moves: one collective of NCCL in one host."""
+
+
+ONE_HOST = Machine()
+"""Ranks that NVLink connects."""
+
+MANY_HOSTS = Machine(link=45e9, latency=60e-6)
+"""Ranks that a 400 Gbit/s network card each connects."""
+
+CPU = Machine(forward=2e9, backward=2e9, memory=1e10, link=1e9, latency=1e-3)
+"""gloo between processes of one machine, with the CPU kernels: for tests."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The sizes that decide."""
+
+    batch: int
+    rows: int
+    """S, of the whole sequence."""
+
+    heads_q: int
+    heads_k: int
+    dim: int
+    dim_v: int
+    ranks: int
+    bytes: int = 2
+    """Of an element."""
+
+    share: float = 1.0
+    """Of the pairs of the whole sequence, those that are visible: 1 / 2 when causal."""
+
+    balance: float = 1.0
+    """The work of the busiest rank over the mean: 1 for zigzag."""
+
+    gradients: bool = True
+    """Whether a backward pass follows."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one pass on the busiest rank."""
+
+    kernels: float
+    exposed: float
+    """Transfers that no kernel hides."""
+
+    memory: float
+    """Packing, merging and converting."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the pass."""
+        return self.kernels + self.exposed + self.memory
+
+    def __add__(self, other: Estimate) -> Estimate:
+        return Estimate(
+            self.kernels + other.kernels,
+            self.exposed + other.exposed,
+            self.memory + other.memory,
+        )
+
+
+def pieces_of(heads: int) -> int:
+    """Into how many pieces so many key heads are cut."""
+    return max(1, min(MOST_PIECES, heads))
+
+
+def visible_share(rows: int, left: int | None, right: int | None, documents: object) -> float:
+    """The share of pairs (query, key) that is visible.
+
+    Args:
+        rows: S.
+        left, right: how far a query sees to either side; None is without limit.
+        documents: cu_seqlens of the whole sequence, or None.
+    """
+    edges = (0, rows) if documents is None else documents
+    assert isinstance(edges, tuple)
+    pairs = 0
+    for a, b in zip(edges, edges[1:], strict=False):
+        pairs += b - a
+        for side in (left, right):
+            reach = min(b - a - 1 if side is None else side, max(b - a - 1, 0))
+            pairs += reach * (b - a) - reach * (reach + 1) // 2
+    return pairs / max(rows * rows, 1)
+
+
+def _pipelined(kernels: float, travel: float, pieces: int, latency: float) -> float:
+    """What is exposed of transfers in as many pieces as kernels, each one step ahead.
+
+    The first piece is exposed, and is half as large as most (`local.head_pieces`).
+    """
+    first = 1 / max(1, 2 * (pieces - 1))
+    following = pieces - 1
+    behind = (1 - first) * (travel - kernels) + following * latency
+    return first * travel + latency + (max(0.0, behind) if following else 0.0)
+
+
+def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate:
+    n, dims = call.ranks, call.dim + call.dim_v
+    speed = machine.backward / 2.5 if backward else machine.forward
+    flops = 2.0 * call.batch * call.heads_q * dims * call.rows**2 * call.share
+    kernels = flops / n / speed * call.balance
+    if n == 1:
+        return Estimate(kernels, 0.0, 0.0)
+    rows = call.batch * call.rows / n  # of a rank
+    kv = rows * call.heads_k * dims * call.bytes
+    q_out = rows * call.heads_q * dims * call.bytes
+    if method == "ulysses":
+        per_rank = max(call.heads_k, n) // n
+        pieces = pieces_of(per_rank)
+        kv *= max(1.0, n / call.heads_k)
+        travel = (n - 1) / n * (q_out + kv) / machine.link
+        # In and out take turns on the links: half of each piece's transfers is before its kernel.
+        exposed = _pipelined(kernels, travel, pieces, 2 * machine.latency)
+        return Estimate(kernels, exposed, 4 * (q_out + kv) / machine.memory)
+    travel = (n - 1) * kv / machine.link
+    if method == "all_gather":
+        pieces = pieces_of(call.heads_k)
+        exposed = _pipelined(kernels, travel, pieces, machine.latency)
+        copies = 2 * n * kv
+        if backward:  # and the sums, the last of which is not hidden
+            exposed += _pipelined(kernels, travel, pieces, machine.latency)
+            copies += 4 * n * kv
+        return Estimate(kernels, exposed, (copies + 2 * q_out) / machine.memory)
+    step = kv / machine.link + machine.latency
+    kernel = kernels / n
+    exposed = (n - 1) * max(0.0, step - kernel)
+    merged = rows * call.heads_q * call.dim_v * (8 + call.bytes) * (n + 1) / 2
+    if backward:
+        float32 = 4 / call.bytes
+        sums = kv * float32 / machine.link + machine.latency
+        exposed = (n - 1) * max(0.0, step + sums - kernel) + sums  # the way home is not hidden
+        merged = merged * call.dim / call.dim_v + n * kv * (2 * float32 + 1)
+    return Estimate(kernels, exposed, merged / machine.memory)
+
+
+def estimate(method: str, call: Call, machine: Machine) -> Estimate:
+    """The model's time of a call, forward and, if the call has gradients, backward.
+
+    Args:
+        method: one of METHODS.
+        call: the sizes.
+        machine: the speeds.
+    """
+    found = _pass(method, call, machine, backward=False)
+    return found + _pass(method, call, machine, backward=True) if call.gradients else found
+
+
+def choose(call: Call, machine: Machine, allowed: tuple[str, ...] = METHODS) -> str:
+    """The method of the shortest time, of those allowed; the first of equal ones."""
+    return min(allowed, key=lambda method: estimate(method, call, machine).total)
+
+
+def machine_of(device: torch.device, ranks: int) -> Machine:
+    """The machine of a group of ranks, by its device and by whether one host holds them all.
+
+    torchrun says in LOCAL_WORLD_SIZE how many ranks a host has; without it all are on one. The
+    number is the same on every rank, so all choose alike.
+    """
+    if device.type == "cpu":
+        return CPU
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return ONE_HOST if ranks <= per_host else MANY_HOSTS
+
+
+def with_link(machine: Machine, bandwidth: float) -> Machine:
+    """The machine with other links, in bytes/s."""
+    return replace(machine, link=bandwidth)

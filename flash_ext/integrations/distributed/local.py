@@ -1,0 +1,135 @@
+"""A call of a plan, on tensors: views of the rows that it names, and the ops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from .plan import Call
+
+Options = dict[str, Any]
+"""Options of the ops, without masks and sequences."""
+
+
+@lru_cache(maxsize=256)
+def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on a device, which does not wait for them. The same ones are kept."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def of_heads(options: Options, first: int, last: int) -> Options:
+    """The options of some of the query heads."""
+    chosen = dict(options)
+    for name in ("alibi_slopes", "sink"):
+        if name in options:
+            chosen[name] = options[name][..., first:last]
+    if "sink" in chosen:
+        chosen["sink"] = chosen["sink"].contiguous()
+    return chosen
+
+
+def head_pieces(heads_q: int, heads_k: int, pieces: int) -> Iterator[tuple[slice, slice]]:
+    """The heads of q and of k in each of so many pieces.
+
+    The first and the last piece are half as large as the others, as far as heads can be divided: no
+    kernel hides the first one's way in and the last one's way out.
+    """
+    group = heads_q // heads_k
+    weights = [1 if i in (0, pieces - 1) else 2 for i in range(pieces)]
+    ends = [round(heads_k * x / sum(weights)) for x in itertools.accumulate(weights)]
+    for a, b in itertools.pairwise((0, *ends)):
+        if a < b:
+            yield slice(a * group, b * group), slice(a, b)
+
+
+def _options_of(call: Call, options: Options, device: torch.device) -> Options:
+    chosen = dict(options)
+    if not call.own:
+        chosen.pop("sink", None)
+    left, right = call.window
+    if right == 0:
+        chosen["causal"], right = True, -1
+    if left >= 0:
+        chosen["window_left"] = left
+    if right >= 0:
+        chosen["window_right"] = right
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        numbers = getattr(call, name)
+        if numbers is not None:
+            chosen[name] = on_device(numbers, torch.int32, device)
+    return chosen
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """The call's own attention.
+
+    Args:
+        call: which rows.
+        q: all rows of the queries (B, rows, Hq, D).
+        k, v: all rows of the keys at hand (B, rows_k, Hk, D) and (B, rows_k, Hk, Dv).
+        options: of the ops.
+
+    Returns:
+        out (B, m, Hq, Dv) and lse (B, Hq, m) of the call's m queries, as if there were no other
+        keys.
+    """
+    q = q[:, slice(*call.q)]
+    k, v = (x[:, slice(*call.k)] for x in (k, v))
+    options = _options_of(call, options, q.device)
+    if call.cu_seqlens_q is None:
+        return ops.forward(q, k, v, **options)  # type: ignore[no-any-return]
+    out, lse = ops.forward(*(x.squeeze(0) for x in (q, k, v)), **options)
+    return out[None], lse[None]
+
+
+def backward(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients that pass through the call.
+
+    Args:
+        call: which rows.
+        dout, dlse, q, out, lse: of all queries. out and lse are those of all keys, not the call's:
+            so P = exp(S - lse) is the call's part of the whole softmax.
+        k, v: all rows of the keys at hand.
+        options: of the ops.
+
+    Returns:
+        dq (B, m, Hq, D), and dk and dv of the call's keys, in the inputs' dtype; and dsink, where
+        the call takes the sink.
+    """
+    dout, q, out = (x[:, slice(*call.q)] for x in (dout, q, out))
+    lse = lse[..., slice(*call.q)].contiguous()
+    if dlse is not None:
+        dlse = dlse[..., slice(*call.q)].contiguous()
+    k, v = (x[:, slice(*call.k)] for x in (k, v))
+    options = _options_of(call, options, q.device)
+    tensors = (dout, dlse, q, k, v, out, lse)
+    if call.cu_seqlens_q is not None:
+        tensors = tuple(None if x is None else x.squeeze(0) for x in tensors)  # type: ignore[assignment]
+    dq, dk, dv, _, dsink = ops.bwd(*tensors, **options)
+    if call.cu_seqlens_q is not None:
+        dq, dk, dv = dq[None], dk[None], dv[None]
+    return dq, dk, dv, dsink if "sink" in options else None
+
+
+def add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, where None is 0."""
+    if total is None or part is None:
+        return part if total is None else total
+    return total + part

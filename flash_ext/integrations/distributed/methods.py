@@ -1,0 +1,201 @@
+"""Methods by name: what each cannot do, which one "auto" takes, and their making."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...ops.checks import refuse
+from . import cost, plan
+from .gather import Gather
+from .local import Options
+from .plan import Mask
+from .ring import Ring
+from .sharding import Sharding, joined, sharding
+from .transport import Collectives, Transport
+from .ulysses import Core, Ulysses, key_head_copies
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this rank: across, and within for two levels."""
+
+    across: ProcessGroup
+    within: ProcessGroup | None = None
+
+    @cached_property
+    def across_size(self) -> int:
+        """Ranks of `across`."""
+        return dist.get_world_size(self.across)
+
+    @cached_property
+    def within_size(self) -> int:
+        """Ranks of `within`."""
+        return 1 if self.within is None else dist.get_world_size(self.within)
+
+    @property
+    def ranks(self) -> int:
+        """Of all that share the sequence."""
+        return self.across_size * self.within_size
+
+    @cached_property
+    def rank(self) -> int:
+        """This one, from 0 to ranks - 1."""
+        within = 0 if self.within is None else dist.get_rank(self.within)
+        return dist.get_rank(self.across) * self.within_size + within
+
+    @property
+    def last_first(self) -> tuple[ProcessGroup, ...]:
+        """The groups, that of the last dimension of the mesh first."""
+        return (self.across,) if self.within is None else (self.within, self.across)
+
+
+def unsupported_reason(
+    method: str,
+    groups: Groups,
+    q: Tensor,
+    k: Tensor,
+    shards: Sharding,
+    mask: Mask,
+    options: Options,
+) -> str | None:
+    """Why a method does not run this call, or None. The same on every rank.
+
+    Args:
+        method: by name.
+        groups, shards: of the call.
+        q, k: only their numbers of heads count.
+        mask, options: of the call.
+    """
+    if method not in cost.METHODS:
+        names = " or ".join(map(repr, ("auto", *cost.METHODS)))
+        return f"method must be {names}, got {method!r}"
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    two_levels = groups.within is not None
+    if method == "ulysses" and two_levels:
+        return (
+            "method must be 'all_gather' or 'ring' on a mesh of two dimensions, whose last one has"
+            " Ulysses already, got 'ulysses'"
+        )
+    parted = groups.within_size if two_levels else groups.ranks
+    if (two_levels or method == "ulysses") and not key_head_copies(heads_q, heads_k, parted):
+        return (
+            f"Ulysses divides the heads over {parted} ranks: their number must divide q's heads,"
+            f" and divide k's heads or be a multiple of them, got {heads_q} and {heads_k}"
+        )
+    if "alibi_slopes" in options and method != "ulysses":
+        outer = outer_of(groups, shards)
+        ranks = range(outer.ranks)
+        if method == "all_gather":
+            calls = [call for r in ranks for call in plan.gathered(outer, r, mask)]
+        else:
+            calls = [c for r in ranks for s in ranks for c in plan.step(outer, r, s, mask)]
+        if not all(call.aligned for call in calls):
+            others = "'ulysses', or 'all_gather' with causal" if method == "ring" else "'ulysses'"
+            return (
+                f"alibi_slopes need method {others} here: with {method!r} a rank's queries meet"
+                " keys at distances that the local call does not know"
+            )
+    return None
+
+
+def outer_of(groups: Groups, shards: Sharding) -> Sharding:
+    """The rows of the groups across, where `shards` has those of every rank."""
+    if groups.within is None:
+        return shards
+    size = groups.within_size
+    return Sharding(
+        shards.rows,
+        tuple(
+            tuple(joined([x for spans in shards.spans[i : i + size] for x in spans]))
+            for i in range(0, shards.ranks, size)
+        ),
+    )
+
+
+def choose_method(
+    groups: Groups,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Sharding,
+    mask: Mask,
+    options: Options,
+) -> str:
+    """The method of "auto": by `cost`, of those that run the call.
+
+    Raises:
+        ValueError: none does; the message has the reasons.
+    """
+    reasons = {m: unsupported_reason(m, groups, q, k, shards, mask, options) for m in cost.METHODS}
+    allowed = tuple(method for method, reason in reasons.items() if reason is None)
+    if not allowed:
+        refuse("method", "one that runs this call", "; ".join(map(str, reasons.values())))
+    outer = outer_of(groups, shards)
+    within = groups.within_size
+    call = cost.Call(
+        batch=q.shape[0],
+        rows=shards.rows,
+        heads_q=q.shape[2] // within,
+        heads_k=max(1, k.shape[2] // within),
+        dim=q.shape[3],
+        dim_v=v.shape[3],
+        ranks=outer.ranks,
+        bytes=q.element_size(),
+        share=cost.visible_share(shards.rows, mask.left, mask.right, mask.documents),
+    )
+    return cost.choose(call, cost.machine_of(q.device, groups.ranks), allowed)
+
+
+MakeTransport = Callable[[ProcessGroup, Sharding], Transport]
+"""From a group, and the rows of each of its ranks, to what moves rows in it."""
+
+
+def build(
+    method: str,
+    groups: Groups,
+    shards: Sharding,
+    mask: Mask,
+    heads_k: int,
+    heads_q: int,
+    transport: MakeTransport = Collectives,
+) -> Core:
+    """The method for this rank.
+
+    Args:
+        method: by name, one that runs the call.
+        groups, shards: of the call.
+        mask: of the whole sequence.
+        heads_k, heads_q: in all.
+        transport: what moves rows.
+    """
+    if method == "ulysses":
+        whole = sharding(shards.rows, 1, "contiguous")
+        inner: Core = Gather(None, plan.gathered(whole, 0, mask), 1)
+        return _ulysses(transport(groups.across, shards), shards, inner, heads_q, heads_k)
+    outer = outer_of(groups, shards)
+    rank = dist.get_rank(groups.across)
+    if method == "ring":
+        core: Core = Ring(transport(groups.across, outer), outer, mask)
+    else:
+        across = transport(groups.across, outer) if outer.ranks > 1 else None
+        heads = max(1, heads_k // groups.within_size)
+        core = Gather(across, plan.gathered(outer, rank, mask), cost.pieces_of(heads))
+    if groups.within is None:
+        return core
+    rows = sharding(outer.lengths[rank], groups.within_size, "contiguous")
+    return _ulysses(transport(groups.within, rows), rows, core, heads_q, heads_k)
+
+
+def _ulysses(
+    transport: Transport, shards: Sharding, inner: Core, heads_q: int, heads_k: int
+) -> Ulysses:
+    copies = key_head_copies(heads_q, heads_k, shards.ranks)
+    assert copies is not None, "unsupported_reason says when"
+    pieces = cost.pieces_of(heads_k * copies // shards.ranks)
+    return Ulysses(transport, inner, copies, pieces)

@@ -1,0 +1,136 @@
+"""`torch.ops.flash_ext.combine_partial`: attention over some keys added to that over others.
+
+Would catch a wrong weight, a NaN from rows that see no key, rows beyond a section that are written,
+a lane that reads lse after another has written it, columns that are left out, and an argument that
+is taken although it does not fit.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_testing import assert_bitwise_equal
+
+import flash_ext
+
+Tensor = torch.Tensor
+combine_partial = torch.ops.flash_ext.combine_partial
+
+
+def parts(
+    shape: tuple[int, int, int, int], device: str, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, o_partial and lse_partial; one row in five has no key, on either side."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, rows, heads, _ = shape
+    found = []
+    for kind in (torch.float32, dtype):
+        out = torch.randn(shape, generator=generator)
+        lse = torch.randn((batch, heads, rows), generator=generator) * 10
+        empty = torch.rand(lse.shape, generator=generator) < 0.2
+        lse = lse.masked_fill(empty, -torch.inf)
+        out = out.masked_fill(empty.mT[..., None], 0).to(kind)
+        found += [out.to(device), lse.to(device)]
+    return tuple(found)
+
+
+def expected(out: Tensor, lse: Tensor, o_partial: Tensor, lse_partial: Tensor) -> tuple:
+    """In float64."""
+    lse, lse_partial = lse.double(), lse_partial.double()
+    whole = torch.logaddexp(lse, lse_partial)
+    weights = (torch.exp(x - whole).nan_to_num(0.0).mT[..., None] for x in (lse, lse_partial))
+    a, b = weights
+    return a * out.double() + b * o_partial.double(), whole
+
+
+def close(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> None:
+    for x, e in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), e, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "shape", [(2, 5, 3, 128), (1, 130, 8, 64), (2, 7, 2, 256), (1, 3, 5, 10), (1, 1, 1, 1),
+              (3, 4, 2, 33), (1, 0, 2, 8), (1, 9, 2, 200)],
+)  # fmt: skip
+def test_equals_the_formula(shape, dtype: torch.dtype, device: str) -> None:
+    out, lse, o_partial, lse_partial = parts(shape, device, dtype)
+    exact = expected(out, lse, o_partial, lse_partial)
+    assert combine_partial(out, lse, o_partial, lse_partial) is None
+    close((out, lse), exact)
+
+
+def test_sections_of_rows_with_strides(device: str) -> None:
+    """Only the section is written; heads, rows and columns may be parts of larger tensors."""
+    out, lse, o_partial, lse_partial = parts((2, 40, 6, 48), device, torch.bfloat16)
+    rows, heads, columns = slice(3, 30), slice(1, 5), slice(1, 34)
+    views = (
+        out[:, rows, heads, columns],
+        lse[:, heads, rows],
+        o_partial[:, rows, heads, columns],
+        lse_partial[:, heads, rows],
+    )
+    exact = expected(*(x.clone() for x in views))
+    before = out.clone(), lse.clone()
+    combine_partial(*views)
+    close(views[:2], exact)
+    for x, old, part in ((out, before[0], views[0]), (lse, before[1], views[1])):
+        changed = x.clone()
+        if x is out:
+            changed[:, rows, heads, columns] = old[:, rows, heads, columns]
+        else:
+            changed[:, heads, rows] = old[:, heads, rows]
+        assert_bitwise_equal(changed, old)
+        assert part.isfinite().any()
+
+
+def test_float64_on_the_cpu() -> None:
+    x = [t.double() for t in parts((2, 9, 3, 20), "cpu", torch.float32)]
+    exact = expected(*(t.clone() for t in x))
+    combine_partial(*x)
+    for found, e in zip(x[:2], exact, strict=True):
+        torch.testing.assert_close(found, e, rtol=1e-14, atol=1e-14)
+
+
+def test_keys_in_two_parts_are_all_keys(device: str) -> None:
+    """Attention over the first keys, then the others, beginning with nothing; no key anywhere."""
+    torch.manual_seed(0)
+    like = {"device": device, "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(1, 50, 4, 64, **like) for _ in range(3))
+    out = torch.zeros(1, 50, 4, 64, device=device)
+    lse = torch.full((1, 4, 50), -torch.inf, device=device)
+    nothing = torch.zeros_like(q), torch.full_like(lse, -torch.inf)
+    combine_partial(out, lse, *nothing)
+    assert not out.any() and (lse == -torch.inf).all()
+    for keys in (slice(0, 20), slice(20, 50)):
+        part = flash_ext.attention(q, k[:, keys], v[:, keys], return_lse=True)
+        combine_partial(out, lse, *part)
+    exact = flash_ext.reference.attention(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out.double(), exact[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_a_well_formed_op(device: str) -> None:
+    torch.library.opcheck(combine_partial, parts((1, 6, 2, 16), device, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: [x[0][0], *x[1:]], r"out must be of shape \(batch, seqlen, heads, head_dim\)"),
+        (lambda x: [x[0].half(), *x[1:]], "out must be float32, got float16"),
+        (lambda x: [x[0], x[1][:, :1], *x[2:]], r"lse must be of shape .*\(2, 3, 5\)"),
+        (lambda x: [x[0], x[1].half(), *x[2:]], "lse must be float32"),
+        (lambda x: [*x[:2], x[2][:, :4], x[3]], r"o_partial must be of shape .*\(2, 5, 3, 16\)"),
+        (lambda x: [*x[:2], x[2].int(), x[3]], "o_partial must be float16.* or float32, got int32"),
+        (lambda x: [*x[:3], x[3].double()], "lse_partial must be float32, got float64"),
+        (lambda x: [*x[:3], x[3].mT.contiguous().mT], "lse_partial must be contiguous in its last"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message: str, device: str) -> None:
+    given = change(list(parts((2, 5, 3, 16), device, torch.bfloat16)))
+    before = [x.clone() for x in given]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        combine_partial(*given)
+    for x, old in zip(given, before, strict=True):
+        assert_bitwise_equal(x, old) if x.dtype != torch.int32 else None

@@ -1,0 +1,239 @@
+"""What can be said of a split sequence without any process: shardings, plans, choices, agreement.
+
+Would catch a pair of query and key that no call or two calls compute, a window that is off by a
+row at a chunk's end, a document that sees another, a sink that enters twice, a row that no rank
+has, and a cost model that prefers more bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from attention_testing import dense_mask
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no distributed", allow_module_level=True)
+
+from flash_ext.integrations import distributed as cp
+from flash_ext.integrations.distributed import cost, local, plan
+from flash_ext.integrations.distributed.agree import ERROR, disagreement
+from flash_ext.integrations.distributed.plan import Call, Mask
+from flash_ext.integrations.distributed.sharding import LAYOUTS, edges
+
+DOCUMENTS = (None, (0, 3, 3, 20, 29, 30), (0, 1, 2, 40), (0, 17), (0, 5, 31))
+SIDES = ((None, None), (None, 0), (3, 0), (0, 0), (2, 5), (None, 4), (7, None), (100, 100))
+
+
+def visible(rows: int, mask: Mask) -> torch.Tensor:
+    """What the whole sequence's queries see, written from the contract."""
+    window = tuple(-1 if side is None else side for side in (mask.left, mask.right))
+    whole = dense_mask(rows, rows, False, window)
+    if mask.documents is None:
+        return whole
+    document = torch.full((rows,), -1)
+    for number, (a, b) in enumerate(itertools.pairwise(mask.documents)):
+        document[a:b] = number
+    return whole & (document[:, None] == document) & (document >= 0)[:, None]
+
+
+def computed(call: Call) -> torch.Tensor:
+    """The pairs that the op computes: (rows of q, rows of k) of the call, 0 or 1."""
+    shape = call.q[1] - call.q[0], call.k[1] - call.k[0]
+    if call.cu_seqlens_q is None:
+        assert call.cu_seqlens_k is None and call.seqused_k is None
+        return dense_mask(*shape, False, call.window).int()
+    found = torch.zeros(shape, dtype=torch.int32)
+    bounds = zip(
+        itertools.pairwise(call.cu_seqlens_q), itertools.pairwise(call.cu_seqlens_k), strict=True
+    )
+    for number, ((a, b), (c, d)) in enumerate(bounds):
+        if call.seqused_k is not None:
+            assert call.seqused_k[number] <= d - c
+            d = c + call.seqused_k[number]
+        found[a:b, c:d] += dense_mask(b - a, d - c, False, call.window).int()
+    assert call.cu_seqlens_q[-1] == shape[0] and call.cu_seqlens_k[-1] == shape[1]
+    return found
+
+
+def check_plan(shards: cp.Sharding, mask: Mask) -> None:
+    expected = visible(shards.rows, mask).int()
+    by_gather, by_ring = torch.zeros_like(expected), torch.zeros_like(expected)
+    own = torch.zeros(shards.rows, dtype=torch.int32)
+    own_ring = own.clone()
+    everything = torch.arange(shards.rows)
+    for rank in range(shards.ranks):
+        q_rows = torch.tensor(shards.positions(rank), dtype=torch.long)
+        met = torch.zeros(len(q_rows), dtype=torch.int32)
+        for call in plan.gathered(shards, rank, mask):
+            place(by_gather, call, q_rows, everything)
+            own[q_rows[slice(*call.q)]] += call.own
+            met[slice(*call.q)] += 1
+        assert (met <= 1).all()
+        for t in range(plan.ring_steps(shards, mask)):
+            source = (rank - t) % shards.ranks
+            k_rows = torch.tensor(shards.positions(source), dtype=torch.long)
+            for call in plan.step(shards, rank, source, mask):
+                place(by_ring, call, q_rows, k_rows)
+                own_ring[q_rows[slice(*call.q)]] += call.own
+                assert not (source != rank and call.own)
+    assert torch.equal(by_gather, expected)
+    assert torch.equal(by_ring, expected)
+    in_document = expected.diagonal()
+    assert torch.equal(own, in_document) and torch.equal(own_ring, in_document)
+
+
+def place(total: torch.Tensor, call: Call, q_rows: torch.Tensor, k_rows: torch.Tensor) -> None:
+    pairs = computed(call)
+    assert pairs.any(), "a call that computes nothing"
+    q_rows, k_rows = q_rows[slice(*call.q)], k_rows[slice(*call.k)]
+    total[q_rows[:, None], k_rows] += pairs
+    if call.aligned and call.cu_seqlens_q is None:
+        assert q_rows[-1] == k_rows[-1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_visible_pair_is_computed_once(layout: str, ranks: int) -> None:
+    for documents in DOCUMENTS:
+        for rows in (documents[-1], documents[-1] + 3) if documents else (40, 37, 8, 3, 1, 0):
+            if layout == "document_zigzag" and documents is None:
+                continue
+            shards = cp.sharding(rows, ranks, layout, documents)
+            for left, right in SIDES:
+                check_plan(shards, Mask(left, right, documents))
+
+
+def test_at_two_levels() -> None:
+    for layout, inner in itertools.product(("zigzag", "contiguous"), (1, 2, 3)):
+        nested = cp.sharding(37, 2, layout).nested(inner)
+        assert nested.ranks == 2 * inner
+        assert sorted(row for r in range(nested.ranks) for row in nested.positions(r)) == list(
+            range(37)
+        )
+        check_plan(nested, Mask(None, 0))
+
+
+def test_random_plans() -> None:
+    draw = random.Random(0)
+    for _ in range(150):
+        lengths = [draw.choice((0, 1, 2, 5, 9, 14)) for _ in range(draw.randint(1, 6))]
+        documents = (0, *itertools.accumulate(lengths))
+        left, right = (draw.choice((None, 0, 1, 4, 11)) for _ in range(2))
+        shards = cp.sharding(
+            documents[-1] + draw.choice((0, 0, 4)), draw.randint(1, 5), draw.choice(LAYOUTS),
+            documents,
+        )  # fmt: skip
+        check_plan(shards, Mask(left, right, draw.choice((documents, documents, None))))
+
+
+def test_zigzag_steps_are_two_halves() -> None:
+    """A ring's step is one call: the first half of an earlier rank's keys, or a later one's for
+    the second half of the queries; its own rows are one causal call."""
+    shards, mask = cp.sharding(64, 4), Mask(None, 0)
+    assert plan.step(shards, 2, 1, mask) == (Call((0, 16), (0, 8), aligned=False),)
+    assert plan.step(shards, 1, 2, mask) == (Call((8, 16), (0, 16), aligned=False),)
+    assert plan.step(shards, 1, 1, mask) == (
+        Call((0, 16), (0, 16), (-1, 0), own=True, aligned=False),
+    )
+    assert len(plan.gathered(shards, 1, mask)) == 2
+
+
+def test_many_documents_are_few_calls() -> None:
+    documents = tuple(range(0, 1001, 10))
+    for layout in ("zigzag", "document_zigzag"):
+        shards, mask = cp.sharding(1000, 4, layout, documents), Mask(None, 0, documents)
+        assert len(plan.gathered(shards, 1, mask)) == 1 + (layout == "document_zigzag")
+        assert max(len(plan.step(shards, 1, s, mask)) for s in range(4)) <= 4
+
+
+def test_a_short_window_needs_one_neighbour() -> None:
+    assert plan.ring_steps(cp.sharding(64, 4, "contiguous"), Mask(8, 0)) == 2
+    assert plan.ring_steps(cp.sharding(64, 4, "contiguous"), Mask(None, 0)) == 4
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 16, 37])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_shards_hold_every_row_once(rows: int, ranks: int) -> None:
+    x = torch.arange(rows * 2).view(rows, 2)
+    for layout in ("zigzag", "contiguous"):
+        shards = cp.sharding(rows, ranks, layout)
+        parts = shards.split(x)
+        for rank in range(ranks):
+            mine = shards.of_rank(x, rank, 0)
+            assert torch.equal(mine[:, 0] // 2, torch.tensor(shards.positions(rank)).long())
+            assert torch.equal(parts[rank, : len(mine)], mine)
+        assert torch.equal(shards.join(parts), x)
+
+
+def test_contiguous_is_as_torch_cuts() -> None:
+    for rows, ranks in itertools.product((1, 5, 8, 13), (1, 2, 3, 4)):
+        lengths = [len(part) for part in torch.arange(rows).chunk(ranks)]
+        lengths += [0] * (ranks - len(lengths))
+        assert cp.sharding(rows, ranks, "contiguous").lengths == tuple(lengths)
+
+
+def test_zigzag_is_balanced() -> None:
+    """Under a causal mask, the pairs of each rank, where the length divides and where not."""
+    for rows, bound in ((4096, 1.0), (4099, 1.01)):
+        shards = cp.sharding(rows, 4)
+        pairs = [sum(row + 1 for row in shards.positions(rank)) for rank in range(4)]
+        assert max(pairs) / (sum(pairs) / 4) <= bound
+    assert edges(10, 4, equal=True) == [0, 2, 5, 7, 10]
+    assert edges(10, 4, equal=False) == [0, 3, 6, 9, 10]
+
+
+def test_wrong_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match="layout must be 'zigzag' or"):
+        cp.sharding(8, 2, "stripes")
+    with pytest.raises(ValueError, match="cu_seqlens must be given"):
+        cp.sharding(8, 2, "document_zigzag")
+
+
+def test_visible_share_counts_pairs() -> None:
+    for (left, right), documents in itertools.product(SIDES, DOCUMENTS):
+        rows = documents[-1] if documents else 40
+        exact = visible(rows, Mask(left, right, documents)).double().mean().item()
+        share = cost.visible_share(rows, left, right, documents)
+        assert share == pytest.approx(exact)
+
+
+def llama(rows: int, ranks: int, **more: object) -> cost.Call:
+    sizes = {"heads_q": 32, "heads_k": 8, "dim": 128, "dim_v": 128, "share": 0.5} | more
+    return cost.Call(batch=1, rows=rows, ranks=ranks, **sizes)
+
+
+def test_costs_are_plausible() -> None:
+    for method in cost.METHODS:
+        long, short = (cost.estimate(method, llama(s, 4), cost.ONE_HOST) for s in (2**20, 2**15))
+        assert long.kernels / long.total > short.kernels / short.total
+        assert long.kernels / long.total > 0.97
+        slow = cost.estimate(method, llama(2**15, 4), cost.MANY_HOSTS)
+        assert slow.exposed > short.exposed
+        alone = cost.estimate(method, llama(2**15, 1), cost.ONE_HOST)
+        assert alone.exposed == alone.memory == 0
+    # Many key heads are dear to gather; few query heads are cheap to exchange.
+    many = llama(2**15, 8, heads_k=32)
+    assert cost.choose(many, cost.MANY_HOSTS) == "ulysses"
+    assert cost.choose(llama(2**20, 4), cost.ONE_HOST, ("ring",)) == "ring"
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 13, 32])
+def test_pieces_hold_every_head_once(heads: int) -> None:
+    pieces = list(local.head_pieces(4 * heads, heads, cost.pieces_of(heads)))
+    assert [h for _, k in pieces for h in range(heads)[k]] == list(range(heads))
+    assert all((q.start, q.stop) == (4 * k.start, 4 * k.stop) for q, k in pieces)
+    sizes = [k.stop - k.start for _, k in pieces]
+    assert len(sizes) == min(heads, 5) and sizes[0] == sizes[-1] == min(sizes)
+
+
+def test_disagreements_are_named() -> None:
+    same = {"dtype": "float32", "causal": True}
+    assert disagreement([same, dict(same)]) is None
+    said = disagreement([same, same | {"causal": False}])
+    assert said is not None and "causal is True on rank 0, False on rank 1" in said
+    assert "dtype" not in said
+    said = disagreement([same, {ERROR: "q must be …"}, same])
+    assert said == "q must be … (on rank 1 of the group)"
