@@ -412,9 +412,30 @@ def gradients_of_fa3() -> Iterator[Problem]:
         )
 
 
+def few_key_heads() -> Iterator[Problem]:
+    """So few KV tiles that fa3's backward cuts groups into parts (plan/group_parts.h)."""
+    options = (
+        {},
+        {"causal": True},
+        {"window": (300, 90)},
+        {"causal": True, "softcap": 20.0, "sink": True},
+        {"seqused_k": (500, 0), "layout": "expanded_heads"},
+        {"lengths_q": (600, 1100, 0, 515), "lengths_k": (700, 1000, 3, 515), "causal": True},
+        {"scale": 40.0},  # large statistics, whose rows are computed again from K
+    )
+    groups = ((6, 1), (7, 1), (16, 2))
+    grid = itertools.product(KERNEL_DIMS, options)
+    for index, ((d, dv), option) in enumerate(grid):
+        heads_q, heads_k = groups[index % len(groups)]
+        yield Problem(
+            2, 1030, 900, heads_q, heads_k, d, HALF_TYPES[index % 2], head_dim_v=dv, seed=index,
+            **option,
+        ).well_conditioned()  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["fa3"])
-@pytest.mark.parametrize("problem", list(gradients_of_fa3()), ids=str)
+@pytest.mark.parametrize("problem", [*gradients_of_fa3(), *few_key_heads()], ids=str)
 def test_gradients_of_fa3(problem: Problem, variant: str) -> None:
     assert backward_of(variant, problem) == variant
     check(problem, variant, "cuda", deterministic=problem.seed % 2 == 1)

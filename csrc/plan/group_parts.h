@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "problem/params.h"
+#include "problem/sequences.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/host_device.h"
 
@@ -19,6 +20,7 @@ namespace flash_ext {
 // so that at the end CTAs wait for half a tile. A part costs 1 %: it reads K and V, and writes its
 // dK and dV.
 constexpr int best_group_parts(int64_t tiles, int group, bool masked, int sms) {
+    if (tiles == 0) return 1;
     int best = 1;
     double least = 0;
     for (int parts = 1; parts <= group; ++parts) {
