@@ -14,17 +14,17 @@
 
 namespace flash_ext {
 
-// The parts with which all `tiles` (of K and V, with whole groups) take the least time on `sms`
-// multiprocessors. The unit is the mean time of a tile. Without a mask tiles are equal, and a wave
-// of them takes as long as one. With a mask the longest takes twice the mean; long ones come first,
-// so that at the end CTAs wait for half a tile. A part costs 1 %: it reads K and V, and writes its
-// dK and dV.
-constexpr int best_group_parts(int64_t tiles, int group, bool masked, int sms) {
+// The parts, at most `most`, with which all `tiles` (of K and V, with whole groups) take the least
+// time on `sms` multiprocessors. The unit is the mean time of a tile. Without a mask tiles are
+// equal, and a wave of them takes as long as one. With a mask the longest takes twice the mean;
+// long ones come first, so that at the end CTAs wait for half a tile. A part costs 1 %: it reads K
+// and V, and writes its dK and dV.
+constexpr int best_group_parts(int64_t tiles, int group, int64_t most, bool masked, int sms) {
     if (tiles == 0) return 1;
     int best = 1;
     double least = 0;
     for (int parts = 1; parts <= group; ++parts) {
-        if (group % parts != 0) continue;
+        if (group % parts != 0 || (parts > 1 && parts > most)) continue;
         const double waves = static_cast<double>(tiles * parts) / sms;
         const auto whole = static_cast<double>(ceil_div<int64_t>(tiles * parts, sms));
         const double time = (masked ? max_of(2., waves + .5) : whole) / parts * (1 + .01 * parts);
@@ -41,9 +41,8 @@ inline int choose_group_parts(const BackwardParams& params, int64_t key_tiles, i
     constexpr int kLeastRows = 512;  // of Q, of a part
     const int group = params.heads_q / params.heads_k;
     const bool masked = is_masked(params) || params.cu_seqlens_q != nullptr;
-    const int parts =
-        best_group_parts(key_tiles * params.heads_k * tensor_batches(params), group, masked, sms);
-    return int64_t{group} * mean_queries(params) >= int64_t{parts} * kLeastRows ? parts : 1;
+    return best_group_parts(key_tiles * params.heads_k * tensor_batches(params), group,
+                            int64_t{group} * mean_queries(params) / kLeastRows, masked, sms);
 }
 
 }  // namespace flash_ext
