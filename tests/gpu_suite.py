@@ -1,4 +1,4 @@
-"""The GPU tests in several processes that share the GPU. Run by `make gpu-test`.
+"""The GPU tests in several processes that share the GPUs. Run by `make gpu-test`.
 
     python tests/gpu_suite.py                  # all of them; benchmarks/results/<gpu>/tests.json
     python tests/gpu_suite.py --to FILE        # the same, to another file
@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-MAX_JOBS = 6
+MAX_JOBS = 6  # of a GPU
 GIB_PER_JOB = 12  # of GPU memory
 NO_TESTS = 5  # an exit status of pytest
 
@@ -51,13 +51,26 @@ def why_no_gpu() -> str | None:
 
 
 def default_jobs() -> int:
-    """As many processes as the CPU's cores and the GPU's memory have room for."""
+    """As many processes as the CPU's cores and the GPUs' memory have room for."""
     import torch
 
-    gpu = torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory if gpu else 0
+    gpus = torch.cuda.device_count()
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else 0
     cores = os.cpu_count() or 1
-    return max(1, min(MAX_JOBS, cores // 2, memory // (GIB_PER_JOB << 30)))
+    return max(1, min(cores // 2, gpus * min(MAX_JOBS, memory // (GIB_PER_JOB << 30))))
+
+
+def visible_devices(job: int) -> dict[str, str]:
+    """An environment in which this process begins with another GPU than the one before."""
+    import torch
+
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if gpus == [""]:
+        gpus = [str(i) for i in range(torch.cuda.device_count())]
+    if not gpus:
+        return dict(os.environ)
+    first = job % len(gpus)
+    return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first:] + gpus[:first])}
 
 
 def run(jobs: int, options: list[str], folder: Path) -> dict[str, object]:
@@ -73,7 +86,10 @@ def run(jobs: int, options: list[str], folder: Path) -> dict[str, object]:
         ]  # fmt: skip
         with log.open("w") as file:
             parts.append(
-                subprocess.Popen(command, cwd=TESTS.parent, stdout=file, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    command, cwd=TESTS.parent, env=visible_devices(i), stdout=file,
+                    stderr=subprocess.STDOUT,
+                )  # fmt: skip
             )
     while any(part.poll() is None for part in parts):
         time.sleep(1)
