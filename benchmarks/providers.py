@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib
 import importlib.metadata
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -289,20 +290,25 @@ class Workload:
             x.transpose(1, 2).reshape(batch * kv_heads, -1, *x.shape[1::2]).transpose(1, 2)
             for x in (of_queries[0], self.k, self.v, of_queries[1])
         ]
-        step = max(1, self.CHUNK_BYTES // (4 * seqlen_q * seqlen_k * group))
+        matrices = max(1, self.CHUNK_BYTES // (4 * seqlen_q * seqlen_k))
+        step, heads_step = max(1, matrices // group), min(group, matrices)
         kinds = (3, 0, 1, 2)  # out, dq, dk, dv: as dout, q, k, v
-        results = [torch.empty_like(inputs[kind], dtype=torch.float32) for kind in kinds]
-        for first in range(0, batch * kv_heads, step):
-            part = slice(first, first + step)
-            q, k, v, dout = (x[part].float().requires_grad_(gradients) for x in inputs)
+        results = [torch.zeros_like(inputs[kind], dtype=torch.float32) for kind in kinds]
+        for first, first_head in itertools.product(
+            range(0, batch * kv_heads, step), range(0, group, heads_step)
+        ):
+            part, of_group = slice(first, first + step), slice(first_head, first_head + heads_step)
+            q, k, v, dout = (x[part].float() for x in inputs)
+            q, dout = q[:, :, of_group], dout[:, :, of_group]
+            leaves = [x.requires_grad_(gradients) for x in (q, k, v)]
             window = (self.window - 1, 0 if causal else -1) if self.window else (-1, -1)
-            out = flash_ext.reference.attention(q, k, v, causal=causal, window=window)[0]
-            results[0][part] = out.detach()
+            out = flash_ext.reference.attention(*leaves, causal=causal, window=window)[0]
+            results[0][part, :, of_group] = out.detach()
             if gradients:
-                for result, grad in zip(
-                    results[1:], torch.autograd.grad(out, (q, k, v), dout), strict=True
-                ):
-                    result[part] = grad
+                dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+                results[1][part, :, of_group] = dq
+                results[2][part] += dk
+                results[3][part] += dv
         return [
             x.transpose(1, 2).reshape(batch, -1, *x.shape[1::2]).transpose(1, 2)
             for x in (results if gradients else results[:1])

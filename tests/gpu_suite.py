@@ -87,7 +87,10 @@ def run(jobs: int, options: list[str], folder: Path) -> dict[str, object]:
         with log.open("w") as file:
             parts.append(
                 subprocess.Popen(
-                    command, cwd=TESTS.parent, env=visible_devices(i), stdout=file,
+                    command,
+                    cwd=TESTS.parent,
+                    env=visible_devices(i),
+                    stdout=file,
                     stderr=subprocess.STDOUT,
                 )  # fmt: skip
             )

@@ -220,13 +220,17 @@ def test_costs_are_plausible() -> None:
     assert cost.choose(llama(2**20, 4), cost.ONE_HOST, ("ring",)) == "ring"
 
 
+@pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0, 50.0])
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 13, 32])
-def test_pieces_hold_every_head_once(heads: int) -> None:
-    pieces = list(local.head_pieces(4 * heads, heads, cost.pieces_of(heads)))
+def test_pieces_hold_every_head_once(heads: int, ratio: float) -> None:
+    sizes = cost.pieces_of(heads, ratio)
+    pieces = list(local.head_pieces(4 * heads, sizes))
     assert [h for _, k in pieces for h in range(heads)[k]] == list(range(heads))
     assert all((q.start, q.stop) == (4 * k.start, 4 * k.stop) for q, k in pieces)
-    sizes = [k.stop - k.start for _, k in pieces]
-    assert len(sizes) == min(heads, 5) and sizes[0] == sizes[-1] == min(sizes)
+    assert tuple(k.stop - k.start for _, k in pieces) == sizes and len(sizes) <= 8
+    assert sizes[0] <= max(1, heads / 6) and sizes[-1] <= max(1, heads / 6)
+    if heads == 8:  # what the kernels of a piece hide is the next piece
+        assert sizes == {0.3: (1,) * 8, 1.0: (1,) * 8, 3.0: (1, 3, 3, 1), 50.0: (1, 6, 1)}[ratio]
 
 
 def test_disagreements_are_named() -> None:

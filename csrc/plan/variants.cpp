@@ -206,8 +206,12 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
     const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
-        if (params.element_type == ElementType::kFloat8)
-            return fa3_forward_fp8<dim, dim_v>(params, stream);
+        if (params.element_type == ElementType::kFloat8) {
+            constexpr HeadDims kDims = tuning::fa3_forward_fp8_head_dims({dim, dim_v});
+            // Splits leave results of the unpadded head dim.
+            return has_splits(params) ? fa3_forward_fp8<dim, dim_v>(params, stream)
+                                      : fa3_forward_fp8<kDims.qk, kDims.v>(params, stream);
+        }
         return fa3_forward<dim, dim_v>(params, stream);
     });
     if (status != cudaSuccess || !has_splits(params)) return status;

@@ -87,11 +87,11 @@ class _Layout:
             self.roles[dims[0]] = "sequence"
             self.sequence = groups, shards, mask
 
-    def core(self, q: Tensor, k: Tensor) -> Core | None:
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Core | None:
         """What computes the parts where the sequence is split."""
         if self.sequence is None:
             return None
-        return build("all_gather", *self.sequence, k.shape[2], q.shape[2])
+        return build("all_gather", *self.sequence, q, k, v)
 
     def _dim(self, name: str, dims: int, role: str) -> int | None:
         """The dimension that is split, of a tensor with `dims` dimensions, or None."""
@@ -200,7 +200,7 @@ def _on_parts(op: Any, args: Any, options: dict[str, Any]) -> tuple[_Layout, Any
     layout = _Layout(_mesh((*args, *options.values())), q, k, v, options)
     q, k, v = (layout.local(name, x) for name, x in zip("qkv", args, strict=True))
     local = {name: layout.local(name, x) for name, x in options.items()}
-    core = layout.core(q, k)
+    core = layout.core(q, k, v)
     if core is not None and op is ops.fwd:
         return layout, core.forward(q, k, v, _without_masks(local))[-2:]
     return layout, op(q, k, v, **local)
@@ -231,7 +231,7 @@ def _bwd(cls: Any, op: Any, types: Any, args: Any, kwargs: dict[str, Any] | None
         layout = _Layout(_mesh((*args, *options.values())), x.q, x.k, x.v, options)
         parts = BackwardTensors(*(layout.local(name, y) for name, y in x._asdict().items()))
         local = {name: layout.local(name, o) for name, o in options.items()}
-        core = layout.core(parts.q, parts.k)
+        core = layout.core(parts.q, parts.k, parts.v)
         if core is None:
             gradients = op(*parts, **local)
         else:

@@ -385,6 +385,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- Consumers ---
 
+    // FP8: is the result of a tile stored while the first scores of the next one are computed?
+    // That takes registers.
+    static constexpr bool kStoresBeside = Config::kHeadDim <= 128 || Config::kGeneral;
+
     // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
     // take a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
@@ -528,7 +532,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // Those of the keys of the KV tile, which may reach into a second block.
     __device__ __forceinline__ void load_k_scales(State& state) const {
         const auto load = [&](int block) {
-            block = min_of(block, state.last_k_block);
+            // In a register where there is one.
+            block = min_of(block, kStoresBeside ? state.last_k_block
+                                                : last_block(state.k_descales, params.k_descale));
             return __ldg(state.k_descales + block * params.k_descale.last_stride);
         };
         const int block = first_key(state) / kDescaleRows;
@@ -807,10 +813,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (Config::kOverlap) finish();
     }
 
-    // FP8. The result of a tile is stored while the first scores of the next one are computed,
-    // where there are registers for both.
-    static constexpr bool kStoresBeside = Config::kHeadDim <= 128 || Config::kGeneral;
-
+    // FP8.
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_in_turn(State& state, Probabilities& rP,
                                                     bool last) const {
@@ -946,29 +949,29 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     using enum tuning::Fa3Lengths;
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
     cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen,
-                      Features::kGeneral>(params, Features::kPlain, [&](auto features) {
-        const auto launch = [&](auto may_have_splits, auto usual) {
-            using Config =
-                Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward_fp8(kDims, features, !usual), may_have_splits>;
-            status = launch_fa3_forward<Config>(params, stream);
-        };
-        constexpr std::true_type kYes;
-        constexpr std::false_type kNo;
-        // Tiles of more rows have a kernel of fewer beside them.
-        constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, features, false).consumers >
-                                   tuning::fa3_forward_fp8(kDims, features, true).consumers;
-        if constexpr (features == Features::kGeneral) {
-            launch(kYes, kNo);
-        } else if (fa3_lengths(params) == kSplits) {
-            launch(kYes, kNo);
-        } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
-            if constexpr (kHasLarge) launch(kNo, kNo);
-        } else {
-            launch(kNo, kYes);
-        }
-    });
+    dispatch_features<Features::kVarlen, Features::kGeneral>(
+        params, Features::kPlain, [&](auto features) {
+            const auto launch = [&](auto may_have_splits, auto usual) {
+                using Config =
+                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
+                status = launch_fa3_forward<Config>(params, stream);
+            };
+            constexpr std::true_type kYes;
+            constexpr std::false_type kNo;
+            // Tiles of more rows have a kernel of fewer beside them.
+            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
+                                       tuning::fa3_forward_fp8(kDims, true).consumers;
+            if constexpr (features == Features::kGeneral) {
+                launch(kYes, kNo);
+            } else if (fa3_lengths(params) == kSplits) {
+                launch(kYes, kNo);
+            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
+                if constexpr (kHasLarge) launch(kNo, kNo);
+            } else {
+                launch(kNo, kYes);
+            }
+        });
     return status;
 }
 

@@ -27,8 +27,8 @@ import torch
 METHODS = ("all_gather", "ring", "ulysses")
 """The methods by name."""
 
-MOST_PIECES = 5
-"""Of heads: with more the pieces' kernels no longer fill the GPU, and transfers are short."""
+SMALLEST_PIECE = 1 / 8
+"""Of the heads: with fewer a piece's kernels no longer fill the GPU."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,38 @@ class Estimate:
         )
 
 
-def pieces_of(heads: int) -> int:
-    """Into how many pieces so many key heads are cut."""
-    return max(1, min(MOST_PIECES, heads))
+def pieces_of(heads: int, ratio: float) -> tuple[int, ...]:
+    """How many of the key heads are in each piece that travels.
+
+    The first and the last piece are small, since no kernel hides the way in of the first and the
+    way out of the last. Each other one is as large as the kernels of the one before can hide.
+
+    Args:
+        heads: in all.
+        ratio: the time of the kernels over that of the transfers.
+    """
+    unit = max(1, round(heads * SMALLEST_PIECE))
+    if heads <= 2 * unit:
+        return (unit, heads - unit) if heads > unit else (heads,)
+    pieces = [unit]
+    while (left := heads - unit - sum(pieces)) > 0:
+        pieces.append(min(left, max(unit, int(pieces[-1] * ratio))))
+    return (*pieces, unit)
+
+
+def gathering_ratio(call: Call, machine: Machine) -> float:
+    """The time of the kernels over that of the transfers in all_gather, forward."""
+    keys = 2.0 * call.heads_q / call.heads_k * call.rows * call.share  # FLOP for an element of K
+    ways = max(1, call.ranks - 1) * call.bytes
+    return keys / machine.forward / (ways / machine.link)
+
+
+def ulysses_ratio(call: Call, machine: Machine) -> float:
+    """The same of ulysses."""
+    key_heads = max(call.heads_k, call.ranks)
+    keys = 2.0 * call.heads_q / (call.heads_q + key_heads) * call.rows * call.share
+    ways = max(1, call.ranks - 1) * call.bytes / call.ranks
+    return keys / machine.forward / (ways / machine.link)
 
 
 def visible_share(rows: int, left: int | None, right: int | None, documents: object) -> float:
@@ -135,15 +164,14 @@ def visible_share(rows: int, left: int | None, right: int | None, documents: obj
     return pairs / max(rows * rows, 1)
 
 
-def _pipelined(kernels: float, travel: float, pieces: int, latency: float) -> float:
-    """What is exposed of transfers in as many pieces as kernels, each one step ahead.
-
-    The first piece is exposed, and is half as large as most (`local.head_pieces`).
-    """
-    first = 1 / max(1, 2 * (pieces - 1))
-    following = pieces - 1
-    behind = (1 - first) * (travel - kernels) + following * latency
-    return first * travel + latency + (max(0.0, behind) if following else 0.0)
+def _pipelined(kernels: float, travel: float, pieces: tuple[int, ...], latency: float) -> float:
+    """What is exposed of transfers in pieces, each of which travels while others are computed."""
+    arrived = done = 0.0
+    for piece in pieces:
+        share = piece / sum(pieces)
+        arrived += share * travel + latency
+        done = max(done, arrived) + share * kernels
+    return done - kernels
 
 
 def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate:
@@ -158,7 +186,7 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
     q_out = rows * call.heads_q * dims * call.bytes
     if method == "ulysses":
         per_rank = max(call.heads_k, n) // n
-        pieces = pieces_of(per_rank)
+        pieces = pieces_of(per_rank, ulysses_ratio(call, machine))
         kv *= max(1.0, n / call.heads_k)
         travel = (n - 1) / n * (q_out + kv) / machine.link
         # In and out take turns on the links: half of each piece's transfers is before its kernel.
@@ -166,7 +194,7 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
         return Estimate(kernels, exposed, 4 * (q_out + kv) / machine.memory)
     travel = (n - 1) * kv / machine.link
     if method == "all_gather":
-        pieces = pieces_of(call.heads_k)
+        pieces = pieces_of(call.heads_k, gathering_ratio(call, machine))
         exposed = _pipelined(kernels, travel, pieces, machine.latency)
         copies = 2 * n * kv
         if backward:  # and the sums, the last of which is not hidden

@@ -318,7 +318,7 @@ def attention(
         q, k, v = (x[None] for x in (q, k, v))
     if method == "auto":
         method = choose_method(groups, q, k, v, shards, mask, given)
-    core = build(method, groups, shards, mask, k.shape[2], q.shape[2])
+    core = build(method, groups, shards, mask, q, k, v)
     out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
         core, given, q, k, v, given.get("sink")
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...ops.checks import statistics_dtype
 from . import local
+from .cost import pieces_of
 from .local import Options
 from .plan import Call
 from .transport import Pending, Transport
@@ -37,13 +38,16 @@ def rows_second(x: Tensor, *dims: int) -> tuple[Tensor, ...]:
 class Gather:
     """This method, for a rank's calls against the whole sequence."""
 
-    def __init__(self, transport: Transport | None, calls: tuple[Call, ...], pieces: int) -> None:
-        """`transport` is None where this rank has the whole sequence; `pieces` is of heads."""
-        self.transport, self.calls, self.pieces = transport, calls, pieces
+    def __init__(
+        self, transport: Transport | None, calls: tuple[Call, ...], ratio: float = 0.0
+    ) -> None:
+        """`transport` is None where this rank has the whole sequence; `ratio`: `cost.pieces_of`."""
+        self.transport, self.calls, self.ratio = transport, calls, ratio
 
     def _heads(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        pieces = 1 if self.transport is None else min(self.pieces, k.shape[2])
-        return list(local.head_pieces(q.shape[2], k.shape[2], pieces))
+        heads = k.shape[2]
+        pieces = (heads,) if self.transport is None else pieces_of(heads, self.ratio)
+        return list(local.head_pieces(q.shape[2], pieces))
 
     def _keys(
         self, k: Tensor, v: Tensor, heads: list[tuple[slice, slice]]

@@ -35,18 +35,11 @@ def of_heads(options: Options, first: int, last: int) -> Options:
     return chosen
 
 
-def head_pieces(heads_q: int, heads_k: int, pieces: int) -> Iterator[tuple[slice, slice]]:
-    """The heads of q and of k in each of so many pieces.
-
-    The first and the last piece are half as large as the others, as far as heads can be divided: no
-    kernel hides the first one's way in and the last one's way out.
-    """
-    group = heads_q // heads_k
-    weights = [1 if i in (0, pieces - 1) else 2 for i in range(pieces)]
-    ends = [round(heads_k * x / sum(weights)) for x in itertools.accumulate(weights)]
-    for a, b in itertools.pairwise((0, *ends)):
-        if a < b:
-            yield slice(a * group, b * group), slice(a, b)
+def head_pieces(heads_q: int, pieces: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """The heads of q and of k in pieces of so many heads of k."""
+    group = heads_q // sum(pieces)
+    for a, b in itertools.pairwise((0, *itertools.accumulate(pieces))):
+        yield slice(a * group, b * group), slice(a, b)
 
 
 def _options_of(call: Call, options: Options, device: torch.device) -> Options:

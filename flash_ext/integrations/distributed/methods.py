@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch.distributed as dist
 from torch import Tensor
@@ -118,6 +118,29 @@ def outer_of(groups: Groups, shards: Sharding) -> Sharding:
     )
 
 
+@lru_cache(maxsize=256)
+def _visible_share(rows: int, mask: Mask) -> float:
+    return cost.visible_share(rows, mask.left, mask.right, mask.documents)
+
+
+def call_of(
+    groups: Groups, q: Tensor, k: Tensor, v: Tensor, shards: Sharding, mask: Mask
+) -> cost.Call:
+    """The sizes for the cost model: of the ranks across, where there are two levels."""
+    within = groups.within_size
+    return cost.Call(
+        batch=q.shape[0],
+        rows=shards.rows,
+        heads_q=q.shape[2] // within,
+        heads_k=max(1, k.shape[2] // within),
+        dim=q.shape[3],
+        dim_v=v.shape[3],
+        ranks=outer_of(groups, shards).ranks,
+        bytes=q.element_size(),
+        share=_visible_share(shards.rows, mask),
+    )
+
+
 def choose_method(
     groups: Groups,
     q: Tensor,
@@ -136,19 +159,7 @@ def choose_method(
     allowed = tuple(method for method, reason in reasons.items() if reason is None)
     if not allowed:
         refuse("method", "one that runs this call", "; ".join(map(str, reasons.values())))
-    outer = outer_of(groups, shards)
-    within = groups.within_size
-    call = cost.Call(
-        batch=q.shape[0],
-        rows=shards.rows,
-        heads_q=q.shape[2] // within,
-        heads_k=max(1, k.shape[2] // within),
-        dim=q.shape[3],
-        dim_v=v.shape[3],
-        ranks=outer.ranks,
-        bytes=q.element_size(),
-        share=cost.visible_share(shards.rows, mask.left, mask.right, mask.documents),
-    )
+    call = call_of(groups, q, k, v, shards, mask)
     return cost.choose(call, cost.machine_of(q.device, groups.ranks), allowed)
 
 
@@ -161,8 +172,9 @@ def build(
     groups: Groups,
     shards: Sharding,
     mask: Mask,
-    heads_k: int,
-    heads_q: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     transport: MakeTransport = Collectives,
 ) -> Core:
     """The method for this rank.
@@ -171,31 +183,33 @@ def build(
         method: by name, one that runs the call.
         groups, shards: of the call.
         mask: of the whole sequence.
-        heads_k, heads_q: in all.
+        q, k, v: this rank's rows.
         transport: what moves rows.
     """
+    call = call_of(groups, q, k, v, shards, mask)
+    machine = cost.machine_of(q.device, groups.ranks)
     if method == "ulysses":
         whole = sharding(shards.rows, 1, "contiguous")
-        inner: Core = Gather(None, plan.gathered(whole, 0, mask), 1)
-        return _ulysses(transport(groups.across, shards), shards, inner, heads_q, heads_k)
+        inner: Core = Gather(None, plan.gathered(whole, 0, mask))
+        ratio = cost.ulysses_ratio(call, machine)
+        return _ulysses(transport(groups.across, shards), inner, q, k, ratio)
     outer = outer_of(groups, shards)
     rank = dist.get_rank(groups.across)
     if method == "ring":
         core: Core = Ring(transport(groups.across, outer), outer, mask)
     else:
         across = transport(groups.across, outer) if outer.ranks > 1 else None
-        heads = max(1, heads_k // groups.within_size)
-        core = Gather(across, plan.gathered(outer, rank, mask), cost.pieces_of(heads))
+        ratio = cost.gathering_ratio(call, machine)
+        core = Gather(across, plan.gathered(outer, rank, mask), ratio)
     if groups.within is None:
         return core
     rows = sharding(outer.lengths[rank], groups.within_size, "contiguous")
-    return _ulysses(transport(groups.within, rows), rows, core, heads_q, heads_k)
+    call = replace(call, heads_q=q.shape[2], heads_k=k.shape[2], ranks=groups.within_size)
+    return _ulysses(transport(groups.within, rows), core, q, k, cost.ulysses_ratio(call, machine))
 
 
-def _ulysses(
-    transport: Transport, shards: Sharding, inner: Core, heads_q: int, heads_k: int
-) -> Ulysses:
-    copies = key_head_copies(heads_q, heads_k, shards.ranks)
+def _ulysses(transport: Transport, inner: Core, q: Tensor, k: Tensor, ratio: float) -> Ulysses:
+    copies = key_head_copies(q.shape[2], k.shape[2], transport.ranks)
     assert copies is not None, "unsupported_reason says when"
-    pieces = cost.pieces_of(heads_k * copies // shards.ranks)
+    pieces = cost.pieces_of(k.shape[2] * copies // transport.ranks, ratio)
     return Ulysses(transport, inner, copies, pieces)

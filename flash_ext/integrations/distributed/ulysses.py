@@ -49,7 +49,9 @@ def key_head_copies(heads_q: int, heads_k: int, ranks: int) -> int | None:
 class Ulysses:
     """This method, with another one for what is left to do within."""
 
-    def __init__(self, transport: Transport, inner: Core, copies: int, pieces: int) -> None:
+    def __init__(
+        self, transport: Transport, inner: Core, copies: int, pieces: tuple[int, ...]
+    ) -> None:
         self.transport, self.inner, self.copies, self.pieces = transport, inner, copies, pieces
 
     def _heads(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
@@ -59,9 +61,8 @@ class Ulysses:
         them.
         """
         ranks = self.transport.ranks
-        each = k.shape[2] // ranks
         found = []
-        for of_q, of_k in local.head_pieces(q.shape[2] // ranks, each, min(self.pieces, each)):
+        for of_q, of_k in local.head_pieces(q.shape[2] // ranks, self.pieces):
             first = ranks * of_q.start + self.transport.rank * (of_q.stop - of_q.start)
             found.append(
                 (
