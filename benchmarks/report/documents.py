@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .compare import results_section
 from .compat import compat_section
+from .distributed import distributed_section
 from .fp8 import fp8_section
 from .front import front_section
 from .options import options_section
@@ -28,6 +29,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "training": training_section,
         "options": options_section,
         "fp8": fp8_section,
+        "distributed": distributed_section,
     },
     "docs/walkthrough.md": STEPS,
 }

@@ -1,0 +1,86 @@
+"""One sequence split over GPUs: speed of every method and peer, and what more GPUs would give."""
+
+from __future__ import annotations
+
+import itertools
+
+import common
+from common import Json
+
+from .tables import NO, NOWHERE, gpu_folders, provenance, table
+
+PASSES = ("forward", "backward")
+
+
+def _speed(result: Json, which: str) -> str:
+    """TFLOP/s of a pass, and the share of the kernels alone."""
+    found = result.get(which)
+    if found is None:
+        return NO
+    share = f" ({found['share']:.0%})" if "share" in found else ""
+    return f"{found['tflops']:.0f}{share}"
+
+
+def _modelled(result: Json) -> str:
+    """The cost model's time over the measured one, of both passes."""
+    found = [f"{result[x]['model_ms'] / result[x]['ms']:.2f}" for x in PASSES
+             if "model_ms" in result.get(x, {})]  # fmt: skip
+    return ", ".join(found) or NO
+
+
+def speed_table(cells: list[Json]) -> str:
+    """A line for each provider of each cell that ran."""
+    rows = [
+        [
+            f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs",
+            c["provider"],
+            *(_speed(c, x) for x in PASSES),
+            f"{c['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in c else NO,
+            _modelled(c),
+        ]
+        for c in cells
+        if "error" not in c
+    ]
+    head = ["sequence", "provider", "forward, TFLOP/s a GPU", "backward", "GiB a GPU",
+            "model / measured"]  # fmt: skip
+    return table(head, rows, words=2)
+
+
+def left_out(cells: list[Json]) -> list[str]:
+    """Who did not run, a line for each reason."""
+    reasons = dict.fromkeys((c["provider"], c["error"]) for c in cells if "error" in c)
+    return [f"- {provider}: {error.rstrip('.')}." for provider, error in reasons]
+
+
+def projection_table(rows: list[Json]) -> str:
+    """The model's share of the kernels' rate with more GPUs, by method."""
+    methods = list(rows[0]["methods"])
+    body = [
+        [f"{length:,} tokens, {r['ranks']} GPUs",
+         *(f"{r['methods'][m]['share']:.0%}" for m in methods)]
+        for length, group in itertools.groupby(rows, lambda r: r["rows"])
+        for r in group
+    ]  # fmt: skip
+    return table(["forward and backward, model", *methods], body)
+
+
+def distributed_section() -> str:
+    """Everything of distributed.json, for each device."""
+    parts: list[str] = []
+    for folder in gpu_folders():
+        result = common.read_json(folder / "distributed.json")
+        if result is None:
+            continue
+        missing = left_out(result["cells"])
+        parts += [
+            f"{result['device']}: {provenance(result)}. {result['method']}",
+            speed_table(result["cells"]),
+            *(["Not measured:\n\n" + "\n".join(missing)] if missing else []),
+        ]
+        if result["projection"]:
+            parts += [
+                "What the cost model says of more GPUs (up to 8 in one host, then one network card"
+                " of 400 Gbit/s each), from the kernels' measured speeds; not measured:",
+                projection_table(result["projection"]),
+            ]
+    return "\n\n".join(parts) or NOWHERE
