@@ -385,15 +385,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- Consumers ---
 
-    // FP8: is the result of a tile stored while the first scores of the next one are computed?
-    // That takes registers.
-    static constexpr bool kStoresBeside = Config::kHeadDim <= 128 || Config::kGeneral;
+    // Is the result of a tile stored while the first scores of the next one are computed? That
+    // takes registers. Otherwise it is kept for an iteration.
+    static constexpr bool kStoresBeside = kFp8 && Config::kHeadDim <= 128;
 
     // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
     // take a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
-        // ptxas, docs/notes/016-fp8.md
-        using Number = std::conditional_t<kFp8 && Config::kHeadDim == 64, unsigned, int>;
+        using Number = std::conditional_t<kFp8, unsigned, int>;  // ptxas, docs/notes/016-fp8.md
         return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
     }
 
@@ -419,8 +418,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
         // FP8: factors of the scores of two rows, and of the keys.
         float q_scale[2], k_scale[1 + kTwoKScales];
+        int second_k_scale;  // the first column of k_scale[1]
         const float* k_descales;
-        int second_k_scale;
         int last_k_block;
 
         bool begun = true;  // P belongs to the first iteration of a tile
@@ -524,24 +523,18 @@ struct Fa3Forward : Fa3Cta<Config_> {
         state.last_k_block = last_block(state.k_descales, params.k_descale);
     }
 
-    // Of the KV tile of the scores.
-    static __device__ __forceinline__ int first_key(const State& state) {
-        return VisibleTiles::tile(state.kv_tile) * Config::kBlockKV;
-    }
-
     // Those of the keys of the KV tile, which may reach into a second block.
     __device__ __forceinline__ void load_k_scales(State& state) const {
         const auto load = [&](int block) {
-            // In a register where there is one.
-            block = min_of(block, kStoresBeside ? state.last_k_block
-                                                : last_block(state.k_descales, params.k_descale));
-            return __ldg(state.k_descales + block * params.k_descale.last_stride);
+            return __ldg(state.k_descales +
+                         min_of(block, state.last_k_block) * params.k_descale.last_stride);
         };
-        const int block = first_key(state) / kDescaleRows;
+        const int first_key = VisibleTiles::tile(state.kv_tile) * Config::kBlockKV;
+        const int block = first_key / kDescaleRows;
         state.k_scale[0] = load(block);
         if constexpr (kTwoKScales) {
             state.k_scale[1] = load(block + 1);
-            state.second_k_scale = (block + 1) * kDescaleRows - first_key(state);
+            state.second_k_scale = (block + 1) * kDescaleRows - first_key;
         }
     }
 
@@ -768,7 +761,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         --state.kv_tile;
         if (last) {
             if (!kReleaseEarly) release_and_advance(q_pipeline, state.q);
-            if (kFp8) state.tile_done = state.tile;
+            if (kStoresBeside) state.tile_done = state.tile;
             state.tile.advance();
             if (!begin_tile(state)) return false;
         }
@@ -818,23 +811,29 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void compute_in_turn(State& state, Probabilities& rP,
                                                     bool last) const {
         k_pipeline.consumer_wait(state.k, state.k_ready);
-        state.rescaling.apply(state.rO);
+        if constexpr (kUnmasked || kStoresBeside) {
+            state.rescaling.apply(state.rO);
+        } else {
+            settle_output(state);
+        }
         v_pipeline.consumer_wait(state.v, state.v_ready);
         Order::wait(consumer);
         add_output(state, rP, kUnmasked || !state.begun);
-        const auto store_result = [&] {
-            if (!last) return;
-            store(state.rO, state.softmax, work_tiles[state.tile_done]);
-            this->end_work_tile(state.tile_done);
-        };
-        if (!kStoresBeside) store_result();
         issue_scores(state.rS, state.q, state.k);
         Order::signal_next(consumer);
-        release_and_advance(v_pipeline, state.v);
+        // The order decides whether ptxas serializes wgmma (docs/notes/016-fp8.md).
+        const auto v_read = state.v;
+        if (kStoresBeside) release(v_pipeline, v_read);
+        state.v.advance();
+        if (!kStoresBeside) release(v_pipeline, v_read);
         load_k_scales(state);
-        if (kStoresBeside) store_result();
+        if (kStoresBeside && last) {
+            store(state.rO, state.softmax, work_tiles[state.tile_done]);
+            this->end_work_tile(state.tile_done);
+        }
         ptx::wgmma_wait<0>();
-        state.begun = last;
+        if (!kStoresBeside && last) state.done = state.softmax;
+        state.begun = state.kept = last;
         compute_p<kUnmasked>(state, rP, last);
     }
 
@@ -885,7 +884,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 main_loop();
             }
         }
-        if constexpr (kFp8) {
+        if constexpr (kStoresBeside) {
             state.rescaling.apply(state.rO);
         } else {
             settle_output(state);
