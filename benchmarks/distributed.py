@@ -28,6 +28,7 @@ import socket
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -262,6 +263,10 @@ def ring_flash_attns(ranks: Ranks, function: str) -> Provider:
             "flash_ext.flash_attn.flash_attn_interface"
         )
         over = "flash_ext.flash_attn"
+    # For transformers before 5, which it cannot do without.
+    sys.modules["ring_flash_attn.adapters"] = types.SimpleNamespace(
+        substitute_hf_flash_attn=None, update_ring_flash_attn_params=None
+    )
     call = getattr(importlib.import_module("ring_flash_attn"), function)
     if ranks.cell.documents is not None:
         raise NotImplementedError("its packed functions want every document divisible")

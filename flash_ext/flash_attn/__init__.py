@@ -28,6 +28,9 @@ cache nor inputs that are all float16 or all bfloat16. It casts others, which fl
 What is not supported raises NotImplementedError before anything runs; wrong arguments raise
 ValueError or RuntimeError.
 
+`flash_attn_interface` also has flash-attn's `_flash_attn_forward`, `_flash_attn_backward` and their
+varlen forms, below autograd, as ring-flash-attn calls them: `flash_ext.flash_attn.low_level`.
+
 `__version__` is that of the flash-attn with these names, for code that checks it.
 """
 

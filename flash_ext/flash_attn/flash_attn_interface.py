@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,17 +10,20 @@ from torch.compiler import is_compiling
 
 from .. import ops
 from ..functional import attention, attention_options, attention_varlen
-from ..ops.checks import require_pair, require_tensors
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _refuse_given(**unsupported: object) -> None:
-    for name, value in unsupported.items():
-        if value is not None:
-            raise NotImplementedError(f"flash_ext: {name} is not supported: it must be None")
+from ..ops.checks import require_tensors
+from .low_level import _flash_attn_backward as _flash_attn_backward
+from .low_level import _flash_attn_forward as _flash_attn_forward
+from .low_level import _flash_attn_varlen_backward as _flash_attn_varlen_backward
+from .low_level import _flash_attn_varlen_forward as _flash_attn_varlen_forward
+from .shared import (
+    AS_IT_IS,
+    check_rows,
+    no_autocast,
+    options_of,
+    refuse_given,
+    rows_contiguous,
+    to_flash_attn_lse,
+)
 
 
 def _unpack(name: str, x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
@@ -33,64 +34,6 @@ def _unpack(name: str, x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
         wanted = f"of shape ({before}, {parts}, heads, head_dim)"
         raise ValueError(f"flash_ext: {name} must be {wanted}, got {tuple(x.shape)}")
     return x.unbind(dim)
-
-
-def _options(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    seqlen_k: int | None,
-) -> dict[str, Any]:
-    """The options of flash_ext. A side of the window of at least seqlen_k is unlimited."""
-    if window_size != (-1, -1):
-        left, right = require_pair("window_size", window_size)
-        if left < 0 or (seqlen_k is not None and left >= seqlen_k):
-            left = -1
-        if right < 0 or (seqlen_k is not None and right >= seqlen_k):
-            right = -1
-        window_size = left, right
-    return {
-        "scale": softmax_scale,
-        "causal": causal,
-        "window": window_size,
-        "softcap": 0.0 if softcap < 0 else softcap,
-        "alibi_slopes": alibi_slopes,
-    }
-
-
-def _flash_attn_lse(
-    lse: Tensor, seqlen_k: int | Tensor, cu_seqlens: tuple[Tensor, Tensor] | None, options: Any
-) -> Tensor:
-    """lse with flash-attn's values, see `flash_ext.flash_attn`.
-
-    Args:
-        lse: (B, Hq, Sq), or with cu_seqlens (Hq, total_q).
-        seqlen_k: that of all sequences, or (B); with cu_seqlens it is not looked at.
-        options: those of `_options`.
-    """
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
-    slopes: Tensor | None = options["alibi_slopes"]
-    left, right = options["window"]
-    if slopes is None or left >= 0 or not (options["causal"] or right == 0):
-        return lse
-    slopes = slopes.to(lse.dtype)
-    rows = torch.arange(lse.shape[-1], dtype=torch.int32, device=lse.device)
-    if cu_seqlens is None:
-        last = seqlen_k[:, None, None] if isinstance(seqlen_k, Tensor) else seqlen_k
-        return lse + slopes[..., None] * (rows - lse.shape[-1] + last)
-    cu_q, cu_k = cu_seqlens
-    sequence = torch.searchsorted(cu_q[1:], rows, right=True).clamp(max=cu_q.numel() - 2)
-    slopes = slopes[sequence].T if slopes.dim() == 2 else slopes[:, None]
-    return lse + slopes * (rows - cu_q[1:][sequence] + cu_k.diff()[sequence])
-
-
-_AS_IT_IS = nullcontext()
-
-
-def _no_autocast(q: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(q.device.type, enabled=False) if ops.autocasts(q) else _AS_IT_IS
 
 
 def _one_half_type(*tensors: Tensor) -> bool:
@@ -108,10 +51,10 @@ def _run(
     return_attn_probs: bool,
     options: dict[str, Any],
 ) -> Any:
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     given = options | {"dropout_p": dropout_p, "deterministic": deterministic or None}
     given["return_lse"] = return_attn_probs
-    with _no_autocast(q) if ops.autocasts(q) and _one_half_type(q, k, v) else _AS_IT_IS:
+    with no_autocast(q) if ops.autocasts(q) and _one_half_type(q, k, v) else AS_IT_IS:
         if cu_seqlens is None:
             result = attention(q, k, v, **given)
         else:
@@ -119,7 +62,7 @@ def _run(
     if not return_attn_probs:
         return result
     out, lse = result
-    return out, _flash_attn_lse(lse, k.shape[1], cu_seqlens, options), q.new_empty(0)
+    return out, to_flash_attn_lse(lse, k.shape[1], cu_seqlens, options), q.new_empty(0)
 
 
 def flash_attn_func(
@@ -141,7 +84,7 @@ def flash_attn_func(
     """
     if not (type(q) is type(k) is type(v) is Tensor):
         require_tensors(q=q, k=k, v=v)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
@@ -159,7 +102,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` with k and v in one tensor kv (B, Sk, 2, Hk, D)."""
     k, v = _unpack("kv", kv, 2, dim=2)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
@@ -176,7 +119,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` with q, k and v in one tensor qkv (B, S, 3, H, D)."""
     q, k, v = _unpack("qkv", qkv, 3, dim=2)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, k.shape[1])
     return _run(q, k, v, None, dropout_p, deterministic, return_attn_probs, options)
 
 
@@ -205,8 +148,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1), the bounds of the sequences.
         block_table: a paged cache is not supported: anything but None raises NotImplementedError.
     """
-    _refuse_given(block_table=block_table)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
+    refuse_given(block_table=block_table)
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     return _run(q, k, v, cu_seqlens, dropout_p, deterministic, return_attn_probs, options)
 
@@ -229,7 +172,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, Hk, D)."""
     k, v = _unpack("kv", kv, 2, dim=1)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen_k)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     return _run(q, k, v, cu_seqlens, dropout_p, deterministic, return_attn_probs, options)
 
@@ -249,7 +192,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, H, D)."""
     q, k, v = _unpack("qkv", qkv, 3, dim=1)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen)
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, max_seqlen)
     both = (cu_seqlens, cu_seqlens)
     return _run(q, k, v, both, dropout_p, deterministic, return_attn_probs, options)
 
@@ -262,18 +205,6 @@ def _append(cache: Tensor, new: Tensor, cache_seqlens: Tensor) -> None:
     cache.index_put_((elements, rows), new)
 
 
-def _check_rows(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
-    """Check the shape of x, where words stand for any size, and that it is like q."""
-    require_tensors(**{name: x})
-    same = x.dim() == len(shape) and all(
-        isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
-    )
-    if not same or x.dtype != q.dtype or x.device != q.device:
-        wanted = f"of shape ({', '.join(map(str, shape))}), {q.dtype}, on {q.device}, like q"
-        got = f"{tuple(x.shape)}, {x.dtype}, on {x.device}"
-        raise ValueError(f"flash_ext: {name} must be {wanted}, got {got}")
-
-
 def _check_cache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
 ) -> int:
@@ -281,11 +212,11 @@ def _check_cache(
 
     The op's own checks would name k and v, which mean other tensors to the caller.
     """
-    _check_rows("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"), q)
+    check_rows("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"), q)
     batch, head_dim = q.shape[0], q.shape[-1]
     rows: tuple[int | str, ...] = ("batch_cache", "seqlen_k", "heads_k", head_dim)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_rows(name, cache, rows, q)
+        check_rows(name, cache, rows, q)
         rows = (*cache.shape[:3], "head_dim_v")
         if cache.shape[0] < batch:
             wanted = f"of a batch of at least {batch}, like q's"
@@ -297,8 +228,8 @@ def _check_cache(
         raise ValueError("flash_ext: k and v must be given together, got one of them")
     if k is None or v is None:
         return 0
-    _check_rows("k", k, (batch, "seqlen_new", *k_cache.shape[2:]), q)
-    _check_rows("v", v, (batch, k.shape[1], *v_cache.shape[2:]), q)
+    check_rows("k", k, (batch, "seqlen_new", *k_cache.shape[2:]), q)
+    check_rows("v", v, (batch, k.shape[1], *v_cache.shape[2:]), q)
     return k.shape[1]
 
 
@@ -368,7 +299,7 @@ def flash_attn_with_kvcache(
         NotImplementedError: an argument that is not supported is given.
         ValueError, RuntimeError: an argument is wrong.
     """
-    _refuse_given(
+    refuse_given(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         cache_batch_idx=cache_batch_idx,
@@ -380,9 +311,9 @@ def flash_attn_with_kvcache(
     k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     lengths = _cache_lengths(cache_seqlens, q, capacity, None if k is None else new)
     used = lengths if lengths is None or k is None else lengths + new
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, capacity)
-    q = _rows_contiguous(q)
-    with _no_autocast(q):
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes, capacity)
+    q = rows_contiguous(q)
+    with no_autocast(q):
         given = attention_options(q, **options, seqused_k=used)
         if k is not None and v is not None and lengths is not None:
             if not is_compiling() and ops.is_real(q):  # where the device can be read
@@ -392,4 +323,4 @@ def flash_attn_with_kvcache(
         out, lse = ops.forward(q, k_cache, v_cache, **given)
     if not return_softmax_lse:
         return out
-    return out, _flash_attn_lse(lse, capacity if used is None else used, None, options)
+    return out, to_flash_attn_lse(lse, capacity if used is None else used, None, options)

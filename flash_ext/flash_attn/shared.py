@@ -1,0 +1,124 @@
+"""What the functions of `flash_ext.flash_attn` share: checks, options, and flash-attn's lse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..ops.checks import require_pair, require_tensors
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x, copied where its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def refuse_given(**unsupported: object) -> None:
+    """Raise NotImplementedError, unless all are None."""
+    for name, value in unsupported.items():
+        if value is not None:
+            raise NotImplementedError(f"flash_ext: {name} is not supported: it must be None")
+
+
+def options_of(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    seqlen_k: int | None,
+) -> dict[str, Any]:
+    """The options of flash_ext. A side of the window of at least seqlen_k is unlimited."""
+    if window_size != (-1, -1):
+        left, right = require_pair("window_size", window_size)
+        if left < 0 or (seqlen_k is not None and left >= seqlen_k):
+            left = -1
+        if right < 0 or (seqlen_k is not None and right >= seqlen_k):
+            right = -1
+        window_size = left, right
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_size,
+        "softcap": 0.0 if softcap < 0 else softcap,
+        "alibi_slopes": alibi_slopes,
+    }
+
+
+def _lse_shift(
+    lse: Tensor,
+    seqlen_k: int | Tensor,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+    options: Mapping[str, Any],
+) -> Tensor | None:
+    """By how much flash-attn's lse is larger, see `flash_ext.flash_attn`; None is nowhere."""
+    slopes: Tensor | None = options["alibi_slopes"]
+    left, right = options["window"]
+    if slopes is None or left >= 0 or not (options["causal"] or right == 0):
+        return None
+    slopes = slopes.to(lse.dtype)
+    rows = torch.arange(lse.shape[-1], dtype=torch.int32, device=lse.device)
+    if cu_seqlens is None:
+        last = seqlen_k[:, None, None] if isinstance(seqlen_k, Tensor) else seqlen_k
+        return slopes[..., None] * (rows - lse.shape[-1] + last)
+    cu_q, cu_k = cu_seqlens
+    lengths = seqlen_k if isinstance(seqlen_k, Tensor) else cu_k.diff()
+    sequence = torch.searchsorted(cu_q[1:], rows, right=True).clamp(max=cu_q.numel() - 2)
+    slopes = slopes[sequence].T if slopes.dim() == 2 else slopes[:, None]
+    return slopes * (rows - cu_q[1:][sequence] + lengths[sequence])
+
+
+def to_flash_attn_lse(
+    lse: Tensor,
+    seqlen_k: int | Tensor,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """lse with flash-attn's values, see `flash_ext.flash_attn`.
+
+    Args:
+        lse: (B, Hq, Sq), or with cu_seqlens (Hq, total_q).
+        seqlen_k: that of all sequences, or (B); with cu_seqlens an int is not looked at.
+        options: those of `options_of`.
+    """
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    shift = _lse_shift(lse, seqlen_k, cu_seqlens, options)
+    return lse if shift is None else lse + shift
+
+
+def from_flash_attn_lse(
+    lse: Tensor,
+    seqlen_k: int | Tensor,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The inverse of `to_flash_attn_lse`, contiguous."""
+    lse = lse.masked_fill(lse == math.inf, -math.inf)
+    shift = _lse_shift(lse, seqlen_k, cu_seqlens, options)
+    return (lse if shift is None else lse - shift).contiguous()
+
+
+def check_rows(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
+    """Check the shape of x, where words stand for any size, and that it is like q."""
+    require_tensors(**{name: x})
+    same = x.dim() == len(shape) and all(
+        isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
+    )
+    if not same or x.dtype != q.dtype or x.device != q.device:
+        wanted = f"of shape ({', '.join(map(str, shape))}), {q.dtype}, on {q.device}, like q"
+        got = f"{tuple(x.shape)}, {x.dtype}, on {x.device}"
+        raise ValueError(f"flash_ext: {name} must be {wanted}, got {got}")
+
+
+AS_IT_IS = nullcontext()
+
+
+def no_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    """Within it q's device has no autocast."""
+    return torch.autocast(q.device.type, enabled=False) if ops.autocasts(q) else AS_IT_IS
