@@ -81,6 +81,7 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
                 yield dataclasses.replace(base, softcap=2.0, seqused_k=(40,)), variant, False
                 yield dataclasses.replace(parts, heads_k=2), variant, True
                 yield dataclasses.replace(parts, seqlen_q=20, sink=True, causal=True), variant, True
+                yield dataclasses.replace(base, heads_q=4, seqlen_q=300), variant, False  # in parts
 
 
 def fp8_cases() -> Iterator[Problem]:
@@ -105,6 +106,17 @@ def quantize_all() -> None:
         for scales in ("tensor", "head", "block"):
             fp8.quantize(x, scales=scales, signs=signs, mean=mean, cu_seqlens=offsets)
         fp8.quantize(x[None], scales="channel")
+    torch.cuda.synchronize()
+
+
+def combine() -> None:
+    """Partial results, of rows in the middle of others."""
+    for heads, dim, dtype in ((3, 64, torch.bfloat16), (2, 40, torch.float16)):
+        out, lse = torch.randn(2, 50, heads, dim), torch.randn(2, heads, 50)
+        partial, lse_partial = torch.randn(2, 33, heads, dim, dtype=dtype), lse[..., :33].clone()
+        lse_partial[:, 0] = -torch.inf
+        out, lse, partial, lse_partial = map(to_device, (out, lse, partial, lse_partial))
+        torch.ops.flash_ext.combine_partial(out[:, 9:42], lse[..., 9:42], partial, lse_partial)
     torch.cuda.synchronize()
 
 
@@ -158,6 +170,7 @@ if __name__ == "__main__":
             run(make_inputs(problem, "cpu"), problem, "fa3", False)
         if variants()[-1] == "fa3":
             quantize_all()
+        combine()
         if "memcheck" in sys.argv:
             for case in wild_offsets():
                 run(*case)
