@@ -1,6 +1,7 @@
 // wgmma: matmuls of a warpgroup, D (64 x N) += A (64 x K) B (K x N) with K = 16, of FP8 32,
-// asynchronous. A and B are read from shared memory through descriptors (tile/wgmma.cuh), or A from registers. sm_90a only.
-// PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instructions".
+// asynchronous. A and B are read from shared memory through descriptors (tile/wgmma.cuh), or A from
+// registers. sm_90a only. PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate
+// instructions".
 #pragma once
 
 #include <cuda_bf16.h>
