@@ -269,13 +269,13 @@ def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
     old, new = results["compare"], copy.deepcopy(results["compare"])
     new["cells"].reverse()
     assert moved.moved(old, new)[0] == []
-    times = next(c["providers"]["fa2"] for c in new["cells"] if "fa2" in c["providers"])
+    times = next(c["providers"]["fa3"] for c in new["cells"] if "fa3" in c["providers"])
     times["ms"] *= 1.03
     times["host_us"] *= 9
     assert moved.moved(old, new)[0] == []
     times["ms"] *= 1.1
     ((change, line),) = moved.moved(old, new)[0]
-    assert change == pytest.approx(0.133) and "fa2, ms" in line and "(+13.3%)" in line
+    assert change == pytest.approx(0.133) and "fa3, ms" in line and "(+13.3%)" in line
     new["digest"] = "0" * 16
     moved.print_moved("compare.json", old, new)
     printed = capsys.readouterr().out

@@ -380,7 +380,8 @@ def over(ours: str, peer: str, direction: str, least: float, others: str) -> Mea
     """Ratios on the standard grid."""
 
     def measure(results: Results) -> Finding | None:
-        cells = standard_cells(results.get("compare", {}).get("cells", []), direction)
+        run = results.get("compare_full", results.get("compare", {}))  # of all variants
+        cells = standard_cells(run.get("cells", []), direction)
         values = ratios(cells, ours, peer)
         if not values:
             return None

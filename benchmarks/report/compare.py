@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import common
@@ -184,6 +185,39 @@ def tests_line(tests: Json | None) -> str:
     return f"GPU tests: {counts} (exit status {tests['exit_status']}); {provenance(tests)}."
 
 
+def speed_parts(compare: Json, folder: Path, newest: bool) -> Iterator[str]:
+    """The tables of one run; the pictures are those of the newest."""
+    cells = [c for c in select(compare["cells"], seqlen=SEQLENS) if on_grid(c)]
+    labels = compare["labels"] | {BEST: BEST_LABEL}
+    yield (
+        f"Speed: {provenance(compare)}. {TOKENS} tokens, {HIDDEN} // d heads, cold L2, medians;"
+        " bf16 where not said otherwise. How many times faster, as the geometric mean over S,"
+        " and the smallest in brackets:"
+    )
+    if newest:
+        yield from picture(folder, "speedup", "speed_forward", "speed_backward")
+    yield ratio_table(cells, labels)
+    yield from [note] if (note := spread_note(cells)) else []
+    yield from [note] if (note := best_note(cells, compare, folder)) else []
+    special = ("d_v", "window", "model", "sustained")
+    others = [
+        c for c in compare["cells"] if not is_plain(c) and not any(c.get(name) for name in special)
+    ]
+    yield from [other_table(others, labels)] if others else []
+    for kind in ("model", "sustained"):
+        found = [c for c in compare["cells"] if c.get(kind) and (kind == "sustained") == bool(
+            c.get("sustained"))]  # fmt: skip
+        yield from [shapes_table(found, labels)] if found else []
+    yield from [host_table(compare["host"], labels)] if "host" in compare else []
+    for direction in ("forward", "backward"):
+        found = select(cells, direction=direction, dtype="bf16")
+        if found:
+            yield (
+                f"<details><summary>{direction.capitalize()}, TFLOP/s</summary>\n\n"
+                f"{speed_table(found, labels)}\n\n</details>"
+            )
+
+
 def results_section() -> str:
     """The tables of goals and speeds, one part per GPU."""
     parts = []
@@ -200,34 +234,11 @@ def results_section() -> str:
         parts.append(table(["goal", "measured", ""], list(goals.rows(compare, memory)), words=3))
         if compare is None:
             continue
-        cells = [c for c in select(compare["cells"], seqlen=SEQLENS) if on_grid(c)]
-        labels = compare["labels"] | {BEST: BEST_LABEL}
-        parts.append(
-            f"Speed: {provenance(compare)}. {TOKENS} tokens, {HIDDEN} // d heads, cold L2, medians;"
-            " bf16 where not said otherwise. How many times faster, as the geometric mean over S,"
-            " and the smallest in brackets:"
-        )
-        parts += picture(folder, "speedup", "speed_forward", "speed_backward")
-        parts.append(ratio_table(cells, labels))
-        parts += [note] if (note := spread_note(cells)) else []
-        parts += [note] if (note := best_note(cells, compare, folder)) else []
-        special = ("d_v", "window", "model", "sustained")
-        others = [
-            c
-            for c in compare["cells"]
-            if not is_plain(c) and not any(c.get(name) for name in special)
-        ]
-        parts += [other_table(others, labels)] if others else []
-        for kind in ("model", "sustained"):
-            found = [c for c in compare["cells"] if c.get(kind) and (kind == "sustained") == bool(
-                c.get("sustained"))]  # fmt: skip
-            parts += [shapes_table(found, labels)] if found else []
-        parts += [host_table(compare["host"], labels)] if "host" in compare else []
-        for direction in ("forward", "backward"):
-            found = select(cells, direction=direction, dtype="bf16")
-            if found:
-                parts.append(
-                    f"<details><summary>{direction.capitalize()}, TFLOP/s</summary>\n\n"
-                    f"{speed_table(found, labels)}\n\n</details>"
-                )
+        parts += speed_parts(compare, folder, newest=True)
+        whole = common.read_json(folder / "compare_full.json")
+        if whole is not None and whole["digest"] != compare["digest"]:
+            cells = [c for c in whole["cells"] if c["dtype"] != FP8]
+            whole["cells"] = with_best(cells, common.read_json(folder / "recorded_peers.json"))
+            parts.append("#### The last run of everything")
+            parts += speed_parts(whole, folder, newest=False)
     return "\n\n".join(parts) or NOWHERE

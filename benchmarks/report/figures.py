@@ -135,11 +135,16 @@ def legend_above(figure: Any, axis: Any, columns: int = 7) -> None:
 SPEED_ROWS = ("fa1", "fa2", "fa3", "flash", "cudnn", BEST, "standard")
 
 
-def cells_of(results: dict[str, Json]) -> list[Json]:
+def cells_of(results: dict[str, Json], name: str = "compare") -> list[Json]:
     """The cells of compare.json, with the best peer."""
-    if "compare" not in results:
+    if name not in results:
         return []
-    return with_best(results["compare"]["cells"], results.get("recorded_peers"))
+    return with_best(results[name]["cells"], results.get("recorded_peers"))
+
+
+def cells_of_all_variants(results: dict[str, Json]) -> list[Json]:
+    """The same of the last run of everything (compare_full.json)."""
+    return cells_of(results, "compare_full" if "compare_full" in results else "compare")
 
 
 def speed_data(direction: str) -> Callable[[dict[str, Json]], Any]:
@@ -234,7 +239,7 @@ def generations_data(results: dict[str, Json]) -> Any:
     """TFLOP/s of each generation at one size of the grid, by direction: [direction, {method}]."""
     rows = []
     for direction in (FORWARD, BACKWARD):
-        for cell in standard_cells(cells_of(results), direction):
+        for cell in standard_cells(cells_of_all_variants(results), direction):
             if (cell["d"], cell["causal"], cell["seqlen"]) == (128, False, 2048):
                 speeds = {
                     m: round(cell["providers"][m]["tflops"], 1)
