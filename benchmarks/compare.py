@@ -140,8 +140,8 @@ SOFTMAX = (
     "cuDNN's; other pipelines were tried (docs/notes/016-fp8.md)"
 )
 FEW_MATMULS = (
-    "supposed: exponentials are as many as with 16 bits, and there is a maximum of every score "
-    "more; other pipelines were slower (docs/notes/016-fp8.md)"
+    "supposed: exponentials are as many as with 16 bits; other pipelines were slower "
+    "(docs/notes/016-fp8.md)"
 )
 LIKE_D128 = (
     "supposed: as at d 128; the pipeline of the 16-bit kernel was not faster "
