@@ -315,6 +315,16 @@ def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
         )
 
 
+def test_processes_begin_with_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each still sees all of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    seen = [gpu_suite.visible_devices(job)["CUDA_VISIBLE_DEVICES"] for job in range(3)]
+    assert seen == ["3,5", "5,3", "3,5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert gpu_suite.visible_devices(1)["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
 def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suite of which every test skips is no evidence."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

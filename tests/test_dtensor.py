@@ -8,15 +8,12 @@ drop by different ones, and a model whose tensor-parallel training differs from 
 from __future__ import annotations
 
 import dataclasses
-import socket
-import traceback
-import warnings
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from attention_testing import FP8, Problem, attend, device_unsupported_reason, make_inputs
+from distributed_cases import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -288,37 +285,16 @@ CHECKS = (
 )
 
 
-def run(rank: int, device: str, port: int, errors) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    try:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0, timedelta(seconds=60))
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS)
-        mesh = init_device_mesh(device, (RANKS,))
-        for check in CHECKS:
-            check(mesh)
-        dist.destroy_process_group()
-    except Exception:
-        errors.put(f"rank {rank}: {traceback.format_exc()}")
-        raise
+def check_all(ranks: int, device: str) -> None:
+    mesh = init_device_mesh(device, (ranks,))
+    for check in CHECKS:
+        check(mesh)
 
 
 def test_two_ranks(device: str) -> None:
     if device == "cuda" and torch.cuda.device_count() < RANKS:
         pytest.skip(f"needs {RANKS} GPUs")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    errors = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    processes = torch.multiprocessing.spawn(run, (device, port, errors), RANKS, join=False)
-    try:
-        while not processes.join(timeout=120):
-            pass
-    except Exception as error:
-        pytest.fail(errors.get() if not errors.empty() else str(error))
+    run_ranks(RANKS, device, check_all)
 
 
 def test_import_leaves_distributed_alone() -> None:

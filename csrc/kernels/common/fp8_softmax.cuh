@@ -11,6 +11,8 @@
 // kDominant of the row's l. Where scores vary much that would retry most iterations: after one with
 // a new maximum the next ones find theirs at once, until m grows slowly (docs/notes/016-fp8.md).
 //
+// Without kOptimistic m is the maximum so far in every iteration, and P is 256 there.
+//
 // The factor of the scores differs between tiles (block quantization), so m includes it.
 #pragma once
 

@@ -24,8 +24,8 @@
 // FP8 (section 3.3 of the paper; docs/walkthrough.md): K's producer loads V, too, and two warps of
 // the first warpgroup transpose its tiles (tile/transpose.cuh). A consumer completes P V before it
 // starts Q K^T: P V is computed from zero, in the registers of S, and added to O. So tiles have
-// more keys, and the other consumers are what runs beside each step. O is stored while the first
-// scores of the next tile are computed.
+// more keys, and the other consumers are what runs beside each step. Up to head dim 128 O is stored
+// while the first scores of the next tile are computed.
 //
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
 // the matmuls of the other; otherwise they drift apart without it.
