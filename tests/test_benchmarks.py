@@ -630,7 +630,7 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"| flash_ext fa2 | {found['fa2']['tokens_per_second']:,.0f} | {ratio:.2f} |" in text
     assert "| tiny, S 64 | SDPA |" in text
 
-    config = train.train_gpt.Config(2, 2, 32, 64, 2, 7, "cpu", train.MEGABYTES, train.RATE)
+    config = train.train_gpt.Config(2, 2, 32, 64, 2, 7, "cpu", train.MEGABYTES, 6e-4)
     data = train.train_gpt.standard_library(train.MEGABYTES)
     example = train.train_gpt.train("x", train.train_gpt.standard_attention, data, config)
     assert found["standard"]["losses"] == pytest.approx(example.losses, rel=1e-5)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 
 #include "plan/head_dims.h"
 #include "problem/params.h"
@@ -178,7 +179,9 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
 static_assert(has_all_rows(kFa3Forward));
 
 constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
-    const Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    // A tile of few rows leaves a consumer without any, which skips what the other one computes.
+    if (lengths == Fa3Lengths::kSplits) row.few_queries.ping_pong = false;
     if (features == Features::kGeneral || lengths <= Fa3Lengths::kFewQueries)
         return row.few_queries;
     return lengths == Fa3Lengths::kLongKeys ? row.long_keys : row.usual;
@@ -365,8 +368,9 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
 
 inline constexpr int kManyQueries = 8192;
 
-constexpr bool many_queries(Features features, int queries) {
-    return features != Features::kGeneral && queries >= kManyQueries;
+inline bool many_queries(Features features, int queries) {
+    const char* tried = getenv("TRY_MANY");
+    return features != Features::kGeneral && queries >= (tried ? atoi(tried) : kManyQueries);
 }
 
 constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {

@@ -201,7 +201,13 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     // ALiBi differs between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
     const int64_t tiles = plan_splits(plan, may_pack_gqa, device.multiprocessors);
-    if (tiles > device.multiprocessors) plan.workspace.reserve(params.tile_count_semaphore, 1);
+    if (tiles > device.multiprocessors) {
+        plan.workspace.reserve(params.counters, 1);
+    } else if (has_splits(params)) {
+        params.combines_splits = true;
+        constexpr int kConsumers = tuning::kForwardBlockQ / 64;
+        plan.workspace.reserve(params.counters, tiles / params.num_splits * kConsumers);
+    }
 }
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -214,8 +220,9 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
         }
         return fa3_forward<dim, dim_v>(params, stream);
     });
-    if (status != cudaSuccess || !has_splits(params)) return status;
-    return combine_splits(params, stream, /*pdl=*/true);
+    const bool combined = !has_splits(params) || params.combines_splits;
+    return status != cudaSuccess || combined ? status
+                                             : combine_splits(params, stream, /*pdl=*/true);
 }
 
 // From here on the parts of groups are heads of K and V.

@@ -132,8 +132,9 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
 
     // FA3 only.
-    unsigned long long* tile_count_semaphore = nullptr;  // (1), of the dynamic scheduler
-    bool few_tiles = false;  // do the smallest Q tiles fill the GPU no more than once?
+    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or as below
+    bool few_tiles = false;        // do the smallest Q tiles fill the GPU no more than once?
+    bool combines_splits = false;  // does the last split? counters: (Q tiles, consumers)
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 

@@ -34,6 +34,7 @@ namespace flash_ext {
 enum NamedBarrier : int {
     kPingPong = 1,  // one for each consumer
     kDSStored = 5,  // one for each consumer: all its warps have stored dS
+    kSplitStored = 5,  // the same of the result of a split, in the forward
 };
 
 // Ping-pong: consumers start their matmuls alternately, so that the softmax of one runs beside the

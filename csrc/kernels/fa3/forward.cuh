@@ -31,7 +31,8 @@
 // the matmuls of the other; otherwise they drift apart without it.
 //
 // Where there are few tiles, a tile is a Q tile and a split of its keys. Each split stores its
-// result in float32, and combine.cuh combines them. Where there are few queries and heads share
+// result in float32, and the last one combines them (combine_row.cuh); where a CTA has more tiles
+// than one, combine.cuh does. Where there are few queries and heads share
 // keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). The kernels for
 // both load Q in boxes of eight rows, of eight heads or of eight queries: with packed GQA, no more
 // rows of a tile are adjacent in memory.
@@ -55,12 +56,15 @@
 //   full(V^T)           2: each warp that transposes         consumers, before P V
 //   full(V), FP8        1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V), FP8       2: each warp that transposes         K's producer, before the next load
+//   arrivals            1: Q's producer, when the count    consumers, before they count
+//                       of stored splits is started
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started                          too), before it starts its own
 #pragma once
 
 #include <utility>
 
+#include "kernels/common/combine_row.cuh"
 #include "kernels/common/fp8_softmax.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/optimistic_softmax.cuh"
@@ -155,6 +159,7 @@ struct Fa3ForwardConfig {
         typename WorkTiles::Storage work_tiles;
         int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
         Fp8Storage<RowMajorVPipeline, kFp8> fp8;
+        uint64_t arrivals;
     };
     // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -205,6 +210,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         ptx::prefetch_tensor_map(params.q_map);
         ptx::prefetch_tensor_map(params.k_map);
         ptx::prefetch_tensor_map(params.v_map);
+        if constexpr (Config::kMayHaveSplits) ptx::mbarrier_init(arrivals_barrier(), 1);
         q_pipeline.init(kReaders);
         k_pipeline.init(kReaders);
         if constexpr (kFp8) {
@@ -241,6 +247,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (Config::kMayHaveSplits) {
             tile.split = work.tile_index % params.num_splits;
             work.tile_index /= params.num_splits;
+            const Schedule& schedule = params.schedule;
+            tile.number = (work.batch * schedule.heads + work.head) *
+                              (schedule.tiles / params.num_splits) +
+                          work.tile_index;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
         describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
@@ -305,6 +315,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
                                        q_pipeline.full(q), first);
             });
             q.advance();
+            if (counts_splits()) {
+                for (int i = 0; i < Config::kConsumers; ++i) stored_splits(tile, i).start();
+                ptx::mbarrier_arrive(arrivals_barrier());
+            }
         });
     }
 
@@ -594,10 +608,11 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // The last KV tile of which this consumer's rows see a key.
+    // The last KV tile of which this consumer's rows see a key. Negative: it has no rows.
     __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
         const Interval queries{query_of(tile, consumer * 64),
                                query_of(tile, consumer * 64 + 63) + 1};
+        if (queries.begin >= tile.sequence.seqlen_q) return -1;
         return (mask_of(params, tile.sequence).keys_of(queries).end - 1) / Config::kBlockKV;
     }
 
@@ -621,6 +636,53 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // time.
     __device__ __forceinline__ bool has_splits() const {
         return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
+    }
+
+    // --- Splits that the last one combines: where each CTA has one tile ---
+
+    __device__ __forceinline__ bool counts_splits() const {
+        return Config::kMayHaveSplits && params.combines_splits;
+    }
+
+    __device__ __forceinline__ uint32_t arrivals_barrier() const {
+        return ptx::shared_address(&storage.arrivals);
+    }
+
+    // How many splits have stored the rows of this consumer.
+    __device__ __forceinline__ EpochCounter stored_splits(const QueryTile& tile,
+                                                          int of_consumer) const {
+        return {params.counters + tile.number * Config::kConsumers + of_consumer,
+                params.scheduler.fetched.epoch};
+    }
+
+    // After store(). A warp combines every fourth row.
+    __device__ __forceinline__ void combine_if_last(const QueryTile& tile) const {
+        ptx::barrier_sync(kSplitStored + consumer, 128);
+        bool last = false;
+        if (threadIdx.x % 128 == 0) {
+            ptx::mbarrier_wait(arrivals_barrier(), 0);
+            __threadfence();  // what all threads have stored before the barrier
+            last = stored_splits(tile, consumer).next(params.num_splits) == params.num_splits - 1;
+            __threadfence();
+        }
+        if (!ptx::barrier_any(kSplitStored + consumer, 128, last)) return;
+        const Sequence& s = tile.sequence;
+#pragma unroll 1
+        for (int i = warp_id() % 4; i < 64; i += 4) {
+            const int row = consumer * 64 + i;
+            const int query = query_of(tile, row), head = head_of(row);
+            if (query >= s.seqlen_q) return;
+            if (head >= group()) continue;
+            const int64_t at = statistics_offset(params, s, tile.head + head) + query;
+            constexpr bool kMayBeMarked = !Config::kGeneral && !kFp8;
+            if constexpr (!kFp8) {
+                combine_row<Element, Config::kHeadDimV, kMayBeMarked>(params, at);
+            } else if (params.out_type == ElementType::kFloat16) {
+                combine_row<__half, Config::kHeadDimV, kMayBeMarked>(params, at);
+            } else {
+                combine_row<__nv_bfloat16, Config::kHeadDimV, kMayBeMarked>(params, at);
+            }
+        }
     }
 
     static __device__ __forceinline__ bool is_to_be_marked(float max, float lse) {
@@ -901,6 +963,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Order::signal_next(consumer);
         if constexpr (!kFp8) finish_output(state);
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
+        if constexpr (Config::kMayHaveSplits)
+            if (counts_splits()) combine_if_last(work_tiles[state.tile_done]);
         if constexpr (!Config::kGeneral && !Config::kMayHaveSplits && !kFp8) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
@@ -916,7 +980,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
+    params.scheduler = make_dynamic_scheduler(call.combines_splits ? nullptr : call.counters);
     const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
                            Config::kBlockQ >> params.pack_gqa_log2};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
@@ -930,7 +994,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                                    params.v_map, params.v, params.head_dim_v)})
         if (status != cudaSuccess) return status;
     const int total = cta_count(params.schedule);
-    if (total > multiprocessors() && call.tile_count_semaphore == nullptr)
+    if (total > multiprocessors() && params.scheduler.fetched.word == nullptr)
         return cudaErrorInvalidValue;
     return launch_fa3<Fa3Forward<Config>>(params, total, stream, /*pdl=*/false);
 }
