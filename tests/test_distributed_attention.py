@@ -185,7 +185,7 @@ def check_a_missing_rank(ranks: int, device: str) -> None:
 
         transport = Collectives(group, shards)
         with pytest.raises(RuntimeError, match="piece 2 of 3 did not complete"):
-            transport.gather(torch.zeros(8, 2), "all-gather of K and V, piece 2 of 3").wait()
+            transport.gather_rows(torch.zeros(8, 2), "all-gather of K and V, piece 2 of 3").wait()
     dist.barrier()
 
 
