@@ -194,6 +194,11 @@ def test_equal_to_the_whole(ranks: int) -> None:
     run_ranks(ranks, "cpu", check_cases, check_batch)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copies_are_equal_to_the_whole(ranks: int) -> None:
+    run_ranks(ranks, "cpu", distributed_cases.check_copies)
+
+
 def test_two_ranks() -> None:
     """Here also the uses, and what is refused."""
     run_ranks(

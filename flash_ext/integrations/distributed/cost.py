@@ -12,8 +12,9 @@ receives in a forward pass
     ulysses     (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one in
                 and the last one out are not hidden
 
-The backward pass moves K and V again (ulysses: dO) and the gradients. Kernels take 4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where
-`share` is that of visible pairs. Numbers of a machine are a `Machine`; H200 was measured.
+The backward pass moves K and V again (ulysses: dO) and the gradients. Kernels take
+4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where `share` is that of visible
+pairs. Numbers of a machine are a `Machine`; H200 was measured.
 """
 
 from __future__ import annotations
@@ -237,8 +238,9 @@ def choose(call: Call, machine: Machine, allowed: tuple[str, ...] = METHODS) -> 
 def machine_of(device: torch.device, ranks: int, engines: bool = False) -> Machine:
     """The machine of a group of ranks, by its device and by whether one host holds them all.
 
-    With `engines` one host does. Otherwise torchrun says in LOCAL_WORLD_SIZE how many ranks a host has; without it all are on one. The
-    number is the same on every rank, so all choose alike.
+    With `engines`, transfers are copies by copy engines, on one host. Otherwise torchrun says in
+    LOCAL_WORLD_SIZE how many ranks a host has; without it all are on one. Both are the same on
+    every rank, so all choose alike.
     """
     if device.type == "cpu":
         return CPU
