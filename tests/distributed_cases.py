@@ -57,6 +57,7 @@ class Case:
 
     documents: tuple[int, ...] | None = None
     two_levels: bool = False
+    transport: str = "auto"
 
     def __str__(self) -> str:
         changed = (
@@ -189,8 +190,8 @@ def split_call(whole: Whole, group: Any, variant: str = "auto") -> dict[str, Ten
         options["alibi_slopes"] = whole.alibi
     with attention_testing.nan_filled_outputs():
         out, lse = cp.attention(
-            *parts, method=case.method, seqlen=case.rows, variant=variant, return_lse=True,
-            **where, **options,
+            *parts, method=case.method, transport=case.transport, seqlen=case.rows,
+            variant=variant, return_lse=True, **where, **options,
         )  # fmt: skip
         gradients = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     found = {"out": out.detach(), "lse": lse.detach()}
@@ -295,9 +296,11 @@ def check_copies(ranks: int, device: str) -> None:
         return engines.CopyEngines(stagings[group], shards, dist.get_rank(group))
 
     mesh = mesh_of(ranks, device)
+    # With 3 ranks the even ones of all.
+    chosen = list(cases(ranks)) if ranks % 2 else list(cases(ranks))[1::2]
     functional.make, staging.GRAIN = make, staging.ALIGNMENT
     try:
-        for number, case in enumerate(cases(ranks)):
+        for number, case in enumerate(chosen):
             staging.LARGE = before[2] if number % 3 else 8192
             check_exact(case, mesh if case.two_levels else None)
     finally:

@@ -101,9 +101,7 @@ class Staging:
             self._forget_free()
             place = self._place(size)
         if place is None:
-            # Enough for all that is in use now and for this: the next time it fits.
-            used = sum(region.last - region.first for region in self._regions)
-            self._capacity = -(-max(used + size, self._capacity) // GRAIN) * GRAIN
+            self._capacity = -(-(self._capacity + size) // GRAIN) * GRAIN
             if self._capacity > LARGE and not any(r.closed is None for r in self._regions):
                 self._window = None  # before, not beside: there may not be memory for both
             self._regions = []  # those of the old window keep it as long as they are used
