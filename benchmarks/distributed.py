@@ -8,7 +8,8 @@
 
 Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all, and
 --documents: packed causal documents whose lengths have a heavy tail. Every method of
-`flash_ext.integrations.distributed`; torch's context_parallel with each of its backends and
+`flash_ext.integrations.distributed`, with the transport that it has there and with collectives;
+torch's context_parallel with each of its backends and
 rotations; and ring-flash-attn where it is installed.
 
 Results go to benchmarks/results/<device>/distributed.json. A run with the same device, versions and
@@ -29,7 +30,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -43,8 +44,10 @@ from common import Json, first_line, say
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, functional, local, methods, plan
-from flash_ext.integrations.distributed.transport import Collectives, Pending, ready
+from flash_ext.integrations.distributed import cost, functional, local, plan, symmetric
+from flash_ext.integrations.distributed.engines import CopyEngines
+from flash_ext.integrations.distributed.staging import Copy, Staging
+from flash_ext.integrations.distributed.transport import Collectives, Pending, Transport
 
 LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
 DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
@@ -121,18 +124,73 @@ class Provider:
         return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
 
 
+_arrived: dict[object, Tensor] = {}
+
+
+def arrived(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Random numbers in place of what would arrive, the same ones whenever asked: garbage would
+    give lse values for which the backward pass takes a way that is slow."""
+    key = tuple(shape), like.dtype
+    if key not in _arrived:
+        _arrived[key] = torch.empty(shape, dtype=like.dtype, device=like.device).normal_()
+    return _arrived[key]
+
+
 class Silent(Collectives):
-    """A transport that moves nothing: results are wrong, and everything else takes its time."""
+    """Collectives that move nothing: results are wrong, and everything else takes its time."""
 
-    class _Done:
-        def wait(self) -> None:
-            pass
+    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return arrived(like, shape)
 
-    def _begin(self, what: str, collective: Callable[..., Any], *arguments: Any) -> Any:
-        return self._Done()
+    def _begin(
+        self, what: str, collective: Callable[..., Any], *arguments: Any
+    ) -> Callable[[], object]:
+        return lambda: None
 
-    def shift(self, x: Tensor, by: int, what: str) -> Pending:
-        return ready(x.contiguous())
+    def _send(self, x: Tensor, by: int, what: str) -> Pending[Tensor]:
+        return Pending(what, [], lambda: self._arriving(x, x.shape))
+
+
+class SilentWindow:
+    """Memory of this rank alone, in place of that of all ranks; no barrier and no copies."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device, capacity: int) -> None:
+        self.rank = rank
+        self.buffers = [torch.zeros(capacity, dtype=torch.uint8, device=device)] * ranks
+
+    def follow(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def meet(self) -> None:
+        pass
+
+    def mark(self) -> Callable[[Sequence[Copy]], Callable[[], object]]:
+        return lambda copies: lambda: None
+
+
+class SilentEngines(CopyEngines):
+    """Copy engines that move nothing."""
+
+    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return arrived(like, shape)
+
+
+_silent_staging: dict[int, Staging] = {}
+
+
+def silent(
+    name: str, device: torch.device, group: dist.ProcessGroup, shards: cp.Sharding
+) -> Transport:
+    """The transport that `symmetric.make` makes, without transfers."""
+    if not symmetric.has_engines(name, group, device):
+        return Silent(group, shards)
+    rank = dist.get_rank(group)
+    opens = partial(SilentWindow, rank, shards.ranks, device)
+    staging = _silent_staging.setdefault(id(group), Staging(opens))
+    return SilentEngines(staging, shards, rank)
 
 
 class Ranks:
@@ -155,8 +213,10 @@ class Ranks:
         return leaves, torch.randn(1, rows, shape.heads_q, shape.dim, **like)
 
 
-def ours(ranks: Ranks, method: str, layout: str, silent: bool = False) -> Provider:
-    """A method of this package."""
+def ours(
+    ranks: Ranks, method: str, layout: str, transport: str = "auto", moves: bool = True
+) -> Provider:
+    """A method of this package. `moves`: with its transfers."""
     cell = ranks.cell
     leaves, dout = ranks.inputs(ranks.rows_of(layout))
     packed = cell.documents is not None
@@ -171,25 +231,28 @@ def ours(ranks: Ranks, method: str, layout: str, silent: bool = False) -> Provid
 
     def forward() -> Tensor:
         tensors = [x[0] for x in leaves] if packed else leaves
-        with transports(Silent if silent else Collectives):
+        with contextlib.nullcontext() if moves else without_transfers():
             out = cp.attention(
                 *tensors, causal=True, method=method, layout=layout, group=group,
-                cu_seqlens=cell.documents, seqlen=cell.rows,
+                cu_seqlens=cell.documents, seqlen=cell.rows, transport=transport,
             )  # fmt: skip
         return out[None] if packed else out
 
-    return Provider(f"{name} {layout}", forward, tuple(leaves), dout)
+    title = f"{name} {layout}" + (f", {transport}" if transport != "auto" else "")
+    engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
+    facts = {"transport": "copy_engines" if engines else "collectives"}
+    return Provider(title, forward, tuple(leaves), dout, facts=facts)
 
 
 @contextlib.contextmanager
-def transports(chosen: type[Collectives]) -> Iterator[None]:
-    """Let methods be built with this transport."""
-    build = functional.build
-    functional.build = partial(methods.build, transport=chosen)
+def without_transfers() -> Iterator[None]:
+    """Let methods be built with transports that move nothing."""
+    make = functional.make
+    functional.make = silent
     try:
         yield
     finally:
-        functional.build = build
+        functional.make = make
 
 
 class Kernels:
@@ -286,6 +349,11 @@ def providers(ranks: Ranks, args: argparse.Namespace) -> Iterator[Callable[[], P
     for layout in layouts:
         for method in names:
             yield lambda method=method, layout=layout: ours(ranks, method, layout)
+        if ranks.device.type == "cuda":
+            for method in names:
+                yield lambda method=method, layout=layout: ours(
+                    ranks, method, layout, "collectives"
+                )
     if args.peers != "none" and ranks.device.type == "cuda":
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             for rotation in ("allgather", "alltoall"):
@@ -381,9 +449,11 @@ def call_of(cell: Cell) -> cost.Call:
     )  # fmt: skip
 
 
-def machine_with(kernels: dict[str, float], cell: Cell, device: torch.device) -> cost.Machine:
+def machine_with(
+    kernels: dict[str, float], cell: Cell, device: torch.device, engines: bool = False
+) -> cost.Machine:
     """The cost model's machine, with the kernels' measured speeds."""
-    machine = cost.machine_of(device, cell.ranks)
+    machine = cost.machine_of(device, cell.ranks, engines)
     forward = cell.flops / cell.ranks / kernels["forward"]
     backward = 2.5 * cell.flops / cell.ranks / kernels.get("backward", math.inf)
     return replace(machine, forward=forward, backward=backward or machine.backward)
@@ -415,15 +485,20 @@ def run_cell(ranks: Ranks, args: argparse.Namespace) -> list[Json]:
             provider = make()
             result = measure(provider, clock, cell, args.backward)
             method, _, layout = provider.name.partition(" ")
+            layout, _, transport = layout.partition(", ")
             if method in cp.METHODS:
                 if layout not in kernels:
                     kernels[layout] = kernel_times(ranks, clock, layout, args.backward)
-                silent = measure(ours(ranks, method, layout, True), clock, cell, args.backward)
+                alone = ours(ranks, method, layout, transport or "auto", moves=False)
+                measured = measure(alone, clock, cell, args.backward)
+                _arrived.clear()
                 for name, seconds in kernels[layout].items():
                     result[name]["kernels_ms"] = seconds * 1e3
                     result[name]["share"] = seconds * 1e3 / result[name]["ms"]
-                    result[name]["silent_ms"] = silent[name]["ms"]
-                add_model(result, method, cell, machine_with(kernels[layout], cell, device))
+                    result[name]["silent_ms"] = measured[name]["ms"]
+                engines = result["transport"] == "copy_engines"
+                machine = machine_with(kernels[layout], cell, device, engines)
+                add_model(result, method, cell, machine)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             error = first_line(wrong)
         if error is not None:
@@ -460,7 +535,7 @@ def projection(results: list[Json]) -> list[Json]:
         times = {n: best[n]["kernels_ms"] * 1e-3 for n in ("forward", "backward") if n in best}
         machine = machine_with(times, cell, torch.device("cpu"))
         for ranks in PROJECTED_RANKS:
-            links = cost.ONE_HOST if ranks <= 8 else cost.MANY_HOSTS
+            links = cost.ENGINES if ranks <= 8 else cost.MANY_HOSTS
             there = replace(machine, link=links.link, latency=links.latency, memory=links.memory)
             call = call_of(replace(cell, ranks=ranks))
             estimates = {m: cost.estimate(m, call, there) for m in cp.METHODS}

@@ -7,13 +7,17 @@ fails the test with its traceback.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import random
 import socket
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import attention_testing
@@ -24,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
+from flash_ext.integrations.distributed import engines, functional, staging, transport
 
 Tensor = torch.Tensor
 SLOW_IMPORTS = ["torch", "torch.distributed.tensor", "pytest", "hypothesis"]
@@ -52,6 +57,7 @@ class Case:
 
     documents: tuple[int, ...] | None = None
     two_levels: bool = False
+    transport: str = "auto"
 
     def __str__(self) -> str:
         changed = (
@@ -184,8 +190,8 @@ def split_call(whole: Whole, group: Any, variant: str = "auto") -> dict[str, Ten
         options["alibi_slopes"] = whole.alibi
     with attention_testing.nan_filled_outputs():
         out, lse = cp.attention(
-            *parts, method=case.method, seqlen=case.rows, variant=variant, return_lse=True,
-            **where, **options,
+            *parts, method=case.method, transport=case.transport, seqlen=case.rows,
+            variant=variant, return_lse=True, **where, **options,
         )  # fmt: skip
         gradients = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     found = {"out": out.detach(), "lse": lse.detach()}
@@ -225,6 +231,80 @@ def check_by_rule(
         attention_testing.assert_accurate(found, expected, dtype)
     except AssertionError as error:
         raise AssertionError(f"{case}: {error}") from error
+
+
+class SharedFiles:
+    """A window of memory that processes share, in place of that of GPUs.
+
+    Copies run at once, or when somebody waits for them, by lot: each of them could run so late on a
+    GPU. Memory is NaN at first.
+    """
+
+    def __init__(self, group: Any, draw: random.Random, capacity: int) -> None:
+        self.group, self.rank, self.draw = group, dist.get_rank(group), draw
+        folder = [tempfile.mkdtemp() if self.rank == 0 else None]
+        dist.broadcast_object_list(folder, group=group, group_src=0)
+        files = [Path(folder[0]) / str(rank) for rank in range(dist.get_world_size(group))]
+        files[self.rank].write_bytes(b"\xff" * capacity)
+        dist.barrier(group)
+        like = {"size": capacity, "dtype": torch.uint8}
+        self.buffers = [torch.from_file(str(file), shared=True, **like) for file in files]
+        dist.barrier(group)
+        files[self.rank].unlink()
+        self.queue: list[Any] = []
+
+    def follow(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        self.run(len(self.queue))
+
+    def run(self, count: int) -> None:
+        """The first copies, in their order, as many as have not run yet."""
+        for i, copies in enumerate(self.queue[:count]):
+            for out, x in copies:
+                assert out.is_contiguous() and x.is_contiguous() and out.dtype == x.dtype
+                assert out.shape == x.shape
+                out.copy_(x)
+            self.queue[i] = ()
+
+    def meet(self) -> None:
+        dist.barrier(self.group)
+
+    def mark(self) -> Callable[[Any], Callable[[], object]]:
+        def begin(copies: Any) -> Callable[[], object]:
+            self.queue.append(copies)
+            count = len(self.queue)
+            if self.draw.random() < 0.5:
+                self.run(count)
+            return lambda: self.run(count)
+
+        return begin
+
+
+def check_copies(ranks: int, device: str) -> None:
+    """The transport by copies, over shared memory; regions are few and are used again soon."""
+    stagings: dict[Any, staging.Staging] = {}
+    draw = random.Random(dist.get_rank())
+    before = functional.make, staging.GRAIN, staging.LARGE
+
+    def make(name: str, device: torch.device, group: Any, shards: cp.Sharding) -> Any:
+        if dist.get_world_size(group) == 1:
+            return transport.Collectives(group, shards)
+        if group not in stagings:
+            stagings[group] = staging.Staging(functools.partial(SharedFiles, group, draw))
+        return engines.CopyEngines(stagings[group], shards, dist.get_rank(group))
+
+    mesh = mesh_of(ranks, device)
+    # With 3 ranks the even ones of all.
+    chosen = list(cases(ranks)) if ranks % 2 else list(cases(ranks))[1::2]
+    functional.make, staging.GRAIN = make, staging.ALIGNMENT
+    try:
+        for number, case in enumerate(chosen):
+            staging.LARGE = before[2] if number % 3 else 8192
+            check_exact(case, mesh if case.two_levels else None)
+    finally:
+        functional.make, staging.GRAIN, staging.LARGE = before
 
 
 def mesh_of(ranks: int, device: str) -> DeviceMesh:

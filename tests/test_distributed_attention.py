@@ -113,6 +113,8 @@ def check_disagreement(ranks: int, device: str) -> None:
     double = {"dtype": torch.float32 if first else torch.float64}
     raises("dtypes of q, k and v is .*float32.* on rank 0, .*float64", *inputs(**double))
     raises("causal is True on rank 0, False on rank 1", *inputs(), causal=first)
+    transport = "collectives" if first else "auto"
+    raises("transport is 'collectives' on rank 0", *inputs(), transport=transport)
     raises("method is 'ring' on rank 0", *inputs(), method="ring" if first else "all_gather")
     raises("layout is", *inputs(), layout="zigzag" if first else "contiguous")
     raises("softcap", *inputs(), softcap=1.0 if first else 2.0)
@@ -134,6 +136,9 @@ def check_refusals(ranks: int, device: str) -> None:
     slopes = torch.ones(4)
     raises("layout must be", q, k, v, layout="stripes")
     raises("method must be 'auto' or 'all_gather'", q, k, v, method="star")
+    raises("transport must be 'auto' or 'collectives'", q, k, v, transport="pigeons")
+    raises("transport must be .*copy engines are of GPUs, not of cpu", q, k, v,
+           transport="copy_engines")  # fmt: skip
     raises("alibi_slopes need method 'ulysses', or 'all_gather'", q, k, v, alibi_slopes=slopes,
            method="ring", causal=True)  # fmt: skip
     raises("alibi_slopes need method 'ulysses'", q, k, v, alibi_slopes=slopes, method="all_gather")
@@ -185,13 +190,18 @@ def check_a_missing_rank(ranks: int, device: str) -> None:
 
         transport = Collectives(group, shards)
         with pytest.raises(RuntimeError, match="piece 2 of 3 did not complete"):
-            transport.gather(torch.zeros(8, 2), "all-gather of K and V, piece 2 of 3").wait()
+            transport.gather_rows(torch.zeros(8, 2), "all-gather of K and V, piece 2 of 3").wait()
     dist.barrier()
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_equal_to_the_whole(ranks: int) -> None:
     run_ranks(ranks, "cpu", check_cases, check_batch)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copies_are_equal_to_the_whole(ranks: int) -> None:
+    run_ranks(ranks, "cpu", distributed_cases.check_copies)
 
 
 def test_two_ranks() -> None:

@@ -1,9 +1,10 @@
-"""A sequence split over 2 and 4 GPUs, with NCCL: the cases of distributed_cases.py, enlarged.
+"""A sequence split over 2 and 4 GPUs, by copy engines and by NCCL: distributed_cases.py, enlarged.
 
     python -m pytest -n 0 tests/test_distributed_gpu.py   # where GPUs are fewer, it skips
 
-Would catch a kernel that reads what has not arrived, a buffer that is reused while it is sent, and
-what only a GPU has: its combining kernel, TMA on strided keys, torch's context_parallel.
+Would catch a kernel that reads what has not arrived, a buffer that is reused while it is sent or
+read, copies that are kernels, and what only a GPU has: its combining kernel, TMA on strided keys,
+torch's context_parallel.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flash_ext
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations import sdpa
+from flash_ext.integrations.distributed import symmetric
 
 RANKS = (2, 4)
 REPEATS = 20
@@ -45,11 +47,18 @@ def enlarged(case: Case) -> Case:
     return dataclasses.replace(case, rows=rows, options=options, documents=documents, **dims)
 
 
-def check_cases(ranks: int, device: str) -> None:
+def check_cases(ranks: int, device: str, transport: str = "copy_engines") -> None:
     mesh = mesh_of(ranks, device)
     for number, case in enumerate(distributed_cases.cases(ranks)):
+        # Of two levels, one may have a group of one rank, without copies.
+        chosen = "auto" if case.two_levels and transport == "copy_engines" else transport
+        case = dataclasses.replace(enlarged(case), transport=chosen)
         dtype = (torch.bfloat16, torch.float16)[number % 2]
-        check_by_rule(enlarged(case), mesh if case.two_levels else None, dtype, "auto")
+        check_by_rule(case, mesh if case.two_levels else None, dtype, "auto")
+
+
+def check_collectives(ranks: int, device: str) -> None:
+    check_cases(ranks, device, "collectives")
 
 
 def check_variants(ranks: int, device: str) -> None:
@@ -61,22 +70,96 @@ def check_variants(ranks: int, device: str) -> None:
         check_by_rule(enlarged(case), None, torch.bfloat16, variant)
 
 
-def check_races(ranks: int, device: str) -> None:
-    """The same call again and again gives the same bits: nothing is read before it has arrived."""
-    torch.manual_seed(0)
+def tensors(ranks: int, device: str, rows: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k and v of the whole sequence, and this rank's dout."""
+    torch.manual_seed(rows)
     like = {"device": device, "dtype": torch.bfloat16}
-    q = torch.randn(1, 4096, 4 * ranks, 128, **like)
-    k, v = (torch.randn(1, 4096, 2 * ranks, 128, **like) for _ in range(2))
-    dout = cp.shard(torch.randn_like(q))
+    whole = [torch.randn(1, rows, n * ranks, 128, **like) for n in (4, 2, 2)]
+    return whole, cp.shard(torch.randn_like(whole[0]))
+
+
+def results(
+    whole: list[torch.Tensor], dout: torch.Tensor, method: str, transport: str
+) -> tuple[torch.Tensor, ...]:
+    """out, dq, dk and dv of this rank."""
+    leaves = [cp.shard(x).detach().requires_grad_() for x in whole]
+    out = cp.attention(
+        *leaves, causal=True, method=method, transport=transport, deterministic=True,
+        seqlen=whole[0].shape[1],
+    )  # fmt: skip
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def check_races(ranks: int, device: str) -> None:
+    """The same call again and again gives the same bits: nothing is read before it has arrived, and
+    nothing is written while it is read. Ranks are late by turns."""
+    whole, dout = tensors(ranks, device, 4096)
+    for method, transport in itertools.product(cp.METHODS, ("copy_engines", "collectives")):
+        first = results(whole, dout, method, transport)
+        for number in range(REPEATS):
+            if number % (ranks + 1) == dist.get_rank():
+                torch.cuda._sleep(3_000_000)
+            found = results(whole, dout, method, transport)
+            for x, expected in zip(found, first, strict=True):
+                assert torch.equal(x, expected), (method, transport, number)
+
+
+def check_growth(ranks: int, device: str) -> None:
+    """Lengths that come and go, unequal numbers of rows, methods by turns: shared memory grows and
+    is used again, and results are those of collectives."""
+    lengths = (515, 4099, 130, 9001, 2048, ranks - 1, 12290, 4099)
+    calls = [(rows, cp.METHODS[i % 3]) for i, rows in enumerate(lengths)]
+    inputs = {rows: tensors(ranks, device, rows) for rows in lengths}
+    found = [results(*inputs[rows], method, "copy_engines") for rows, method in calls]
+    for (rows, method), copied in zip(calls, found, strict=True):
+        for x, y in zip(copied, results(*inputs[rows], method, "collectives"), strict=True):
+            assert torch.allclose(x, y, rtol=2e-2, atol=2e-2), (rows, method)
+
+
+def check_streams(ranks: int, device: str) -> None:
+    """Calls on other streams, by turns, use the same shared memory."""
+    whole, dout = tensors(ranks, device, 2048)
+    first = results(whole, dout, "all_gather", "copy_engines")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for number in range(12):
+        with torch.cuda.stream(streams[number % 3]):
+            found.append(results(whole, dout, cp.METHODS[0], "copy_engines"))
+    torch.cuda.synchronize()
+    for each in found:
+        assert all(torch.equal(x, y) for x, y in zip(each, first, strict=True))
+
+
+def check_copies_are_no_kernels(ranks: int, device: str) -> None:
+    """Beside the attention kernels only copies run, no kernel of NCCL and none that copies."""
+    whole, dout = tensors(ranks, device, 8192)
     for method in cp.METHODS:
-        results = []
-        for _ in range(REPEATS):
-            leaves = [cp.shard(x).detach().requires_grad_() for x in (q, k, v)]
-            out = cp.attention(*leaves, causal=True, method=method, deterministic=True)
-            results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
-        for found in results[1:]:
-            for x, first in zip(found, results[0], strict=True):
-                assert torch.equal(x, first), method
+        results(whole, dout, method, "auto")
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            results(whole, dout, method, "auto")
+            torch.cuda.synchronize()
+        names: dict[str, list[str]] = {}
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                names.setdefault(str(event.device_resource_id), []).append(event.name)
+        every = [name for of_stream in names.values() for name in of_stream]
+        assert not any("nccl" in name.lower() for name in every), (method, every)
+        copies = [of for of in names.values() if all("emcpy" in name for name in of)]
+        assert copies, (method, {stream: sorted(set(of)) for stream, of in names.items()})
+
+
+def check_capture(ranks: int, device: str) -> None:
+    """A CUDA graph does not hold barriers between the GPUs: its calls have collectives."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    device = torch.device(device, torch.cuda.current_device())
+    assert symmetric.has_engines("auto", dist.group.WORLD, device)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = symmetric.has_engines("auto", dist.group.WORLD, device)
+    assert not captured
 
 
 def check_no_host_wait(ranks: int, device: str) -> None:
@@ -120,8 +203,13 @@ def check_context_parallel(ranks: int, device: str) -> None:
 
 CHECKS = (
     check_cases,
+    check_collectives,
     check_variants,
     check_races,
+    check_growth,
+    check_streams,
+    check_copies_are_no_kernels,
+    check_capture,
     check_no_host_wait,
     check_context_parallel,
 )

@@ -42,6 +42,13 @@ def visible(rows: int, mask: Mask) -> torch.Tensor:
 def computed(call: Call) -> torch.Tensor:
     """The pairs that the op computes: (rows of q, rows of k) of the call, 0 or 1."""
     shape = call.q[1] - call.q[0], call.k[1] - call.k[0]
+    if call.batch_step is not None:
+        found = torch.zeros(shape, dtype=torch.int32)
+        half = shape[0] // 2
+        for i, used in enumerate(call.seqused_k):
+            keys = slice(i * call.batch_step, i * call.batch_step + used)
+            found[i * half : (i + 1) * half, keys] = dense_mask(half, used, False, call.window)
+        return found
     if call.cu_seqlens_q is None:
         assert call.cu_seqlens_k is None and call.seqused_k is None
         return dense_mask(*shape, False, call.window).int()
@@ -61,6 +68,7 @@ def computed(call: Call) -> torch.Tensor:
 def check_plan(shards: cp.Sharding, mask: Mask) -> None:
     expected = visible(shards.rows, mask).int()
     by_gather, by_ring = torch.zeros_like(expected), torch.zeros_like(expected)
+    by_batches = torch.zeros_like(expected)
     own = torch.zeros(shards.rows, dtype=torch.int32)
     own_ring = own.clone()
     everything = torch.arange(shards.rows)
@@ -72,6 +80,8 @@ def check_plan(shards: cp.Sharding, mask: Mask) -> None:
             own[q_rows[slice(*call.q)]] += call.own
             met[slice(*call.q)] += 1
         assert (met <= 1).all()
+        for call in plan.as_batch(plan.gathered(shards, rank, mask)):
+            place(by_batches, call, q_rows, everything)
         for t in range(plan.ring_steps(shards, mask)):
             source = (rank - t) % shards.ranks
             k_rows = torch.tensor(shards.positions(source), dtype=torch.long)
@@ -80,6 +90,7 @@ def check_plan(shards: cp.Sharding, mask: Mask) -> None:
                 own_ring[q_rows[slice(*call.q)]] += call.own
                 assert not (source != rank and call.own)
     assert torch.equal(by_gather, expected)
+    assert torch.equal(by_batches, expected)
     assert torch.equal(by_ring, expected)
     in_document = expected.diagonal()
     assert torch.equal(own, in_document) and torch.equal(own_ring, in_document)
@@ -139,6 +150,28 @@ def test_zigzag_steps_are_two_halves() -> None:
         Call((0, 16), (0, 16), (-1, 0), own=True, aligned=False),
     )
     assert len(plan.gathered(shards, 1, mask)) == 2
+
+
+def test_two_chunks_are_one_batch() -> None:
+    """Both chunks of a zigzag are one call, whose keys are views of the same ones."""
+    shards = cp.sharding(64, 4)
+    for mask in (Mask(None, 0), Mask(12, 0), Mask(4, 0)):
+        for rank in range(3):  # the last one's chunks are next to each other
+            (call,) = plan.as_batch(plan.gathered(shards, rank, mask))
+            assert call.batch_step is not None and call.own and call.aligned
+    call = plan.as_batch(plan.gathered(shards, 1, Mask(None, 0)))[0]
+    assert (call.seqused_k, call.batch_step, call.window) == ((16, 56), 0, (-1, 0))
+    q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (16, 64, 64))
+    slopes = torch.rand(1, 2, dtype=torch.float64)
+    for options in ({}, {"alibi_slopes": slopes}, {"alibi_slopes": slopes[0]}):
+        out, lse = local.forward(call, q, k, v, options)
+        for single in plan.gathered(shards, 1, Mask(None, 0)):
+            out_part, lse_part = local.forward(single, q, k, v, options)
+            torch.testing.assert_close(out[:, slice(*single.q)], out_part)
+            torch.testing.assert_close(lse[..., slice(*single.q)], lse_part)
+    documents = Mask(None, 0, (0, 30, 64))
+    calls = plan.gathered(shards, 1, documents)
+    assert plan.as_batch(calls) == calls
 
 
 def test_many_documents_are_few_calls() -> None:
@@ -229,6 +262,10 @@ def test_pieces_hold_every_head_once(heads: int, ratio: float) -> None:
     assert all((q.start, q.stop) == (4 * k.start, 4 * k.stop) for q, k in pieces)
     assert tuple(k.stop - k.start for _, k in pieces) == sizes and len(sizes) <= 8
     assert sizes[0] <= max(1, heads / 6) and sizes[-1] <= max(1, heads / 6)
+    one_way = cost.pieces_of(heads, ratio, returns=False)
+    assert sum(one_way) == heads and one_way[0] == sizes[0]
+    if heads == 8:
+        assert one_way == {0.3: (1,) * 8, 1.0: (1,) * 8, 3.0: (1, 3, 4), 50.0: (1, 7)}[ratio]
     if heads == 8:  # what the kernels of a piece hide is the next piece
         assert sizes == {0.3: (1,) * 8, 1.0: (1,) * 8, 3.0: (1, 3, 3, 1), 50.0: (1, 6, 1)}[ratio]
 

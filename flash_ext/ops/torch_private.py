@@ -9,6 +9,7 @@ torch refuses the call; the comments below say where: gradients by torch.func, c
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator
@@ -217,3 +218,15 @@ def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) ->
         return _call_rule(_interpreter(), rule, call, *tensors, options)
 
     library.impl(op.overloadpacket.__name__, kernel, "FuncTorchBatched")
+
+
+# --- Memory that the GPUs of a host share ---
+
+
+def symmetric_memory() -> Any:
+    """torch's module of symmetric memory, or None: `empty`, `rendezvous`, and what that returns."""
+    try:
+        module = importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError:
+        return None
+    return module if hasattr(module, "empty") and hasattr(module, "rendezvous") else None

@@ -16,7 +16,9 @@
     plan        the mask of the whole sequence as local calls: the one place with positions
     sharding    which rows a rank has
     local       a call of the plan, on tensors
-    transport   every communication
+    rows        copies and sums of rows
+    transport   every communication, and how collectives do it
+    engines     how copies between GPUs do it: staging, and symmetric memory
     agree       ranks that disagree raise instead of waiting
 """
 

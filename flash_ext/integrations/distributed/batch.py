@@ -80,8 +80,8 @@ def unshard(
     if groups.within is not None:
         of_group = outer.lengths[dist.get_rank(groups.across)]
         inner = sharding(of_group, groups.within_size, "contiguous")
-        x = Collectives(groups.within, inner).gather(x, "all-gather of rows").wait()
-    x = Collectives(groups.across, outer).gather(x, "all-gather of rows").wait()
+        x = Collectives(groups.within, inner).gather_rows(x, "all-gather of rows").wait()
+    x = Collectives(groups.across, outer).gather_rows(x, "all-gather of rows").wait()
     return x.movedim(0, dim)
 
 

@@ -12,9 +12,9 @@ receives in a forward pass
     ulysses     (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one in
                 and the last one out are not hidden
 
-The backward pass moves K and V again (ulysses: dO) and the gradients; a ring moves dK and dV in
-float32. Kernels take 4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where
-`share` is that of visible pairs. Numbers of a machine are a `Machine`; H200 was measured.
+The backward pass moves K and V again (ulysses: dO) and the gradients. Kernels take
+4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where `share` is that of visible
+pairs. Numbers of a machine are a `Machine`; H200 was measured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ class Machine:
 
 
 ONE_HOST = Machine()
-"""Ranks that NVLink connects."""
+"""Ranks that NVLink connects, with collectives of NCCL."""
+
+ENGINES = Machine(link=370e9, latency=15e-6)
+"""The same ranks, with copies by copy engines. Assumed, not measured: peer-to-peer copies between
+H200s reach about 370 GB/s; a transfer begins after a barrier."""
 
 MANY_HOSTS = Machine(link=45e9, latency=60e-6)
 """Ranks that a 400 Gbit/s network card each connects."""
@@ -111,23 +115,26 @@ class Estimate:
         )
 
 
-def pieces_of(heads: int, ratio: float) -> tuple[int, ...]:
+def pieces_of(heads: int, ratio: float, returns: bool = True) -> tuple[int, ...]:
     """How many of the key heads are in each piece that travels.
 
-    The first and the last piece are small, since no kernel hides the way in of the first and the
-    way out of the last. Each other one is as large as the kernels of the one before can hide.
+    The first piece is small, since no kernel hides its way in, and so is the last one if results
+    travel back, since no kernel hides its way out. Each other one is as large as the kernels of the
+    one before can hide.
 
     Args:
         heads: in all.
         ratio: the time of the kernels over that of the transfers.
+        returns: whether something travels back.
     """
     unit = max(1, round(heads * SMALLEST_PIECE))
-    if heads <= 2 * unit:
-        return (unit, heads - unit) if heads > unit else (heads,)
+    if heads <= unit:
+        return (heads,)
+    last = unit if returns and heads > 2 * unit else 0
     pieces = [unit]
-    while (left := heads - unit - sum(pieces)) > 0:
+    while (left := heads - last - sum(pieces)) > 0:
         pieces.append(min(left, max(unit, int(pieces[-1] * ratio))))
-    return (*pieces, unit)
+    return (*pieces, last) if last else tuple(pieces)
 
 
 def gathering_ratio(call: Call, machine: Machine) -> float:
@@ -194,7 +201,7 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
         return Estimate(kernels, exposed, 4 * (q_out + kv) / machine.memory)
     travel = (n - 1) * kv / machine.link
     if method == "all_gather":
-        pieces = pieces_of(call.heads_k, gathering_ratio(call, machine))
+        pieces = pieces_of(call.heads_k, gathering_ratio(call, machine), backward)
         exposed = _pipelined(kernels, travel, pieces, machine.latency)
         copies = 2 * n * kv
         if backward:  # and the sums, the last of which is not hidden
@@ -206,10 +213,8 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
     exposed = (n - 1) * max(0.0, step - kernel)
     merged = rows * call.heads_q * call.dim_v * (8 + call.bytes) * (n + 1) / 2
     if backward:
-        float32 = 4 / call.bytes
-        sums = kv * float32 / machine.link + machine.latency
-        exposed = (n - 1) * max(0.0, step + sums - kernel) + sums  # the way home is not hidden
-        merged = merged * call.dim / call.dim_v + n * kv * (2 * float32 + 1)
+        exposed = (n - 1) * max(0.0, 2 * step - kernel) + step  # the last way home is not hidden
+        merged = merged * call.dim / call.dim_v + n * kv * (8 / call.bytes + 1)
     return Estimate(kernels, exposed, merged / machine.memory)
 
 
@@ -230,14 +235,17 @@ def choose(call: Call, machine: Machine, allowed: tuple[str, ...] = METHODS) -> 
     return min(allowed, key=lambda method: estimate(method, call, machine).total)
 
 
-def machine_of(device: torch.device, ranks: int) -> Machine:
+def machine_of(device: torch.device, ranks: int, engines: bool = False) -> Machine:
     """The machine of a group of ranks, by its device and by whether one host holds them all.
 
-    torchrun says in LOCAL_WORLD_SIZE how many ranks a host has; without it all are on one. The
-    number is the same on every rank, so all choose alike.
+    With `engines`, transfers are copies by copy engines, on one host. Otherwise torchrun says in
+    LOCAL_WORLD_SIZE how many ranks a host has; without it all are on one. Both are the same on
+    every rank, so all choose alike.
     """
     if device.type == "cpu":
         return CPU
+    if engines:
+        return ENGINES
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return ONE_HOST if ranks <= per_host else MANY_HOSTS
 

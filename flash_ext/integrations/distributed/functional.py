@@ -22,6 +22,7 @@ from .local import Options
 from .methods import Groups, build, choose_method, unsupported_reason
 from .plan import Mask
 from .sharding import Sharding, sharding
+from .symmetric import TRANSPORTS, make, require
 from .ulysses import Core
 
 Group = ProcessGroup | DeviceMesh | None
@@ -106,6 +107,7 @@ def _check(
     method: str,
     groups: Groups,
     mask: Mask,
+    transport: str,
 ) -> None:
     """Refuse what is wrong on this rank, before anything travels."""
     dims = 4 if documents is None else 3
@@ -140,6 +142,8 @@ def _check(
         reason := unsupported_reason(method, groups, q, k, shards, mask, options)
     ):
         raise ValueError(f"flash_ext: {reason}")
+    if transport not in TRANSPORTS:
+        refuse("transport", " or ".join(map(repr, TRANSPORTS)), repr(transport))
     masks: Options = {"causal": mask.right == 0}
     if mask.left is not None:
         masks["window_left"] = mask.left
@@ -177,6 +181,7 @@ def attention(
     *,
     group: Group = None,
     method: str = "auto",
+    transport: str = "auto",
     layout: str = "zigzag",
     seqlen: int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -200,6 +205,7 @@ def attention(
     *,
     group: Group = None,
     method: str = "auto",
+    transport: str = "auto",
     layout: str = "zigzag",
     seqlen: int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -223,6 +229,7 @@ def attention(
     *,
     group: Group = None,
     method: str = "auto",
+    transport: str = "auto",
     layout: str = "zigzag",
     seqlen: int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -256,6 +263,9 @@ def attention(
             Ulysses within the last dimension, and `method` across the first.
         method: "all_gather", "ring", "ulysses", or "auto" for that of the shortest time by the
             model of `flash_ext.integrations.distributed.cost`.
+        transport: "collectives" of the group's backend; "copy_engines", copies between the GPUs of
+            one host that leave all SMs to the kernels; or "auto" for copies where they work.
+            A CUDA graph captures collectives.
         layout: which rows a rank has: "zigzag", balanced under a causal mask; "contiguous"; or
             "document_zigzag", the zigzag of each document. `position_ids` lists them.
         seqlen: S, the number of rows in all. None: the last of cu_seqlens, or this rank's rows
@@ -304,6 +314,7 @@ def attention(
         named: seqlen,
         "layout": layout,
         "method": method,
+        "transport": transport,
         "causal": causal,
         "window": tuple(window),
         "cu_seqlens": documents,
@@ -312,13 +323,16 @@ def attention(
         groups.last_first,
         _signature(q, k, v, given, more),
         tuple(tuple(x.shape) for x in (q, k, v)),
-        partial(_check, q, k, v, given, documents, shards, groups.rank, method, groups, mask),
+        partial(
+            _check, q, k, v, given, documents, shards, groups.rank, method, groups, mask, transport
+        ),
     )
+    require(transport, groups.last_first, q.device)
     if documents is not None:
         q, k, v = (x[None] for x in (q, k, v))
     if method == "auto":
-        method = choose_method(groups, q, k, v, shards, mask, given)
-    core = build(method, groups, shards, mask, q, k, v)
+        method = choose_method(groups, q, k, v, shards, mask, given, transport)
+    core = build(method, groups, shards, mask, q, k, v, partial(make, transport, q.device))
     out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
         core, given, q, k, v, given.get("sink")
     )

@@ -15,24 +15,15 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import statistics_dtype
-from . import local
+from . import local, rows
 from .cost import pieces_of
 from .local import Options
-from .plan import Call
+from .plan import Call, as_batch
+from .rows import Rows
 from .transport import Pending, Transport
 
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-def rows_first(*tensors: Tensor) -> Tensor:
-    """(rows, B, H, ΣD), contiguous: tensors (B, rows, H, D) side by side, as they travel."""
-    return torch.cat([x.transpose(0, 1) for x in tensors], dim=-1)
-
-
-def rows_second(x: Tensor, *dims: int) -> tuple[Tensor, ...]:
-    """Views (B, rows, H, D) of what `rows_first` has put side by side."""
-    return tuple(torch.split(x.transpose(0, 1), list(dims), dim=-1))
 
 
 class Gather:
@@ -44,9 +35,10 @@ class Gather:
         """`transport` is None where this rank has the whole sequence; `ratio`: `cost.pieces_of`."""
         self.transport, self.calls, self.ratio = transport, calls, ratio
 
-    def _heads(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    def _heads(self, q: Tensor, k: Tensor, returns: bool) -> list[tuple[slice, slice]]:
+        """Heads of q and of k in each piece; `returns`: its gradients travel back."""
         heads = k.shape[2]
-        pieces = (heads,) if self.transport is None else pieces_of(heads, self.ratio)
+        pieces = (heads,) if self.transport is None else pieces_of(heads, self.ratio, returns)
         return list(local.head_pieces(q.shape[2], pieces))
 
     def _keys(
@@ -54,66 +46,67 @@ class Gather:
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Pieces: heads of q and of k, and the whole sequence's K and V of these heads.
 
-        The next piece has begun to travel when a piece is given out.
+        The next piece travels when, or as soon as, the kernels of a piece have been enqueued.
         """
         if self.transport is None:
             for q_heads, k_heads in heads:
                 yield q_heads, k_heads, k[:, :, k_heads], v[:, :, k_heads]
             return
-        transport = self.transport
-
-        def begin(i: int) -> Pending:
-            part = rows_first(*(x[:, :, heads[i][1]] for x in (k, v)))
-            return transport.gather(part, f"all-gather of K and V, piece {i + 1} of {len(heads)}")
-
+        parts = [(k[:, :, k_heads], v[:, :, k_heads]) for _, k_heads in heads]
+        begin = self.transport.gather(parts, "all-gather of K and V")
+        early = self.transport.needs_sms
         following = begin(0)
         for i, (q_heads, k_heads) in enumerate(heads):
-            pending = following
-            if i + 1 < len(heads):
+            pending, more = following, i + 1 < len(heads)
+            if more and early:
                 following = begin(i + 1)
-            k_all, v_all = rows_second(pending.wait(), k.shape[-1], v.shape[-1])
+            k_all, v_all = pending.wait()
             yield q_heads, k_heads, k_all, v_all
+            if more and not early:
+                following = begin(i + 1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""
-        pieces = self._heads(q, k)
-        batch, rows, heads, _ = q.shape
-        whole = len(pieces) == 1 and [call.q for call in self.calls] == [(0, rows)]
-        out = lse = None
+        pieces = self._heads(q, k, returns=False)
+        batch, count, heads, _ = q.shape
+        calls = as_batch(self.calls) if batch == 1 else self.calls
+        whole = [call.q for call in calls] == [(0, count)]
+        out = q.new_empty(0)
+        lse = q.new_empty(0)
         for q_heads, _, k_all, v_all in self._keys(k, v, pieces):
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
-            for call in self.calls:
+            for call in calls:
                 out_part, lse_part = local.forward(call, q[:, :, q_heads], k_all, v_all, chosen)
-                if whole:
-                    return q, k, v, out_part, lse_part
-                if out is None or lse is None:
-                    out = out_part.new_zeros((batch, rows, heads, v.shape[-1]))
-                    lse = lse_part.new_full((batch, heads, rows), -torch.inf)
-                out[:, slice(*call.q), q_heads] = out_part
+                if whole and len(pieces) == 1:
+                    out, lse = out_part, lse_part
+                    continue
+                if out.dim() == 1:
+                    out, lse = _nothing(q, v, fill=not whole)
+                rows.copy(out[:, slice(*call.q), q_heads], out_part)
                 lse[:, q_heads, slice(*call.q)] = lse_part
-        return q, k, v, *_or_nothing(out, lse, q, v)
+        if out.dim() == 1:  # no call
+            out, lse = _nothing(q, v, fill=True)
+        return q, k, v, out, lse
 
     def backward(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, options: Options
     ) -> Gradients:
         """The gradients of q, k, v and of the sink, this rank's share."""
         q, k, v, out, lse = saved
-        pieces = self._heads(q, k)
-        dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+        pieces = self._heads(q, k, returns=True)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        at = 0
+        for first, last in sorted(call.q for call in self.calls):  # rows that see nothing
+            dq[:, at:first].zero_()
+            at = last
+        dq[:, at:].zero_()
         dsink = options["sink"].new_zeros(q.shape[2]) if "sink" in options else None
         # The longest first: its gradient is the sum's first value.
         by_keys = sorted(self.calls, key=lambda call: call.k[0] - call.k[1])
-        travelling: tuple[slice, Pending] | None = None
-
-        def finish() -> None:
-            if travelling is not None:
-                heads, pending = travelling
-                sums = rows_second(pending.wait(), k.shape[-1], v.shape[-1])
-                dk[:, :, heads], dv[:, :, heads] = sums
-
+        travelling: Pending[None] | None = None
         for i, (q_heads, k_heads, k_all, v_all) in enumerate(self._keys(k, v, pieces)):
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
-            dkv: Tensor | None = None
+            parts: list[tuple[tuple[int, int], Rows]] = []
             for call in by_keys:
                 dq_part, dk_part, dv_part, dsink_part = local.backward(
                     call,
@@ -126,36 +119,27 @@ class Gather:
                     lse[:, q_heads],
                     chosen,
                 )
-                dq[:, slice(*call.q), q_heads] = dq_part
+                rows.copy(dq[:, slice(*call.q), q_heads], dq_part)
                 if dsink is not None and dsink_part is not None:
                     dsink[q_heads] += dsink_part
-                part = rows_first(dk_part, dv_part)
-                if dkv is None and part.shape[0] == k_all.shape[1]:
-                    dkv = part
-                else:
-                    if dkv is None:
-                        dkv = part.new_zeros((k_all.shape[1], *part.shape[1:]))
-                    dkv[slice(*call.k)] += part
-            if dkv is None:
-                dkv = rows_first(torch.zeros_like(k_all), torch.zeros_like(v_all))
+                parts.append((call.k, (dk_part, dv_part)))
+            into = dk[:, :, k_heads], dv[:, :, k_heads]
             if self.transport is None:
-                dk[:, :, k_heads], dv[:, :, k_heads] = rows_second(dkv, k.shape[-1], v.shape[-1])
+                rows.total(parts, into)
                 continue
             what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
-            pending = self.transport.scatter(dkv, what)
-            finish()  # the piece before, whose sum the kernels above have hidden
-            travelling = k_heads, pending
-        finish()
+            pending = self.transport.scatter(parts, k_all.shape[1], into, what)
+            if travelling is not None:  # the piece before, whose sum the kernels above have hidden
+                travelling.wait()
+            travelling = pending
+        if travelling is not None:
+            travelling.wait()
         return dq, dk, dv, dsink
 
 
-def _or_nothing(
-    out: Tensor | None, lse: Tensor | None, q: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The results of a rank without any call."""
-    if out is not None and lse is not None:
-        return out, lse
-    batch, rows, heads, _ = q.shape
-    out = q.new_zeros((batch, rows, heads, v.shape[-1]))
-    dtype = statistics_dtype(q.dtype)
-    return out, q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+def _nothing(q: Tensor, v: Tensor, fill: bool) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse; `fill`: of rows that see no key."""
+    batch, count, heads, _ = q.shape
+    out = q.new_empty((batch, count, heads, v.shape[-1]))
+    lse = q.new_empty((batch, heads, count), dtype=statistics_dtype(q.dtype))
+    return (out.zero_(), lse.fill_(-torch.inf)) if fill else (out, lse)

@@ -76,10 +76,32 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     q = q[:, slice(*call.q)]
     k, v = (x[:, slice(*call.k)] for x in (k, v))
     options = _options_of(call, options, q.device)
+    if call.batch_step is not None:
+        return _forward_of_two(call, q, k, v, options)
     if call.cu_seqlens_q is None:
         return ops.forward(q, k, v, **options)  # type: ignore[no-any-return]
     out, lse = ops.forward(*(x.squeeze(0) for x in (q, k, v)), **options)
     return out[None], lse[None]
+
+
+def _forward_of_two(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Two halves of the queries (1, m, Hq, D) as a batch, whose keys are views of the same ones."""
+    assert call.seqused_k is not None and call.batch_step is not None
+    halves = q[0].unflatten(0, (2, -1))
+    if options.get("alibi_slopes", q).dim() == 2:
+        options["alibi_slopes"] = options["alibi_slopes"].expand(2, -1)
+    keys, values = (_overlapping(x[0], call.seqused_k[1], call.batch_step) for x in (k, v))
+    out, lse = ops.forward(halves, keys, values, **options)
+    return out.flatten(0, 1)[None], lse.transpose(0, 1).flatten(1)[None]
+
+
+def _overlapping(x: Tensor, rows: int, step: int) -> Tensor:
+    """(2, rows, H, D): rows of x from 0 on and from `step` on."""
+    row, head, element = x.stride()
+    shape = (2, rows, *x.shape[1:])
+    return x.as_strided(shape, (step * row, row, head, element))
 
 
 def backward(

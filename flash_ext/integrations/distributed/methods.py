@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...ops.checks import refuse
-from . import cost, plan
+from . import cost, plan, symmetric
 from .gather import Gather
 from .local import Options
 from .plan import Mask
 from .ring import Ring
 from .sharding import Sharding, joined, sharding
-from .transport import Collectives, Transport
+from .transport import Transport
 from .ulysses import Core, Ulysses, key_head_copies
 
 
@@ -149,6 +149,7 @@ def choose_method(
     shards: Sharding,
     mask: Mask,
     options: Options,
+    transport: str = "auto",
 ) -> str:
     """The method of "auto": by `cost`, of those that run the call.
 
@@ -160,7 +161,8 @@ def choose_method(
     if not allowed:
         refuse("method", "one that runs this call", "; ".join(map(str, reasons.values())))
     call = call_of(groups, q, k, v, shards, mask)
-    return cost.choose(call, cost.machine_of(q.device, groups.ranks), allowed)
+    engines = symmetric.has_engines(transport, groups.across, q.device)
+    return cost.choose(call, cost.machine_of(q.device, groups.ranks, engines), allowed)
 
 
 MakeTransport = Callable[[ProcessGroup, Sharding], Transport]
@@ -175,7 +177,7 @@ def build(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    transport: MakeTransport = Collectives,
+    transport: MakeTransport | None = None,
 ) -> Core:
     """The method for this rank.
 
@@ -184,28 +186,34 @@ def build(
         groups, shards: of the call.
         mask: of the whole sequence.
         q, k, v: this rank's rows.
-        transport: what moves rows.
+        transport: what moves rows; without, that of "auto" in each group.
     """
+    make = partial(symmetric.make, "auto", q.device) if transport is None else transport
     call = call_of(groups, q, k, v, shards, mask)
-    machine = cost.machine_of(q.device, groups.ranks)
+
+    def machine(moves: Transport | None) -> cost.Machine:
+        engines = moves is not None and not moves.needs_sms
+        return cost.machine_of(q.device, groups.ranks, engines)
+
     if method == "ulysses":
         whole = sharding(shards.rows, 1, "contiguous")
         inner: Core = Gather(None, plan.gathered(whole, 0, mask))
-        ratio = cost.ulysses_ratio(call, machine)
-        return _ulysses(transport(groups.across, shards), inner, q, k, ratio)
+        exchange = make(groups.across, shards)
+        return _ulysses(exchange, inner, q, k, cost.ulysses_ratio(call, machine(exchange)))
     outer = outer_of(groups, shards)
     rank = dist.get_rank(groups.across)
     if method == "ring":
-        core: Core = Ring(transport(groups.across, outer), outer, mask)
+        core: Core = Ring(make(groups.across, outer), outer, mask)
     else:
-        across = transport(groups.across, outer) if outer.ranks > 1 else None
-        ratio = cost.gathering_ratio(call, machine)
+        across = make(groups.across, outer) if outer.ranks > 1 else None
+        ratio = cost.gathering_ratio(call, machine(across))
         core = Gather(across, plan.gathered(outer, rank, mask), ratio)
     if groups.within is None:
         return core
     rows = sharding(outer.lengths[rank], groups.within_size, "contiguous")
     call = replace(call, heads_q=q.shape[2], heads_k=k.shape[2], ranks=groups.within_size)
-    return _ulysses(transport(groups.within, rows), core, q, k, cost.ulysses_ratio(call, machine))
+    exchange = make(groups.within, rows)
+    return _ulysses(exchange, core, q, k, cost.ulysses_ratio(call, machine(exchange)))
 
 
 def _ulysses(transport: Transport, inner: Core, q: Tensor, k: Tensor, ratio: float) -> Ulysses:

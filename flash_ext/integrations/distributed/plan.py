@@ -62,6 +62,11 @@ class Call:
     cu_seqlens_k: tuple[int, ...] | None = None
     seqused_k: tuple[int, ...] | None = None
 
+    batch_step: int | None = None
+    """Of two halves of q as a batch of two, in one call: the second half's keys begin so many rows
+    after the first's. seqused_k are their numbers of keys; k is from the first half's first key to
+    the second half's last."""
+
     aligned: bool = True
     """Whether the last query and the last key of each sequence have one position: then distances,
     of ALiBi, are those of the whole sequence."""
@@ -158,7 +163,7 @@ def _pack(calls: list[Call]) -> Call:
         (*(x.q[0] - q[0] for x in calls), q[1] - q[0]),
         offsets,
         None if complete else used,
-        all(x.aligned for x in calls),
+        aligned=all(x.aligned for x in calls),
     )
 
 
@@ -217,6 +222,48 @@ def _general(call: Call, mask: Mask) -> Call:
 def gathered(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
     """A rank's calls against the keys of the whole sequence. Every query is in at most one."""
     return calls_of(shards.spans[rank], [(0, shards.rows)] if shards.rows else [], mask)
+
+
+@lru_cache(maxsize=1024)
+def as_batch(calls: tuple[Call, ...]) -> tuple[Call, ...]:
+    """The two chunks of a zigzag under a causal mask, with a window or without, as one call: a
+    batch of two with its numbers of keys, so that one grid has all tiles. Other calls as they are.
+    """
+    if len(calls) != 2:
+        return calls
+    x, y = calls
+    if (
+        x.cu_seqlens_q is not None
+        or y.cu_seqlens_q is not None
+        or x.own != y.own
+        or x.q[1] != y.q[0]
+        or x.q[1] - x.q[0] != y.q[1] - y.q[0]
+    ):
+        return calls
+    used = x.k[1] - x.k[0], y.k[1] - y.k[0]
+    window = _one_window(x, used[0], y, used[1])
+    step = y.k[0] - x.k[0]
+    if window is None or step < 0 or used[0] > used[1]:
+        return calls
+    q, k = (x.q[0], y.q[1]), (x.k[0], y.k[1])
+    aligned = x.aligned and y.aligned
+    return (Call(q, k, window, x.own, seqused_k=used, batch_step=step, aligned=aligned),)
+
+
+def _one_window(x: Call, keys_x: int, y: Call, keys_y: int) -> tuple[int, int] | None:
+    """A window that is right for two calls of equally many queries; None where there is none.
+
+    A side that is unlimited may get any number that hides nothing.
+    """
+    rows = x.q[1] - x.q[0]
+    found = []
+    for a, b, enough_x, enough_y in zip(
+        x.window, y.window, (keys_x - 1, rows - 1), (keys_y - 1, rows - 1), strict=True
+    ):
+        if a != b and not (a == -1 and b >= enough_x) and not (b == -1 and a >= enough_y):
+            return None
+        found.append(max(a, b))
+    return found[0], found[1]
 
 
 @lru_cache(maxsize=4096)

@@ -1,14 +1,13 @@
-"""Ring: K and V go from rank to rank, and every rank computes its queries against each in turn.
+"""Ring: every rank computes its queries against the keys of one rank after the other.
 
 Ring Attention (Liu, Zaharia, Abbeel, arXiv 2310.01889), with a zigzag layout so that every step has
 the same work on every rank under a causal mask: the first half of an earlier rank's keys for all
 queries, all of a later rank's keys for the second half of the queries.
 
-While the kernel computes a step, the next rank's K and V travel. A step gives out and lse as if
-there were no other keys; `torch.ops.flash_ext.combine_partial` adds it to the results so far in
-float32. In the backward pass each step has the lse and out of all keys, so gradients only add: dQ
-stays here, and dK and dV in float32 travel after their K and V, each while the next step is
-computed, and from the last step home.
+While the kernel computes a step, K and V of the next travel. A step gives out and lse as if there
+were no other keys; `torch.ops.flash_ext.combine_partial` adds it to the results so far in float32.
+In the backward pass each step has the lse and out of all keys, so gradients only add: dQ stays
+here, and each step's dK and dV go to their rank in the inputs' dtype, which adds them in float32.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from ...ops.checks import statistics_dtype
 from . import local, plan
-from .gather import Gradients, Saved, rows_first, rows_second
+from .gather import Gradients, Saved
 from .local import Options
 from .plan import Call, Mask
-from .sharding import Sharding
+from .rows import Rows, total
+from .sharding import Sharding, Span
 from .transport import Pending, Transport
 
 
@@ -34,17 +34,6 @@ class Ring:
         count = plan.ring_steps(shards, mask)
         self.steps = [plan.step(shards, rank, (rank - t) % ranks, mask) for t in range(count)]
 
-    def _padded(self, x: Tensor) -> Tensor:
-        """(rows, …) with as many rows as every rank sends."""
-        missing = self.shards.most - x.shape[0]
-        return torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
-
-    def _shift_keys(self, kv: Tensor, t: int) -> Pending | None:
-        """Begin to move K and V of step t on, if another step follows."""
-        if t + 1 == len(self.steps):
-            return None
-        return self.transport.shift(kv, 1, f"ring step {t + 1} of K and V")
-
     def _alone(self, t: int, q: Tensor) -> Call | None:
         """The call of the first step, where that is one of all queries."""
         calls = self.steps[t]
@@ -53,11 +42,11 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""
         batch, rows, heads, _ = q.shape
-        dims, dtype = (k.shape[-1], v.shape[-1]), statistics_dtype(q.dtype)
-        kv = self._padded(rows_first(k, v))
+        dtype = statistics_dtype(q.dtype)
+        begin = self.transport.rotate((k, v), len(self.steps), "ring of K and V")
+        k_here, v_here = k, v
         for t, calls in enumerate(self.steps):
-            following = self._shift_keys(kv, t)
-            k_here, v_here = rows_second(kv, *dims)
+            following = begin(t + 1) if t + 1 < len(self.steps) else None
             if first := self._alone(t, q):
                 o_partial, lse = local.forward(first, q, k_here, v_here, options)
                 if len(self.steps) == 1:
@@ -65,7 +54,7 @@ class Ring:
                 out = o_partial.to(dtype)
             else:
                 if t == 0:
-                    out = q.new_zeros((batch, rows, heads, dims[1]), dtype=dtype)
+                    out = q.new_zeros((batch, rows, heads, v.shape[-1]), dtype=dtype)
                     lse = q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
                 for call in calls:
                     o_partial, lse_partial = local.forward(call, q, k_here, v_here, options)
@@ -74,7 +63,7 @@ class Ring:
                         out[:, q_rows], lse[..., q_rows], o_partial, lse_partial
                     )
             if following is not None:
-                kv = following.wait()
+                k_here, v_here = following.wait()
         return q, k, v, out.to(q.dtype), lse
 
     def backward(
@@ -82,43 +71,82 @@ class Ring:
     ) -> Gradients:
         """The gradients of q, k, v and of the sink, this rank's share."""
         q, k, v, out, lse = saved
-        dims, dtype = (k.shape[-1], v.shape[-1]), statistics_dtype(q.dtype)
+        dtype = statistics_dtype(q.dtype)
         dq: Tensor | None = None
         dsink: Tensor | None = None
-        kv = self._padded(rows_first(k, v))
-        travelling: Pending | None = None
-        dkv: Tensor | None = None
+        sums = _Sums((k, v))
+        begin = self.transport.rotate((k, v), len(self.steps), "ring of K and V")
+        k_here, v_here = k, v
+        travelling: Pending[Rows] | None = None
         for t, calls in enumerate(self.steps):
-            following = self._shift_keys(kv, t)
-            k_here, v_here = rows_second(kv, *dims)
-            parts: list[tuple[slice, Tensor, Tensor]] = []
+            following = begin(t + 1) if t + 1 < len(self.steps) else None
+            parts: list[tuple[Span, Rows]] = []
             for call in calls:
                 dq_part, dk_part, dv_part, dsink_part = local.backward(
                     call, dout, dlse, q, k_here, v_here, out, lse, options
                 )
                 if dq is None and self._alone(t, q):
-                    dq = dq_part.to(dtype)
+                    dq = dq_part if len(self.steps) == 1 else dq_part.to(dtype)
                 else:
                     if dq is None:
                         dq = torch.zeros_like(q, dtype=dtype)
                     dq[:, slice(*call.q)] += dq_part
-                parts.append((slice(*call.k), dk_part, dv_part))
+                parts.append((call.k, (dk_part, dv_part)))
                 dsink = local.add(dsink, dsink_part)
-            if travelling is not None:  # the sums of the ranks before, which came meanwhile
-                dkv = travelling.wait()
-            if dkv is None:
-                dkv = torch.zeros_like(kv, dtype=dtype)
-            dk_sum, dv_sum = rows_second(dkv, *dims)
-            for k_rows, dk_part, dv_part in parts:
-                dk_sum[:, k_rows] += dk_part
-                dv_sum[:, k_rows] += dv_part
+            if t == 0:
+                sums.add(_of_rows(parts, (k, v)))
+                pending = None
+            else:
+                what = f"ring of dK and dV, step {t}"
+                pending = self.transport.shift(parts, (k, v), -t, what)
+            if travelling is not None:  # of the step before, which this one has hidden
+                sums.add(travelling.wait())
+            travelling = pending
             if following is not None:
-                travelling = self.transport.shift(dkv, 1, f"ring step {t + 1} of dK and dV")
-                kv = following.wait()
-        home = self.transport.ranks - (len(self.steps) - 1)
-        assert dkv is not None, "there is at least one step"
-        dkv = self.transport.shift(dkv, home, "dK and dV to their rank").wait()
-        dk, dv = (x[:, : k.shape[1]].to(k.dtype) for x in rows_second(dkv, *dims))
+                k_here, v_here = following.wait()
+        if travelling is not None:
+            sums.add(travelling.wait())
         if "sink" in options and dsink is None:
             dsink = torch.zeros_like(options["sink"])
+        dk, dv = sums.result()
         return torch.zeros_like(q) if dq is None else dq.to(q.dtype), dk, dv, dsink
+
+
+def _of_rows(parts: list[tuple[Span, Rows]], like: Rows) -> Rows:
+    """The sum of parts, for all rows; the part itself where it is one of all rows."""
+    if [span for span, _ in parts] == [(0, like[0].shape[1])]:
+        return parts[0][1]
+    found = tuple(torch.empty_like(x) for x in like)
+    total(parts, found)
+    return found
+
+
+class _Sums:
+    """Sums of dK and dV in float32 (float64), in the order of the steps, rounded once."""
+
+    def __init__(self, like: Rows) -> None:
+        self._like = like
+        self._last: Rows | None = None
+        self._sums: Rows | None = None
+
+    def add(self, gradients: Rows) -> None:
+        """Add those of a step. The last ones wait: `result` adds and rounds at once."""
+        if self._last is not None:
+            if self._sums is None:
+                self._sums = tuple(x.to(statistics_dtype(x.dtype)) for x in self._last)
+            else:
+                for x, part in zip(self._sums, self._last, strict=True):
+                    x += part
+        self._last = gradients
+
+    def result(self) -> Rows:
+        """The gradients (B, rows, H, D), in the inputs' dtype."""
+        assert self._last is not None, "there is at least one step"
+        found = tuple(torch.empty_like(x) for x in self._like)
+        before = self._sums
+        for i, (out, last) in enumerate(zip(found, self._last, strict=True)):
+            if before is None:
+                out.copy_(last)
+            else:
+                torch.add(before[i], last, out=out)
+        return found

@@ -2,54 +2,54 @@
 
 Each verb of `Transport` begins a transfer and returns a `Pending`, whose `wait` gives the result.
 On CUDA everything is enqueued and nothing waits on the host: a transfer begins once the work that
-was enqueued before it is done, and `wait` holds back only what is enqueued later. So a transfer is
-begun before the kernel that hides it, which would otherwise fill all SMs first.
+was enqueued before it is done, and `wait` holds back only what is enqueued later.
 
-Verbs speak of tensors whose first dimension is the rows: (rows, batch, heads, …). The rows of the
-whole sequence are in its order, whatever the layout. Ranks may have unequal numbers of rows; what
-travels is padded to the largest.
+There are two transports: `Collectives` here, of any backend, and `engines.CopyEngines`, for GPUs of
+one host. Tensors are (B, rows, H, ...). The rows of the whole sequence are in its order, whatever
+the layout. Ranks may have unequal numbers of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...ops.checks import statistics_dtype
+from . import rows
+from .rows import Parts, Rows
 from .sharding import Sharding
+
+T = TypeVar("T")
 
 # Named so since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Pending:
+class Pending(Generic[T]):
     """A transfer that has begun."""
 
-    def __init__(self, what: str, works: list[Any], finish: Callable[[], Tensor]) -> None:
-        self._what, self._works, self._finish = what, works, finish
+    def __init__(self, what: str, waits: Sequence[Callable[[], object]], finish: Callable[[], T]):
+        self._what, self._waits, self._finish = what, waits, finish
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         """The result, for what the current stream does next. Call it once.
 
         Raises:
             RuntimeError: the transfer failed or timed out; the message names it.
         """
-        for work in self._works:
+        for wait in self._waits:
             try:
-                work.wait()
+                wait()
             except RuntimeError as error:
                 raise RuntimeError(f"flash_ext: {self._what} did not complete: {error}") from error
         return self._finish()
 
 
-def ready(x: Tensor) -> Pending:
-    """A transfer that had nothing to do."""
-    return Pending("nothing", [], lambda: x)
+Begin = Callable[[int], Pending[Rows]]
+"""Begins a transfer by its number; each is begun once, in order."""
 
 
 class Transport(Protocol):
@@ -58,22 +58,48 @@ class Transport(Protocol):
     ranks: int
     rank: int
 
-    def gather(self, x: Tensor, what: str) -> Pending:
-        """The whole sequence (S, …) from every rank's rows x (rows, …)."""
+    needs_sms: bool
+    """Whether a transfer must begin before the kernel that hides it, which would otherwise fill all
+    SMs first. If not it begins after: the kernel need not wait for the host."""
 
-    def scatter(self, x: Tensor, what: str) -> Pending:
-        """This rank's rows (rows, …) of the sum over ranks of x (S, …), summed in float32 (float64)
-        and returned so."""
+    def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
+        """From every rank's rows to the whole sequence, (B, S, H, D), of piece i = 0, 1, …
 
-    def to_heads(self, x: Tensor, what: str) -> Pending:
-        """The whole sequence of this rank's part of the heads, (S, B, H / n, …), from every rank's
-        rows of all heads, x (rows, B, H, …)."""
+        Args:
+            pieces: tensors of one dtype, and in each piece of one number of heads.
+            what: names the transfer.
+        """
 
-    def to_rows(self, x: Tensor, what: str) -> Pending:
-        """The way back: this rank's rows of all heads from (S, B, H / n, …)."""
+    def rotate(self, tensors: Rows, steps: int, what: str) -> Begin:
+        """The rows (B, m, H, D) of rank - t, for t = 1 to steps - 1; m is at least that rank's
+        number of rows. Each is begun after the one before has been waited for."""
 
-    def shift(self, x: Tensor, by: int, what: str) -> Pending:
-        """x of rank - by, of the same shape on every rank."""
+    def scatter(self, parts: Parts, seqlen: int, into: Rows, what: str) -> Pending[None]:
+        """This rank's rows of the sum over ranks.
+
+        Args:
+            parts: what this rank adds to the whole sequence. They travel in their own dtype.
+            seqlen: S, of the whole sequence.
+            into: (B, rows, H, D); holds the sums, which are formed in float32, after `wait`.
+            what: names the transfer.
+        """
+
+    def shift(self, parts: Parts, like: Rows, by: int, what: str) -> Pending[Rows]:
+        """The parts of rank - by for this rank's rows, (B, rows, H, D).
+
+        Args:
+            parts: for the rows of rank + by.
+            like: tensors (B, rows, H, D) of this rank, for shapes and dtypes.
+            by: how many ranks.
+            what: names the transfer.
+        """
+
+    def to_heads(self, tensors: Rows, what: str) -> Pending[Rows]:
+        """The whole sequence of this rank's part of the heads, (B, S, H / n, …), from every rank's
+        rows of all heads, (B, rows, H, …). Dtypes may differ."""
+
+    def to_rows(self, tensors: Rows, into: Rows, what: str) -> Pending[None]:
+        """The way back, from (B, S, H / n, …) to `into`, (B, rows, H, …)."""
 
 
 class Collectives:
@@ -83,7 +109,11 @@ class Collectives:
     There is no reduce_scatter: sums travel as all_to_all in the tensor's own dtype and are then
     added in float32 in the order of the ranks, which moves half the bytes of a reduce_scatter in
     float32, rounds less than one in bfloat16, and repeats bit by bit.
+
+    What travels is padded to the largest number of rows.
     """
+
+    needs_sms = True
 
     def __init__(self, group: ProcessGroup, shards: Sharding) -> None:
         self.group, self.shards = group, shards
@@ -93,67 +123,102 @@ class Collectives:
     def _rows(self) -> int:
         return self.shards.lengths[self.rank]
 
-    def _padded(self, x: Tensor) -> Tensor:
-        if x.shape[0] == self.shards.most:
-            return x.contiguous()
-        padded = x.new_zeros((self.shards.most, *x.shape[1:]))
-        padded[: x.shape[0]] = x
-        return padded
-
-    def _begin(self, what: str, collective: Callable[..., Any], *arguments: Any) -> Any:
+    def _begin(
+        self, what: str, collective: Callable[..., Any], *arguments: Any
+    ) -> Callable[[], object]:
+        """Begin a collective, and return its wait."""
         try:
-            return collective(*arguments, group=self.group, async_op=True)
+            work = collective(*arguments, group=self.group, async_op=True)
         except RuntimeError as error:
             raise RuntimeError(f"flash_ext: {what} did not begin: {error}") from error
+        return work.wait  # type: ignore[no-any-return]
 
-    def gather(self, x: Tensor, what: str) -> Pending:
-        """As `Transport` says."""
+    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Memory for what arrives."""
+        return like.new_empty(shape)
+
+    def gather_rows(self, x: Tensor, what: str) -> Pending[Tensor]:
+        """The whole sequence (S, …) from every rank's rows x (rows, …)."""
         if self.ranks == 1 or self.shards.most == 0:
-            return ready(x)
-        x = self._padded(x)
-        every = x.new_empty((self.ranks, *x.shape))
-        work = self._begin(what, _all_gather, every.flatten(0, 1), x)
-        return Pending(what, [work], lambda: self.shards.join(every))
+            return Pending(what, [], lambda: x)
+        sent = x.contiguous()
+        if x.shape[0] < self.shards.most:
+            sent = x.new_zeros((self.shards.most, *x.shape[1:]))
+            sent[: x.shape[0]] = x
+        every = self._arriving(x, (self.ranks, *sent.shape))
+        wait = self._begin(what, _all_gather, every.flatten(0, 1), sent)
+        return Pending(what, [wait], lambda: self.shards.join(every))
 
-    def _exchange(self, what: str, x: Tensor, finish: Callable[[Tensor], Tensor]) -> Pending:
+    def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
+        """As `Transport` says."""
+
+        def begin(i: int) -> Pending[Rows]:
+            named = f"{what}, piece {i + 1} of {len(pieces)}"
+            tensors = pieces[i]
+            pending = self.gather_rows(rows.side_by_side(tensors, tensors[0].shape[1]), named)
+            dims = [x.shape[-1] for x in tensors]
+            return Pending(named, [], lambda: rows.apart(pending.wait(), dims))
+
+        return begin
+
+    def _exchange(self, what: str, x: Tensor, finish: Callable[[Tensor], T]) -> Pending[T]:
         """x (n, …): x[p] to rank p. finish gets what came from each rank."""
         x = x.contiguous()
         if self.ranks == 1 or x.numel() == 0:
             return Pending(what, [], lambda: finish(x))
-        received = torch.empty_like(x)
-        work = self._begin(what, dist.all_to_all_single, received.flatten(0, 1), x.flatten(0, 1))
-        return Pending(what, [work], lambda: finish(received))
+        received = self._arriving(x, x.shape)
+        wait = self._begin(what, dist.all_to_all_single, received.flatten(0, 1), x.flatten(0, 1))
+        return Pending(what, [wait], lambda: finish(received))
 
-    def scatter(self, x: Tensor, what: str) -> Pending:
+    def scatter(self, parts: Parts, seqlen: int, into: Rows, what: str) -> Pending[None]:
         """As `Transport` says."""
-        dtype = statistics_dtype(x.dtype)
-        return self._exchange(
-            what, self.shards.split(x), lambda parts: parts[:, : self._rows].sum(0, dtype=dtype)
-        )
+        dims = [x.shape[-1] for x in into]
+        batch, _, heads, _ = into[0].shape
+        whole = into[0].new_empty((seqlen, batch, heads, sum(dims)))
+        rows.total(parts, rows.apart(whole, dims))
 
-    def to_heads(self, x: Tensor, what: str) -> Pending:
-        """As `Transport` says."""
-        by_rank = x.unflatten(2, (self.ranks, -1)).movedim(2, 0)
-        if x.shape[0] < self.shards.most:
-            padded = by_rank.new_zeros((self.ranks, self.shards.most, *by_rank.shape[2:]))
-            padded[:, : x.shape[0]] = by_rank
-            by_rank = padded
-        return self._exchange(what, by_rank, self.shards.join)
+        def finish(received: Tensor) -> None:
+            of_ranks = received[:, : self._rows].split(dims, -1)
+            for x, out in zip(of_ranks, into, strict=True):
+                rows.add_up(x, out.transpose(0, 1))
 
-    def to_rows(self, x: Tensor, what: str) -> Pending:
-        """As `Transport` says."""
-        return self._exchange(
-            what,
-            self.shards.split(x),
-            lambda parts: parts[:, : self._rows].movedim(0, 2).flatten(2, 3),
-        )
+        return self._exchange(what, self.shards.split(whole), finish)
 
-    def shift(self, x: Tensor, by: int, what: str) -> Pending:
+    def to_heads(self, tensors: Rows, what: str) -> Pending[Rows]:
         """As `Transport` says."""
-        if by % self.ranks == 0:
-            return ready(x)
-        x = x.contiguous()
-        received = torch.empty_like(x)
+
+        def begin(x: Tensor) -> Pending[Tensor]:
+            by_rank = x.transpose(0, 1).unflatten(2, (self.ranks, -1)).movedim(2, 0)
+            sent = by_rank.new_empty((self.ranks, self.shards.most, *by_rank.shape[2:]))
+            rows.copy(sent[:, : x.shape[1]], by_rank)
+            sent[:, x.shape[1] :].zero_()
+            return self._exchange(what, sent, lambda y: self.shards.join(y).transpose(0, 1))
+
+        begun = [begin(x) for x in tensors]
+        return Pending(what, [], lambda: tuple(pending.wait() for pending in begun))
+
+    def to_rows(self, tensors: Rows, into: Rows, what: str) -> Pending[None]:
+        """As `Transport` says."""
+
+        def begin(x: Tensor, out: Tensor) -> Pending[None]:
+            of_ranks = out.transpose(0, 1).unflatten(2, (self.ranks, -1))
+
+            def finish(received: Tensor) -> None:
+                rows.copy(of_ranks, received[:, : self._rows].movedim(0, 2))
+
+            return self._exchange(what, self.shards.split(x.transpose(0, 1)), finish)
+
+        begun = [begin(x, out) for x, out in zip(tensors, into, strict=True)]
+
+        def finish() -> None:
+            for pending in begun:
+                pending.wait()
+
+        return Pending(what, [], finish)
+
+    def _send(self, x: Tensor, by: int, what: str) -> Pending[Tensor]:
+        """x of rank - by, of the same shape on every rank."""
+        received = self._arriving(x, x.shape)
         to, source = ((self.rank + way * by) % self.ranks for way in (1, -1))
         operations = [
             dist.P2POp(operation, tensor, dist.get_global_rank(self.group, peer), self.group)
@@ -164,4 +229,31 @@ class Collectives:
         except RuntimeError as error:
             raise RuntimeError(f"flash_ext: {what} did not begin: {error}") from error
         # x stays alive until it has been sent.
-        return Pending(what, works, lambda kept=x: received)  # type: ignore[misc]
+        return Pending(what, [work.wait for work in works], lambda kept=x: received)  # type: ignore[misc]
+
+    def rotate(self, tensors: Rows, steps: int, what: str) -> Begin:
+        """As `Transport` says: each rank hands on what it got."""
+        dims = [x.shape[-1] for x in tensors]
+        here = rows.side_by_side(tensors, self.shards.most) if steps > 1 else tensors[0]
+
+        def begin(t: int) -> Pending[Rows]:
+            named = f"{what}, step {t}"
+            pending = self._send(here, 1, named)
+
+            def finish() -> Rows:
+                nonlocal here
+                here = pending.wait()
+                return rows.apart(here, dims)
+
+            return Pending(named, [], finish)
+
+        return begin
+
+    def shift(self, parts: Parts, like: Rows, by: int, what: str) -> Pending[Rows]:
+        """As `Transport` says."""
+        dims = [x.shape[-1] for x in like]
+        batch, _, heads, _ = like[0].shape
+        sent = like[0].new_empty((self.shards.most, batch, heads, sum(dims)))
+        rows.total(parts, rows.apart(sent, dims))
+        pending = self._send(sent, by, what)
+        return Pending(what, [], lambda: rows.apart(pending.wait()[: self._rows], dims))

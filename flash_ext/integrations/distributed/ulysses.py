@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from ...ops.checks import statistics_dtype
 from . import local
 from .gather import Gradients, Saved
 from .local import Options
+from .rows import Rows
 from .transport import Pending, Transport
 
 SAVED = 5
@@ -73,42 +74,39 @@ class Ulysses:
             )
         return found
 
-    def _begin(self, what: str, *tensors: Tensor) -> list[Pending]:
-        """Rows of all heads (B, rows, H, …) on their way to all rows of some."""
-        return [
-            self.transport.to_heads(x.transpose(0, 1), f"all-to-all of {what}") for x in tensors
-        ]
-
-    def _return(self, what: str, *tensors: Tensor) -> list[Pending]:
-        """The way back of (B, S, H / n, …)."""
-        return [self.transport.to_rows(x.transpose(0, 1), f"all-to-all of {what}") for x in tensors]
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """What the inner method saves of each piece, then out and lse of this rank's rows."""
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, dim=2) for x in (k, v))
         heads = self._heads(q, k)
 
-        def begin(i: int) -> list[Pending]:
+        def begin(i: int) -> Pending[Rows]:
             q_heads, k_heads, _ = heads[i]
             parts = (q[:, :, q_heads], k[:, :, k_heads], v[:, :, k_heads])
-            return self._begin(f"q, k and v, piece {i + 1} of {len(heads)}", *parts)
+            what = f"all-to-all of q, k and v, piece {i + 1} of {len(heads)}"
+            return self.transport.to_heads(parts, what)
 
+        batch, rows, heads_q, _ = q.shape
+        out = q.new_empty((batch, rows, heads_q, v.shape[-1]))
+        lse = q.new_empty((batch, rows, heads_q), dtype=statistics_dtype(q.dtype))
         saved: list[Tensor] = []
-        travelling: list[list[Pending]] = []
+        travelling: list[Pending[None]] = []
         following = begin(0)
-        for i, (_, _, mine) in enumerate(heads):
+        for i, (q_heads, _, mine) in enumerate(heads):
             pending = following
             if i + 1 < len(heads):
                 following = begin(i + 1)
-            q_all, k_all, v_all = (x.wait().transpose(0, 1) for x in pending)
+            q_all, k_all, v_all = pending.wait()
             found = self.inner.forward(
                 q_all, k_all, v_all, local.of_heads(options, mine.start, mine.stop)
             )
             saved += found
-            what = f"out and lse, piece {i + 1} of {len(heads)}"
-            travelling.append(self._return(what, found[-2], found[-1].mT))
-        out, lse = _joined(travelling)
+            into = out[:, :, q_heads], lse[:, :, q_heads]
+            what = f"all-to-all of out and lse, piece {i + 1} of {len(heads)}"
+            travelling.append(self.transport.to_rows((found[-2], found[-1].mT), into, what))
+            if i > 0:  # the piece before, whose way back the kernels above have hidden
+                travelling.pop(0).wait()
+        travelling.pop().wait()
         return *saved, out, lse.mT.contiguous()
 
     def backward(
@@ -127,38 +125,44 @@ class Ulysses:
             heads.append((slice(at, at + ranks * each), slice(first, first + each)))
             at += ranks * each
 
-        def begin(i: int) -> list[Pending]:
+        def begin(i: int) -> Pending[Rows]:
             q_heads = heads[i][0]
-            gradients = [dout[:, :, q_heads]]
+            gradients: Rows = (dout[:, :, q_heads],)
             if dlse is not None:
-                gradients.append(dlse[:, q_heads].mT)
-            return self._begin(f"dout and dlse, piece {i + 1} of {len(heads)}", *gradients)
+                gradients = (*gradients, dlse[:, q_heads].mT)
+            what = f"all-to-all of dout and dlse, piece {i + 1} of {len(heads)}"
+            return self.transport.to_heads(gradients, what)
 
         dsink = options["sink"].new_zeros(q_heads_all) if "sink" in options else None
-        travelling: list[list[Pending]] = []
+        q, k, v = pieces[0][:3]
+        batch, rows = dout.shape[:2]
+        key_heads = sum(piece[1].shape[2] for piece in pieces) * ranks
+        dq = q.new_empty((batch, rows, q_heads_all, q.shape[-1]))
+        dk, dv = (x.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
+        at = 0
+        travelling: list[Pending[None]] = []
         following = begin(0)
-        for i, (piece, (_, mine)) in enumerate(zip(pieces, heads, strict=True)):
+        for i, (piece, (q_heads, mine)) in enumerate(zip(pieces, heads, strict=True)):
             pending = following
             if i + 1 < len(heads):
                 following = begin(i + 1)
-            dout_part, *rest = (x.wait().transpose(0, 1) for x in pending)
+            dout_part, *rest = pending.wait()
             dlse_part = rest[0].mT if rest else None
             chosen = local.of_heads(options, mine.start, mine.stop)
             *gradients, dsink_part = self.inner.backward(piece, dout_part, dlse_part, chosen)
             if dsink is not None and dsink_part is not None:
                 dsink[mine] = dsink_part
-            what = f"dQ, dK and dV, piece {i + 1} of {len(heads)}"
-            travelling.append(self._return(what, *gradients))
-        dq, dk, dv = _joined(travelling)
+            k_heads = slice(at, at + ranks * piece[1].shape[2])
+            at = k_heads.stop
+            into = dq[:, :, q_heads], dk[:, :, k_heads], dv[:, :, k_heads]
+            what = f"all-to-all of dQ, dK and dV, piece {i + 1} of {len(pieces)}"
+            travelling.append(self.transport.to_rows(tuple(gradients), into, what))
+            if i > 0:
+                travelling.pop(0).wait()
+        travelling.pop().wait()
         if self.copies > 1:
             dk, dv = (x.unflatten(2, (-1, self.copies)).sum(3) for x in (dk, dv))
         return dq, dk, dv, dsink
-
-
-def _joined(pieces: list[list[Pending]]) -> list[Tensor]:
-    """What has come back, (B, rows, H, …) each, of all pieces' heads."""
-    found = [[x.wait() for x in piece] for piece in pieces]
-    return [torch.cat(parts, dim=2).transpose(0, 1) for parts in zip(*found, strict=True)]
 
 
 def _chunks(saved: list[Tensor]) -> Iterator[Saved]:

@@ -1,0 +1,293 @@
+"""The transport whose transfers are copies between GPUs: copy engines move them, not SMs.
+
+For ranks of one host that can read each other's memory. A collective of NCCL has kernels, which
+take SMs from the attention kernel beside them, or wait for it where it fills the GPU. Here a rank
+writes what others want into its own memory (`staging`), all ranks meet in a barrier, and the copies
+from the others' memory run on a stream beside the kernels.
+
+The barrier and what is written for others are on the caller's stream, between its kernels: a
+barrier beside an attention kernel that fills the GPU could not begin.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import rows
+from .rows import Parts, Rows
+from .sharding import Sharding, joined
+from .staging import ALIGNMENT, Copy, Region, Staging, Window
+from .transport import Begin, Pending
+
+Like = tuple[tuple[int, ...], torch.dtype]
+"""The shape and the dtype of a block."""
+
+
+def _layout(blocks: Sequence[Like]) -> tuple[list[int], int]:
+    """Where blocks lie, one after the other, and how many bytes they need."""
+    offsets, end = [], 0
+    for shape, dtype in blocks:
+        offsets.append(end)
+        end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+class _Parcel:
+    """Blocks in a region, as this rank sees them in every rank's memory."""
+
+    def __init__(self, staging: Staging, blocks: Sequence[Like]) -> None:
+        self._staging, self._blocks = staging, blocks
+        self._offsets, size = _layout(blocks)
+        self.region: Region = staging.take(size)
+        self.window: Window = self.region.window
+
+    def block(self, rank: int, i: int) -> Tensor:
+        """A rank's block i: a view of its memory."""
+        shape, dtype = self._blocks[i]
+        first = self.region.first + self._offsets[i]
+        last = first + math.prod(shape) * dtype.itemsize
+        return self.window.buffers[rank][first:last].view(dtype).view(shape)
+
+    def of(self, rank: int) -> Rows:
+        """A rank's blocks."""
+        return tuple(self.block(rank, i) for i in range(len(self._blocks)))
+
+    @property
+    def mine(self) -> Rows:
+        """This rank's blocks, to be written before the ranks meet."""
+        return self.of(self.window.rank)
+
+    def meet(self) -> None:
+        """Everything is written: the barrier of this transfer."""
+        self._staging.meet(self.window)
+
+    def close(self) -> None:
+        """Everything has been waited for."""
+        self._staging.close(self.region)
+
+
+def _rows_first(x: Tensor, count: int) -> Like:
+    """The block of a tensor (B, rows, H, ...) with so many rows: (count, B, H, ...)."""
+    return (count, x.shape[0], *x.shape[2:]), x.dtype
+
+
+class CopyEngines:
+    """The transport by copies, for one group of ranks and one call."""
+
+    needs_sms = False
+
+    def __init__(self, staging: Staging, shards: Sharding, rank: int) -> None:
+        self.staging, self.shards, self.rank, self.ranks = staging, shards, rank, shards.ranks
+        staging.abandon()
+
+    def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
+        """As `Transport` says. All pieces are written for the others at once, with one barrier."""
+        parcel = _Parcel(
+            self.staging, [_rows_first(x, self.shards.most) for piece in pieces for x in piece]
+        )
+        flat = [x for piece in pieces for x in piece]
+        for x, block in zip(flat, parcel.mine, strict=True):
+            rows.copy(block[: x.shape[1]], x.transpose(0, 1))
+        parcel.meet()
+        whole = [tuple(self._empty(x, self.shards.rows) for x in piece) for piece in pieces]
+        parcel.region.kept.append(whole)
+        begin_copies = parcel.window.mark()  # whichever piece: not after the kernels before it
+        left = len(pieces)
+        firsts = [0, *itertools.accumulate(len(piece) for piece in pieces)]
+
+        def begin(i: int) -> Pending[Rows]:
+            copies: list[Copy] = []
+            for peer in self._peers():
+                for j, out in enumerate(whole[i]):
+                    block = parcel.block(peer, firsts[i] + j)
+                    at = 0
+                    for a, b in self.shards.spans[peer]:
+                        copies.append((out[a:b], block[at : at + b - a]))
+                        at += b - a
+            wait = begin_copies(copies)
+            for x, out in zip(pieces[i], whole[i], strict=True):
+                self._place_own(out, x.transpose(0, 1))
+
+            def finish() -> Rows:
+                nonlocal left
+                found, whole[i] = whole[i], ()
+                left -= 1
+                if left == 0:
+                    parcel.close()
+                return tuple(x.transpose(0, 1) for x in found)
+
+            return Pending(f"{what}, piece {i + 1} of {len(pieces)}", [wait], finish)
+
+        return begin
+
+    def _peers(self) -> list[int]:
+        """The other ranks, each rank beginning with its next: so that not all read from one."""
+        return [(self.rank + t) % self.ranks for t in range(1, self.ranks)]
+
+    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Memory for what arrives."""
+        return like.new_empty(shape)
+
+    def _empty(self, x: Tensor, count: int) -> Tensor:
+        return self._arriving(x, _rows_first(x, count)[0])
+
+    def _place_own(self, whole: Tensor, x: Tensor) -> None:
+        """This rank's rows x (rows, …) to their places in the sequence (S, …)."""
+        at = 0
+        for a, b in self.shards.spans[self.rank]:
+            rows.copy(whole[a:b], x[at : at + b - a])
+            at += b - a
+
+    def rotate(self, tensors: Rows, steps: int, what: str) -> Begin:
+        """As `Transport` says. Every rank reads its rank - t directly."""
+        if steps > 1:
+            parcel = _Parcel(self.staging, [_rows_first(x, self.shards.most) for x in tensors])
+            for x, block in zip(tensors, parcel.mine, strict=True):
+                rows.copy(block[: x.shape[1]], x.transpose(0, 1))
+            parcel.meet()
+
+        def begin(t: int) -> Pending[Rows]:
+            source = (self.rank - t) % self.ranks
+            found = [self._empty(x, self.shards.lengths[source]) for x in tensors]
+            copies = [
+                (out, block[: out.shape[0]])
+                for out, block in zip(found, parcel.of(source), strict=True)
+            ]
+            parcel.region.kept.append(found)
+            wait = parcel.window.mark()(copies)
+
+            def finish() -> Rows:
+                parcel.region.kept.clear()
+                if t == steps - 1:
+                    parcel.close()
+                return tuple(x.transpose(0, 1) for x in found)
+
+            return Pending(f"{what}, step {t}", [wait], finish)
+
+        return begin
+
+    def scatter(self, parts: Parts, seqlen: int, into: Rows, what: str) -> Pending[None]:
+        """As `Transport` says."""
+        parcel = _Parcel(self.staging, [_rows_first(x, seqlen) for x in into])
+        mine = parcel.mine
+        rows.total(parts, tuple(x.transpose(0, 1) for x in mine))
+        parcel.meet()
+        count = self.shards.lengths[self.rank]
+        received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in into]
+        copies = self._own_rows(parcel, received)
+        parcel.region.kept.append(received)
+        wait = parcel.window.mark()(copies)
+
+        def finish() -> None:
+            for x, block, out in zip(received, mine, into, strict=True):
+                self._add_up(x, block, out.transpose(0, 1))
+            parcel.close()
+
+        return Pending(what, [wait], finish)
+
+    def _add_up(self, received: Tensor, mine: Tensor, out: Tensor) -> None:
+        """out (rows, …) from the others' parts (n, rows, …) and this rank's (S, …)."""
+        at = 0
+        for a, b in self.shards.spans[self.rank]:
+            here = slice(at, at + b - a)
+            if self.ranks == 2:
+                torch.add(mine[a:b], received[1 - self.rank, here], out=out[here])
+            else:
+                rows.copy(received[self.rank, here], mine[a:b])
+            at += b - a
+        if self.ranks > 2:
+            rows.add_up(received, out)
+
+    def _own_rows(self, parcel: _Parcel, received: Sequence[Tensor]) -> list[Copy]:
+        """Copies of this rank's rows of the others' blocks (S, …) to received (n, rows, …)."""
+        copies: list[Copy] = []
+        for peer in self._peers():
+            for i, out in enumerate(received):
+                block, at = parcel.block(peer, i), 0
+                for a, b in self.shards.spans[self.rank]:
+                    copies.append((out[peer, at : at + b - a], block[a:b]))
+                    at += b - a
+        return copies
+
+    def shift(self, parts: Parts, like: Rows, by: int, what: str) -> Pending[Rows]:
+        """As `Transport` says."""
+        to, source = (self.rank + by) % self.ranks, (self.rank - by) % self.ranks
+        count = self.shards.lengths
+        parcel = _Parcel(self.staging, [_rows_first(x, self.shards.most) for x in like])
+        rows.total(parts, tuple(x[: count[to]].transpose(0, 1) for x in parcel.mine))
+        parcel.meet()
+        found = [self._empty(x, count[self.rank]) for x in like]
+        parcel.region.kept.append(found)
+        wait = parcel.window.mark()(
+            [(out, x[: out.shape[0]]) for out, x in zip(found, parcel.of(source), strict=True)]
+        )
+
+        def finish() -> Rows:
+            parcel.close()
+            return tuple(x.transpose(0, 1) for x in found)
+
+        return Pending(what, [wait], finish)
+
+    def to_heads(self, tensors: Rows, what: str) -> Pending[Rows]:
+        """As `Transport` says."""
+        by_rank = [x.transpose(0, 1).unflatten(2, (self.ranks, -1)).movedim(2, 0) for x in tensors]
+        parcel = _Parcel(
+            self.staging,
+            [((self.ranks, self.shards.most, *x.shape[2:]), x.dtype) for x in by_rank],
+        )
+        for x, block in zip(by_rank, parcel.mine, strict=True):
+            for others in (slice(0, self.rank), slice(self.rank + 1, self.ranks)):
+                rows.copy(block[others, : x.shape[1]], x[others])
+        parcel.meet()
+        whole = [self._arriving(x, (self.shards.rows, *x.shape[2:])) for x in by_rank]
+        copies: list[Copy] = []
+        for peer in self._peers():
+            for i, out in enumerate(whole):
+                block, at = parcel.block(peer, i)[self.rank], 0
+                for a, b in self.shards.spans[peer]:
+                    copies.append((out[a:b], block[at : at + b - a]))
+                    at += b - a
+        parcel.region.kept.append(whole)
+        wait = parcel.window.mark()(copies)
+        for x, out in zip(by_rank, whole, strict=True):
+            self._place_own(out, x[self.rank])
+
+        def finish() -> Rows:
+            parcel.close()
+            return tuple(x.transpose(0, 1) for x in whole)
+
+        return Pending(what, [wait], finish)
+
+    def to_rows(self, tensors: Rows, into: Rows, what: str) -> Pending[None]:
+        """As `Transport` says."""
+        seqlen, count = self.shards.rows, self.shards.lengths[self.rank]
+        parcel = _Parcel(self.staging, [_rows_first(x, seqlen) for x in tensors])
+        own = self.shards.spans[self.rank]
+        edges = sorted(((0, 0), *own, (seqlen, seqlen)))
+        others = list(joined([(a, b) for (_, a), (b, _) in zip(edges, edges[1:], strict=False)]))
+        for x, block in zip(tensors, parcel.mine, strict=True):
+            for a, b in others:
+                rows.copy(block[a:b], x[:, a:b].transpose(0, 1))
+        parcel.meet()
+        received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in tensors]
+        parcel.region.kept.append(received)
+        wait = parcel.window.mark()(self._own_rows(parcel, received))
+        of_ranks = [x.transpose(0, 1).unflatten(2, (self.ranks, -1)) for x in into]
+        for x, out in zip(tensors, of_ranks, strict=True):
+            at = 0
+            for a, b in own:
+                rows.copy(out[at : at + b - a, :, self.rank], x[:, a:b].transpose(0, 1))
+                at += b - a
+
+        def finish() -> None:
+            for x, out in zip(received, of_ranks, strict=True):
+                for ranks in (slice(0, self.rank), slice(self.rank + 1, self.ranks)):
+                    rows.copy(out[:, :, ranks], x[ranks].movedim(0, 2))
+            parcel.close()
+
+        return Pending(what, [wait], finish)

@@ -1,0 +1,214 @@
+"""Which groups have `engines.CopyEngines`, and their memory: torch's symmetric memory.
+
+That is a private interface of torch (`ops.torch_private`), tried once in each group: where torch
+lacks it, where ranks are on several hosts, or where a copy from a peer does not give what that peer
+wrote, the group has `Collectives`. All ranks of a group choose alike.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...ops.checks import refuse
+from ...ops.torch_private import symmetric_memory
+from .engines import CopyEngines
+from .sharding import Sharding
+from .staging import GRAIN, Copy, Staging
+from .transport import Collectives, Transport
+
+TIMEOUT = 600
+"""Seconds until a barrier that a rank does not come to ends the process, as NCCL's do."""
+
+_found: WeakKeyDictionary[ProcessGroup, Staging | str] = WeakKeyDictionary()
+
+
+def _every(group: ProcessGroup, mine: Any) -> list[Any]:
+    """What every rank has, in the order of ranks."""
+    every = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every
+
+
+class SymmetricWindow:
+    """A window of torch's symmetric memory."""
+
+    def __init__(
+        self, group: ProcessGroup, stream: torch.cuda.Stream, before: _Before, capacity: int
+    ) -> None:
+        """All ranks of the group together.
+
+        Raises:
+            RuntimeError: on every rank, if one of them does not have so much memory.
+        """
+        memory = symmetric_memory()
+        device = stream.device
+        self._stream, self._before = stream, before
+        try:
+            self._mine = _allocate(memory, capacity, device)
+            failed = None
+        except RuntimeError as error:
+            failed = f"flash_ext: no {capacity} bytes for transfers between GPUs: {error}"
+        for reason in _every(group, failed):
+            if reason is not None:
+                raise RuntimeError(reason)
+        self._handle = memory.rendezvous(self._mine, group)
+        self.rank = dist.get_rank(group)
+        self.buffers: Sequence[Tensor] = [
+            self._mine
+            if rank == self.rank
+            else self._handle.get_buffer(rank, (capacity,), torch.uint8)
+            for rank in range(dist.get_world_size(group))
+        ]
+
+    def follow(self) -> None:
+        """As `Window` says."""
+        current = torch.cuda.current_stream(self._stream.device)
+        if self._before.stream is not None and self._before.stream != current:
+            current.wait_stream(self._before.stream)
+        self._before.stream = current
+
+    def drain(self) -> None:
+        """As `Window` says."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def meet(self) -> None:
+        """As `Window` says."""
+        self._handle.barrier(channel=0, timeout_ms=1000 * TIMEOUT)
+
+    def mark(self) -> Callable[[Sequence[Copy]], Callable[[], object]]:
+        """As `Window` says."""
+        ready = torch.cuda.current_stream(self._stream.device).record_event()
+
+        def begin(copies: Sequence[Copy]) -> Callable[[], object]:
+            self._stream.wait_event(ready)
+            with torch.cuda.stream(self._stream):
+                for out, x in copies:  # contiguous, of one dtype: a memcpy, not a kernel
+                    out.copy_(x)
+            done = self._stream.record_event()
+            return lambda: torch.cuda.current_stream(self._stream.device).wait_event(done)
+
+        return begin
+
+
+class _Before:
+    """The stream of the transfers before, of a group's windows."""
+
+    stream: torch.cuda.Stream | None = None
+
+
+def _allocate(memory: Any, capacity: int, device: torch.device) -> Tensor:
+    """Symmetric memory, if need be what torch's allocator holds without use."""
+    try:
+        found = memory.empty(capacity, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        found = memory.empty(capacity, dtype=torch.uint8, device=device)
+    return found  # type: ignore[no-any-return]
+
+
+def _host() -> str:
+    """What ranks of one host have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+
+
+def _works(window: SymmetricWindow) -> bool:
+    """Whether copies from every rank give what it wrote."""
+    window.buffers[window.rank][:GRAIN].fill_(window.rank + 1)
+    window.meet()
+    found = [torch.empty_like(buffer[:GRAIN]) for buffer in window.buffers]
+    wait = window.mark()([(x, b[:GRAIN]) for x, b in zip(found, window.buffers, strict=True)])
+    wait()
+    same = all(bool((x == rank + 1).all()) for rank, x in enumerate(found))
+    window.meet()
+    return same
+
+
+def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
+    """Staging memory, or why a group has none. All its ranks together."""
+    wrong = None
+    if device.type != "cuda":
+        wrong = f"copy engines are of GPUs, not of {device.type}"
+    elif symmetric_memory() is None:
+        wrong = "this torch has no symmetric memory"
+    elif dist.get_world_size(group) == 1:
+        wrong = "a group of one rank has nothing to copy"
+    found = _every(group, (wrong, _host()))
+    wrong = next((reason for reason, _ in found if reason is not None), None)
+    if wrong is None and len({host for _, host in found}) > 1:
+        wrong = "the ranks of the group are on several hosts"
+    if wrong is not None:
+        return wrong
+    open_window = partial(_open, weakref.ref(group), torch.cuda.Stream(device), _Before())
+    window = None
+    try:
+        window = open_window(GRAIN)
+    except Exception as error:  # whatever a driver or a torch without it raises
+        wrong = f"symmetric memory between the GPUs failed: {error}"
+    wrong = next((reason for reason in _every(group, wrong) if reason is not None), None)
+    if wrong is None and window is not None and not all(_every(group, _works(window))):
+        wrong = "copies between the GPUs do not arrive"
+    return Staging(open_window) if wrong is None else wrong
+
+
+def _open(
+    group: weakref.ref[ProcessGroup], stream: torch.cuda.Stream, before: _Before, capacity: int
+) -> SymmetricWindow:
+    """A window of a group; what is kept for the group does not keep the group."""
+    found = group()
+    assert found is not None, "a call has the group"
+    return SymmetricWindow(found, stream, before, capacity)
+
+
+def _staging(group: ProcessGroup, device: torch.device) -> Staging | str:
+    """Staging memory of a group, or why it has none: found out once, by all its ranks together."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    found = _found.get(group)
+    if found is None:
+        found = _found[group] = _try(group, device)
+    return found
+
+
+TRANSPORTS = ("auto", "collectives", "copy_engines")
+"""The transports by name."""
+
+
+def require(name: str, groups: Sequence[ProcessGroup], device: torch.device) -> None:
+    """Return if all groups have the transport of this name. All their ranks together.
+
+    Raises:
+        ValueError: one has not; on every rank, with the reason.
+    """
+    if name == "copy_engines":
+        for group in groups:
+            reason = _staging(group, device)
+            if not isinstance(reason, Staging):
+                refuse("transport", "one that the group has", f"'copy_engines': {reason}")
+
+
+def has_engines(name: str, group: ProcessGroup, device: torch.device) -> bool:
+    """Whether transfers in the group are copies between GPUs. All its ranks together."""
+    if name == "collectives" or device.type != "cuda" or dist.get_world_size(group) == 1:
+        return False
+    return isinstance(_staging(group, device), Staging)
+
+
+def make(name: str, device: torch.device, group: ProcessGroup, shards: Sharding) -> Transport:
+    """The transport of this name in a group, whose ranks have these rows."""
+    if has_engines(name, group, device):
+        staging = _staging(group, device)
+        assert isinstance(staging, Staging)
+        return CopyEngines(staging, shards, dist.get_rank(group))
+    return Collectives(group, shards)

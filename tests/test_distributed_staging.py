@@ -1,0 +1,154 @@
+"""Memory that other ranks read: when it is written again, and how much of it there is.
+
+Would catch a region that is given out while a rank may still read it, regions at places that differ
+between ranks, memory that grows with every call, and copies of elements at the wrong place.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no distributed", allow_module_level=True)
+
+from flash_ext.integrations.distributed import rows
+from flash_ext.integrations.distributed.staging import ALIGNMENT, GRAIN, Staging
+
+
+class Alone:
+    """A window without anybody else, which counts."""
+
+    rank = 0
+
+    def __init__(self, capacity: int) -> None:
+        self.buffers = [torch.empty(0)]
+        self.capacity, self.met, self.drained = capacity, 0, 0
+
+    def follow(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        self.drained += 1
+
+    def meet(self) -> None:
+        self.met += 1
+
+    def mark(self) -> None:
+        raise AssertionError
+
+
+def test_no_region_is_written_while_it_may_be_read() -> None:
+    """At random: what is open, or closed without a barrier since, is not given out again."""
+    draw = random.Random(0)
+    for _ in range(50):
+        opened: list[Alone] = []
+        staging = Staging(lambda n, opened=opened: opened.append(Alone(n)) or opened[-1])
+        in_use: list[list] = []  # region, and barriers when it was closed
+        barriers = 0
+        for _ in range(60):
+            met = sum(window.met for window in opened)
+            region = staging.take(draw.choice((1, 700, 40_000, 3_000_000, 40_000_000)))
+            assert region.last <= region.window.capacity and region.first % ALIGNMENT == 0
+            barriers += sum(window.met for window in opened) - met  # those that made room
+            for other, closed in in_use:
+                if other.window is region.window and (closed is None or closed >= barriers):
+                    assert region.last <= other.first or other.last <= region.first
+            staging.meet(region.window)
+            barriers += 1
+            in_use.append([region, None])
+            for entry in in_use:
+                if entry[1] is None and draw.random() < 0.6:
+                    staging.close(entry[0])
+                    entry[1] = barriers
+        assert sum(window.met for window in opened) == barriers
+
+
+def test_memory_stops_growing() -> None:
+    """The same calls again take no more memory; a call that raised leaves nothing behind."""
+    opened: list[Alone] = []
+    staging = Staging(lambda n: opened.append(Alone(n)) or opened[-1])
+
+    def call(raises: bool = False) -> None:
+        staging.abandon()
+        keys = staging.take(5 << 20)
+        staging.meet(keys.window)
+        if raises:
+            return
+        before = None
+        for _ in range(3):
+            gradients = staging.take(3 << 20)
+            staging.meet(gradients.window)
+            if before is not None:
+                staging.close(before)
+            before = gradients
+        staging.close(keys)
+        staging.close(before)
+
+    for _ in range(3):
+        call()
+    windows, size = len(opened), staging.capacity
+    for number in range(20):
+        call(raises=number % 4 == 0)
+    assert (len(opened), staging.capacity) == (windows, size)
+    assert size <= 2 * (5 + 3 + 3 + 1) << 20 and size % GRAIN == 0
+    assert opened[-1].drained == 5
+
+
+def test_large_memory_is_used_again_at_once() -> None:
+    """From a size on a barrier makes room instead of more memory."""
+    opened: list[Alone] = []
+    staging = Staging(lambda n: opened.append(Alone(n)) or opened[-1])
+    for _ in range(5):
+        region = staging.take(700 << 20)
+        staging.meet(region.window)
+        staging.close(region)
+    assert [window.capacity for window in opened] == [700 << 20]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_copies_are_exact(dtype: torch.dtype) -> None:
+    """Of strided tensors, aligned and not; NaNs too keep their bits."""
+    draw = random.Random(0)
+    for _ in range(200):
+        shape = (
+            draw.choice((1, 3)),
+            draw.randint(1, 5),
+            draw.randint(1, 4),
+            draw.choice((1, 6, 8)),
+        )
+        whole = torch.randn(*(n + draw.choice((0, 1, 8)) for n in shape)).to(dtype)
+        whole[0, 0, 0, 0] = torch.nan
+        x = whole[tuple(slice(w - n, w) for w, n in zip(whole.shape, shape, strict=True))]
+        x = x.transpose(0, 1) if draw.random() < 0.5 else x
+        out = torch.zeros(*x.shape[:-1], x.shape[-1] + draw.choice((0, 1, 8)), dtype=dtype)
+        rows.copy(out[..., : x.shape[-1]], x)
+        expected = torch.zeros_like(out)
+        expected[..., : x.shape[-1]] = x
+        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_totals_write_every_row() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        count = draw.randint(1, 12)
+        expected = torch.zeros(1, count, 2, 4, dtype=torch.float64)
+        parts = []
+        for _ in range(draw.randint(0, 4)):
+            a, b = sorted((draw.randint(0, count), draw.randint(0, count)))
+            part = torch.randn(1, b - a, 2, 4, dtype=torch.float64)
+            expected[:, a:b] += part
+            parts.append(((a, b), (part, -part)))
+        found = torch.full_like(expected, torch.nan), torch.full_like(expected, torch.nan)
+        rows.total(parts, found)
+        torch.testing.assert_close(found, (expected, -expected))
+
+
+def test_sums_are_rounded_once() -> None:
+    parts = torch.tensor([1.0, 2**-9, 2**-9, 2**-9], dtype=torch.bfloat16)[:, None, None]
+    for count in (2, 3, 4):
+        out = torch.empty(1, 1, dtype=torch.bfloat16)
+        rows.add_up(parts[:count], out)
+        assert out == parts[:count].float().sum().to(torch.bfloat16)
