@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "plan/head_dims.h"
 #include "problem/params.h"
@@ -366,11 +365,10 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2}},
 };
 
-inline constexpr int kManyQueries = 8192;
+inline constexpr int kManyQueries = 6144;
 
-inline bool many_queries(Features features, int queries) {
-    const char* tried = getenv("TRY_MANY");
-    return features != Features::kGeneral && queries >= (tried ? atoi(tried) : kManyQueries);
+constexpr bool many_queries(Features features, int queries) {
+    return features != Features::kGeneral && queries >= kManyQueries;
 }
 
 constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {

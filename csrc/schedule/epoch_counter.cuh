@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ptx/memory.cuh"
 #include "schedule/launch_epoch.h"
 
 namespace flash_ext {
@@ -27,8 +28,11 @@ struct EpochCounter {
 
     // How many calls came before, of `total` in all. After the last one, before which every CTA
     // has started, the count is 0 again, for the replays of a CUDA graph. total < kMaxCount.
+    // kOrdered: what was written before any earlier call is then visible.
+    template <bool kOrdered = false>
     __device__ __forceinline__ int next(int total) const {
-        const auto count = static_cast<int>(atomicAdd(word, 1ull) & (kMaxCount - 1));
+        const auto before = kOrdered ? ptx::atom_add_acq_rel(word, 1) : atomicAdd(word, 1ull);
+        const auto count = static_cast<int>(before & (kMaxCount - 1));
         if (count == total - 1) atomicExch(word, epoch);
         return count;
     }

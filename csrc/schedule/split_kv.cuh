@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 
 #include "problem/mask.cuh"
 #include "problem/params.h"
@@ -34,9 +33,7 @@ inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_pe
     const double share = whole_tiles && params.window_right < params.seqlen_k
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
                              : 1.;
-    const char* tried = getenv("TRY_KEYS");
-    const int few_keys = tried ? atoi(tried) : 512;
-    const int least_keys = !whole_tiles ? few_keys : 2 * tiles <= at_once ? 1024 : 2048;
+    const int least_keys = !whole_tiles ? 128 : 2 * tiles <= at_once ? 1024 : 2048;
     const auto most =
         static_cast<int>(min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * at_once, tiles)));
     // In units of the time of the longest tile.

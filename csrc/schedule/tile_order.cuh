@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "problem/params.h"
 #include "tile/host_device.h"
@@ -47,12 +46,10 @@ inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
     const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),
                                    ceil_div<int64_t>(l2_group_tiles, max_of(tiles, 1)));
+    // Groups of equal size: a small last one would leave much of the GPU idle, too.
     const int64_t groups = max_of<int64_t>(ceil_div(total_heads, fitting), 1);
-    const char* tried = getenv("TRY_EVEN");
     const int64_t l2_group_heads =
-        !tiles_differ ? 1
-        : tried && atoi(tried) == 0 ? min_of(fitting, max_of<int64_t>(total_heads, 1))
-        : max_of<int64_t>(tried && atoi(tried) == 2 ? ceil_div(total_heads, max_of<int64_t>((total_heads + fitting / 2) / fitting, 1)) : ceil_div(total_heads, groups), 1);
+        tiles_differ ? max_of<int64_t>(ceil_div(total_heads, groups), 1) : 1;
     return {tiles, heads, batch, static_cast<int>(l2_group_heads)};
 }
 

@@ -608,11 +608,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // The last KV tile of which this consumer's rows see a key. Negative: it has no rows.
+    // The last KV tile of which this consumer's rows see a key.
     __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
         const Interval queries{query_of(tile, consumer * 64),
                                query_of(tile, consumer * 64 + 63) + 1};
-        if (queries.begin >= tile.sequence.seqlen_q) return -1;
         return (mask_of(params, tile.sequence).keys_of(queries).end - 1) / Config::kBlockKV;
     }
 
@@ -661,9 +660,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
         bool last = false;
         if (threadIdx.x % 128 == 0) {
             ptx::mbarrier_wait(arrivals_barrier(), 0);
-            __threadfence();  // what all threads have stored before the barrier
-            last = stored_splits(tile, consumer).next(params.num_splits) == params.num_splits - 1;
-            __threadfence();
+            constexpr bool kOrdered = true;  // what all threads have stored before the barrier
+            last = stored_splits(tile, consumer).template next<kOrdered>(params.num_splits) ==
+                   params.num_splits - 1;
         }
         if (!ptx::barrier_any(kSplitStored + consumer, 128, last)) return;
         const Sequence& s = tile.sequence;
@@ -768,6 +767,26 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (kFp8) begin_scales(state, tile);
         q_pipeline.consumer_wait(state.q);
         return true;
+    }
+
+    // Passes over the first tiles if this consumer has no rows of them. These are the last tiles of
+    // sequences, the longest ones under a causal mask; or those of decoding, with a few rows.
+    __device__ __forceinline__ void pass_over(State& state) const {
+        while (true) {
+            work_tiles.descriptions.consumer_wait(state.tile);
+            const QueryTile& tile = work_tiles[state.tile];
+            const int rows_left = tile.sequence.seqlen_q - query_of(tile, consumer * 64);
+            if (ptx::warp_uniform(tile.first_query) < 0 || ptx::warp_uniform(rows_left) > 0)
+                return;
+            q_pipeline.consumer_wait(state.q);
+            release_and_advance(q_pipeline, state.q);
+            for (int i = ptx::warp_uniform(tile.kv_tiles.count()); i > 0; --i) {
+                skip(k_pipeline, state.k, 1, state.k_ready);
+                skip(v_pipeline, state.v, 1, state.v_ready);
+            }
+            this->end_work_tile(state.tile);
+            state.tile_done = state.tile;
+        }
     }
 
     // P from the complete scores. `first`: they are the first of a tile, whose softmax begins.
@@ -909,6 +928,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Probabilities rP[1 + kNext];
 
         has_marked() = false;
+        if constexpr (!Config::kPingPong && !kFp8) pass_over(state);
         if (!begin_tile(state)) return;
         if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(state.k);
