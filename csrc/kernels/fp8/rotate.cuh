@@ -186,13 +186,18 @@ class RotatedRows {
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-            for (int j = 0; j < kVectors; ++j)
+            for (int j = 0; j < kVectors; ++j) {
+                const uint2 bytes = *reinterpret_cast<const uint2*>(params.signs + at_[n].column() +
+                                                                    8 * kLanes * j);
 #pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    const int word = 4 * (kVectors * n + j) + e / 2;
-                    const bool minus = params.signs[at_[n].column() + 8 * kLanes * j + e] < 0;
-                    signs_[word / 16] |= (minus ? 0x8000u : 0u) << 16 * (e % 2) >> word % 16;
+                for (int i = 0; i < 4; ++i) {
+                    const int word = 4 * (kVectors * n + j) + i;
+                    // The two bytes to the high bytes of both halves.
+                    const uint32_t pair = ptx::byte_permute(i < 2 ? bytes.x : bytes.y, 0,
+                                                            i % 2 == 0 ? 0x1404 : 0x3424);
+                    signs_[word / 16] |= (pair & 0x80008000) >> word % 16;
                 }
+            }
     }
 
     // A lane's first vector in the warp's part, and the others, relative to it. They share no bit.
