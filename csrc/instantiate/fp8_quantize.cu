@@ -19,11 +19,12 @@ using RowsOf = std::conditional_t<kHadamardDim == 0, PlainRows<Element>,
 
 template <auto kKernel, class Rows, class Storage>
 cudaError_t launch_persistent(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
-    const int threads = quantize_threads(params);
+    using Layout = typename Rows::Layout;
+    const int threads = Layout::threads(params);
     const int bytes = threads / 32 * static_cast<int>(sizeof(Storage));
-    constexpr int kMostBytes = kMaxQuantizeThreads / 32 * sizeof(Storage);
-    return launch_kernel<kKernel>(persistent_ctas(params, Rows::kSmThreads, bytes), threads, bytes,
-                                  params, stream, pdl, kMostBytes);
+    constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(Storage);
+    return launch_kernel<kKernel>(persistent_ctas(params, threads, Rows::kSmThreads, bytes),
+                                  threads, bytes, params, stream, pdl, kMostBytes);
 }
 
 cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
@@ -36,7 +37,8 @@ cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
     return dispatch_rotation(params, [&](auto element, auto dim) {
         // Never without a rotation.
         using Rows = RotatedRows<decltype(element), max_of(int{dim}, 16)>;
-        return launch_persistent<amax_kernel<Rows>, Rows, WarpRows>(params, stream, false);
+        return launch_persistent<amax_kernel<Rows>, Rows, WarpRowsAndMeans<typename Rows::Layout>>(
+            params, stream, false);
     });
 }
 
@@ -50,7 +52,8 @@ cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream) {
     }
     return dispatch_rotation(params, [&](auto element, auto dim) {
         using Rows = RowsOf<decltype(element), dim>;
-        return launch_persistent<quantize_kernel<Rows>, Rows, WarpRowsAndResults>(
+        return launch_persistent<quantize_kernel<Rows>, Rows,
+                                 WarpRowsAndResults<typename Rows::Layout>>(
             params, stream, second && second_begins_early());
     });
 }

@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
 template <Columns kColumns>
 cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream) {
     const int64_t ctas = tiles_of_heads(params, kColumnRows);
-    const int threads = quantize_threads(params);
+    const int threads = kRowGroups * params.head_dim / 8;
     return params.element_type == ElementType::kFloat16
                ? launch_kernel<columns_kernel<__half, kColumns>>(ctas, threads, 0, params, stream)
                : launch_kernel<columns_kernel<__nv_bfloat16, kColumns>>(ctas, threads, 0, params,

@@ -51,8 +51,10 @@ __device__ __forceinline__ float load_amax(const QuantizeParams& params, const W
 
 // Stores a warp's results: a lane stores those of the vectors 64 i + 2 lane, the first of them at
 // `at`, and of the next ones. Rows that are not in use become 0, but not -0.
-__device__ __forceinline__ void store_results(const QuantizeParams& params, const TilePosition& at,
-                                              const WarpRowsAndResults& results,
+template <class Layout>
+__device__ __forceinline__ void store_results(const QuantizeParams& params,
+                                              const TilePosition<Layout>& at,
+                                              const WarpRowsAndResults<Layout>& results,
                                               const WorkTile& work) {
     const RowTile& tile = work.rows;
     const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
@@ -60,15 +62,15 @@ __device__ __forceinline__ void store_results(const QuantizeParams& params, cons
                       (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_bytes +
                       work.head * params.head_dim + at.column();
     const uint32_t of_lane =
-        ptx::shared_address(&results.x_fp8[swizzled_piece(2 * ptx::lane_not_hoisted())]);
+        ptx::shared_address(&results.x_fp8[Layout::swizzled_piece(2 * ptx::lane_not_hoisted())]);
 #pragma unroll
-    for (int i = 0; i < kThreadVectors / 2; ++i) {
-        const int row = at.row() + 2 * TilePosition::kVectorRows * i;
+    for (int i = 0; i < Layout::kThreadVectors / 2; ++i) {
+        const int row = at.row() + 2 * Layout::kVectorRows * i;
         uint32_t x[4];
-        ptx::ld_shared_v4(x, piece_address(of_lane, 64 * i));
+        ptx::ld_shared_v4(x, Layout::piece_address(of_lane, 64 * i));
         if (row >= tile.used) x[0] = x[1] = x[2] = x[3] = 0;
         if (row < tile.rows) *reinterpret_cast<uint4*>(target) = {x[0], x[1], x[2], x[3]};
-        target += 2 * TilePosition::kVectorRows * row_bytes;
+        target += 2 * Layout::kVectorRows * row_bytes;
     }
 }
 
@@ -82,8 +84,8 @@ __global__ void __maxnreg__(Rows::kRegisters)
     quantize_kernel(const __grid_constant__ QuantizeParams params) {
     __shared__ TileMaxima maxima;
     const bool second_pass = params.scales != Scales::kBlock;
-    TileStream<WarpRowsAndResults> stream(params, second_pass);
-    const TilePosition results_at(params, 2 * (threadIdx.x % 32));
+    TileStream<WarpRowsAndResults<typename Rows::Layout>> stream(params, second_pass);
+    const TilePosition<typename Rows::Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
 
     if (second_pass) {
@@ -97,9 +99,10 @@ __global__ void __maxnreg__(Rows::kRegisters)
     bool more = true;
     for (int parity = 0; more; parity ^= 1) {
         const WorkTile& work = stream.read(params, rows);
-        rows.template prepare<true>(params, work);
-        float largest = rows.amax();
-        if (__any_sync(0xffffffff, largest > FLT_MAX)) {
+        rows.prepare(params, work, stream.storage.means());
+        float largest = rows.amax_before_last();
+        rows.last_butterflies();
+        if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
             rows.spoil();
             largest = rows.amax();
         }
@@ -131,15 +134,15 @@ template <class Rows>
 __global__ void __maxnreg__(Rows::kRegisters)
     amax_kernel(const __grid_constant__ QuantizeParams params) {
     __shared__ TileMaxima maxima;
-    TileStream<WarpRows> stream(params, false);
+    TileStream<WarpRowsAndMeans<typename Rows::Layout>> stream(params, false);
     Rows rows(params);
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
     for (bool more = true; more; more = stream.next().is_valid) {
         const WorkTile& work = stream.read(params, rows);
 
-        rows.template prepare<false>(params, work);
+        rows.prepare(params, work, stream.storage.means());
         float largest = rows.amax_before_last();
-        if (__any_sync(0xffffffff, largest > FLT_MAX)) {
+        if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
             rows.last_butterflies();
             rows.spoil();
             largest = rows.amax();
