@@ -4,8 +4,9 @@
 namespace flash_ext {
 namespace {
 
-// The second of two kernels begins before the first has ended, where its code waits.
-bool second_begins_early() {
+// Does code for sm_90 run? There the second of two kernels begins before the first has ended, and
+// waits, and CTAs have clusters.
+bool is_hopper() {
 #ifdef FLASH_EXT_SM90A
     return current_device().major == 9;
 #else
@@ -13,9 +14,33 @@ bool second_begins_early() {
 #endif
 }
 
-template <class Element, int kHadamardDim>
-using RowsOf = std::conditional_t<kHadamardDim == 0, PlainRows<Element>,
-                                  RotatedRows<Element, max_of(kHadamardDim, 16)>>;
+// What FLASH_EXT_QUANTIZE_256 says of D 256 on sm_90: 16-byte vectors of a thread (8, 16), CTAs of
+// a tile (1, 2).
+#ifndef FLASH_EXT_QUANTIZE_256
+#define FLASH_EXT_QUANTIZE_256 16, 2
+#endif
+template <class Element>
+using LargestRows = RotatedRows<Element, 256, FLASH_EXT_QUANTIZE_256>;
+
+template <class T>
+struct TypeTag {
+    using type = T;
+};
+
+// Calls launch(type tag of the rows).
+template <class Launch>
+cudaError_t dispatch_rows(const QuantizeParams& params, Launch launch) {
+    return dispatch_rotation(params, [&](auto element, auto dim) {
+        using Element = decltype(element);
+        if constexpr (int{dim} == 0) {
+            return launch(TypeTag<PlainRows<Element>>{});
+        } else {
+            if constexpr (int{dim} == 256)
+                if (is_hopper()) return launch(TypeTag<LargestRows<Element>>{});
+            return launch(TypeTag<RotatedRows<Element, dim>>{});
+        }
+    });
+}
 
 template <auto kKernel, class Rows, class Storage>
 cudaError_t launch_persistent(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
@@ -23,8 +48,8 @@ cudaError_t launch_persistent(const QuantizeParams& params, cudaStream_t stream,
     const int threads = Layout::threads(params);
     const int bytes = threads / 32 * static_cast<int>(sizeof(Storage));
     constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(Storage);
-    return launch_kernel<kKernel>(persistent_ctas(params, threads, Rows::kSmThreads, bytes),
-                                  threads, bytes, params, stream, pdl, kMostBytes);
+    return launch_kernel<kKernel>(persistent_ctas<Layout>(params, threads, Rows::kSmThreads, bytes),
+                                  threads, bytes, params, stream, pdl, kMostBytes, Layout::kCtas);
 }
 
 cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
@@ -34,11 +59,15 @@ cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
     if (params.signs == nullptr)
         return params.mean == nullptr ? reduce_columns<Columns::kAmax>(params, stream)
                                       : reduce_columns<Columns::kAmaxWithoutMean>(params, stream);
-    return dispatch_rotation(params, [&](auto element, auto dim) {
-        // Never without a rotation.
-        using Rows = RotatedRows<decltype(element), max_of(int{dim}, 16)>;
-        return launch_persistent<amax_kernel<Rows>, Rows, WarpRowsAndMeans<typename Rows::Layout>>(
-            params, stream, false);
+    return dispatch_rows(params, [&](auto tag) {
+        using Rows = typename decltype(tag)::type;
+        if constexpr (Rows::kDim == 0) {
+            return cudaErrorInvalidValue;  // handled above
+        } else {
+            return launch_persistent<amax_kernel<Rows>, Rows,
+                                     WarpRowsAndMeans<typename Rows::Layout>>(params, stream,
+                                                                              false);
+        }
     });
 }
 
@@ -50,11 +79,11 @@ cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream) {
         const cudaError_t status = find_maxima(params, stream);
         if (status != cudaSuccess) return status;
     }
-    return dispatch_rotation(params, [&](auto element, auto dim) {
-        using Rows = RowsOf<decltype(element), dim>;
+    return dispatch_rows(params, [&](auto tag) {
+        using Rows = typename decltype(tag)::type;
         return launch_persistent<quantize_kernel<Rows>, Rows,
-                                 WarpRowsAndResults<typename Rows::Layout>>(
-            params, stream, second && second_begins_early());
+                                 WarpRowsAndResults<typename Rows::Layout>>(params, stream,
+                                                                            second && is_hopper());
     });
 }
 
@@ -63,7 +92,7 @@ cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
     return launch_kernel<mean_kernel>(int64_t{params.batch} * params.heads,
                                       kMeanGroups * params.head_dim, 0, params, stream,
-                                      second_begins_early());
+                                      is_hopper());
 }
 
 }  // namespace flash_ext

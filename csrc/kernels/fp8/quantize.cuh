@@ -30,16 +30,17 @@ FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
 
 // Of descales of blocks, CTAs with rows write their own, and the first of a sequence those that the
 // sequence does not reach.
+template <class Layout>
 __device__ __forceinline__ void store_block_descales(const QuantizeParams& params,
                                                      const WorkTile& work, float amax) {
     const RowTile& tile = work.rows;
     if (tile.sequence < 0) return;
     float* descale = params.descale + work.scale_head(params) * params.blocks;
-    if (threadIdx.x == 0 && tile.rows > 0 && tile.tile < params.blocks)
+    if (Layout::thread() == 0 && tile.rows > 0 && tile.tile < params.blocks)
         descale[tile.tile] = descale_of(amax, params.norm);
     if (tile.tile > 0) return;
-    for (int i = ceil_div(tile.length, kScaleRows) + threadIdx.x; i < params.blocks;
-         i += blockDim.x)
+    for (int i = ceil_div(tile.length, kScaleRows) + Layout::thread(); i < params.blocks;
+         i += Layout::kCtas * blockDim.x)
         descale[i] = 1.f;
 }
 
@@ -87,6 +88,7 @@ __global__ void __maxnreg__(Rows::kRegisters)
     TileStream<WarpRowsAndResults<typename Rows::Layout>> stream(params, second_pass);
     const TilePosition<typename Rows::Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
+    if constexpr (Rows::Layout::kCtas > 1) ptx::cluster_sync();  // the other CTA has begun
 
     if (second_pass) {
         ptx::wait_for_grid_before();  // for the maxima
@@ -107,8 +109,8 @@ __global__ void __maxnreg__(Rows::kRegisters)
             largest = rows.amax();
         }
         if (params.scales == Scales::kBlock) {
-            const float amax = cta_max(largest, maxima.of_warps[parity]);
-            store_block_descales(params, work, amax);
+            const float amax = tile_max<typename Rows::Layout>(largest, maxima.of_warps[parity]);
+            store_block_descales<typename Rows::Layout>(params, work, amax);
             rows.write(stream.storage, inverse_of(amax));
         } else if (Rows::kDim > 0 || params.scales != Scales::kChannel) {
             rows.write(stream.storage, inverse_of(load_amax(params, work)));

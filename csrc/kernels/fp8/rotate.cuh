@@ -53,23 +53,26 @@ __device__ __forceinline__ uint2 scaled_e4m3(const float (&x)[8], const float (&
 // The Hadamard dimensions whose rows always have a multiple of 32 columns.
 constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim >= 32 ? 16 : 8; }
 
-template <class Element, int kHadamardDim>
+template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHadamardDim),
+          int kCtas = 1>
 class RotatedRows {
  public:
     static constexpr int kDim = kHadamardDim;
-    static constexpr int kThreadVectors = rotated_vectors(kDim);
+    static constexpr int kThreadVectors = kRowVectors;
     static constexpr int kLanes = kDim <= 8 * kThreadVectors ? 1 : kDim / (8 * kThreadVectors);
     static constexpr int kVectors = kDim / 8 / kLanes;
     static constexpr int kUnits = kThreadVectors / kVectors;  // per thread
     static_assert(kLanes * kVectors * 8 == kDim && kUnits * kVectors == kThreadVectors);
     // A unit's vectors, and pairs of its results' pieces, for a swizzle.
-    using Layout = TileLayout<kThreadVectors, kVectors == 16 ? 4 : 3, kDim / 16 == 16 ? 4 : 3>;
+    using Layout = TileLayout<kThreadVectors, kVectors == 16 ? 4 : 3,
+                              kVectors == 16 && kLanes == 2 ? 4 : 3, kCtas>;
     static constexpr int kUnitStep = 32 / kLanes * (kDim / 8);  // vectors between a lane's units
     static constexpr int kUnitRows = Layout::kVectorRows * (kUnitStep / 32);
     static_assert(kUnitStep % 32 == 0);  // so they are in the same columns
-    // An SM has registers for so many threads, half of them or more for elements.
+    // An SM has registers for so many threads, half of them or more for elements. (Code for sm_80
+    // needs a few more of them.)
     static constexpr int kSmThreads = kThreadVectors == 16 ? 384 : 512;
-    static constexpr int kRegisters = kThreadVectors == 16 ? 168 : 128;
+    static constexpr int kRegisters = kThreadVectors < 16 ? 128 : kCudaArch >= 900 ? 168 : 192;
 
     __device__ RotatedRows(const QuantizeParams& params)
         : at_(params, static_cast<int>(first_of(threadIdx.x % 32))) {

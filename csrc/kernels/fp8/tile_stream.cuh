@@ -16,6 +16,7 @@
 #include "plan/dispatch.h"
 #include "plan/quantize.h"
 #include "problem/quantize.h"
+#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/not_hoisted.cuh"
 #include "ptx/shared.cuh"
@@ -34,16 +35,25 @@ inline constexpr int kMaxQuantizeThreads = kScaleRows * kMaxQuantizeDim / 64;
 // Permutations are linear: swizzled(a ^ b) = swizzled(a) ^ swizzled(b). So the address of a vector
 // whose number is that of a lane and a constant, without common bits, takes one instruction:
 // vector_address().
-template <int kVectors, int kSwizzle, int kResultSwizzle>
+//
+// kTileCtas: two CTAs of a cluster can share a tile. (With one, an SM has no registers for two
+// tiles of D 256, and so all its warps wait for the same maximum, and for the same units of the SM
+// at the same time.)
+template <int kVectors, int kSwizzle, int kResultSwizzle, int kTileCtas = 1>
 struct TileLayout {
+    static constexpr int kCtas = kTileCtas;
     static constexpr int kThreadVectors = kVectors;  // of a thread, in a tile
     static constexpr int kWarpVectors = 32 * kVectors;
     static constexpr int kVectorRows = kScaleRows / kVectors;  // from a thread's vector to its next
-    static constexpr int kMaxThreads = kScaleRows * kMaxQuantizeDim / (8 * kVectors);
+    static constexpr int kMaxThreads = kScaleRows * kMaxQuantizeDim / (8 * kVectors * kCtas);
 
-    // A multiple of 32.
+    // Of a CTA; a multiple of 32.
     static int threads(const QuantizeParams& params) {
-        return kScaleRows * params.head_dim / (8 * kVectors);
+        return kScaleRows * params.head_dim / (8 * kVectors * kCtas);
+    }
+    // This thread's number among those of the tile.
+    static __device__ __forceinline__ uint32_t thread() {
+        return kCtas == 1 ? threadIdx.x : ptx::cta_rank() * blockDim.x + threadIdx.x;
     }
 
     static __device__ __forceinline__ constexpr uint32_t swizzled(uint32_t vector) {
@@ -104,15 +114,15 @@ __device__ __forceinline__ Storage& warp_storage() {
 }
 
 // Where a vector of the warp's part is in the tile. Vector 32 i + n of a warp is vector
-// i blockDim.x + 32 warp + n of the tile, counted row by row: every i is kVectorRows rows further,
-// in the same column. (D is a multiple of 16, and a warp's 32 vectors may have several rows, or end
-// in one.)
+// i T + 32 warp + n of the tile, of T threads, counted row by row: every i is kVectorRows rows
+// further, in the same column. (D is a multiple of 16, and a warp's 32 vectors may have several
+// rows, or end in one.)
 template <class Layout>
 class TilePosition {
  public:
     __device__ TilePosition(const QuantizeParams& params, int vector) {
         const uint32_t vectors = params.head_dim / 8;
-        const uint32_t linear = threadIdx.x / 32 * 32 + vector % 32;
+        const uint32_t linear = Layout::thread() / 32 * 32 + vector % 32;
         const uint32_t row = linear / vectors;
         bits_ = (row + Layout::kVectorRows * (vector / 32)) << 16 | 8 * (linear - row * vectors);
     }
@@ -174,7 +184,7 @@ class TileStream {
     // Starts to load the first tile.
     __device__ TileStream(const QuantizeParams& params, bool reverse)
         : storage(warp_storage<Storage>()), loader_(params, storage), next_(0) {
-        choose({params, kScaleRows, blockIdx.x, gridDim.x, reverse}, params);
+        choose({params, kScaleRows, blockIdx.x / kCtas, gridDim.x / kCtas, reverse}, params);
         loader_.start(params, storage.tiles[0]);
     }
 
@@ -198,6 +208,8 @@ class TileStream {
     Storage& storage;
 
  private:
+    static constexpr int kCtas = Storage::Layout::kCtas;
+
     // Makes the cursor's tile the next one.
     __device__ void choose(const RowTileCursor& cursor, const QuantizeParams& params) {
         WorkTile work{};
@@ -229,6 +241,19 @@ __device__ __forceinline__ float cta_max(float x, uint32_t (&maxima)[32]) {
         __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? maxima[lane] : 0));
 }
 
+// The same, of all threads of a tile.
+template <class Layout>
+__device__ __forceinline__ float tile_max(float x, uint32_t (&maxima)[32]) {
+    if constexpr (Layout::kCtas == 1) return cta_max(x, maxima);
+    const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
+    const uint32_t lane = ptx::lane_not_hoisted();
+    if (lane < Layout::kCtas)
+        ptx::st_shared_of_cta(ptx::shared_address(&maxima[Layout::thread() / 32]), lane, of_warp);
+    ptx::cluster_sync();  // the maxima of all warps are complete, in all CTAs
+    return __uint_as_float(
+        __reduce_max_sync(0xffffffff, lane < Layout::kCtas * blockDim.x / 32 ? maxima[lane] : 0));
+}
+
 inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
     const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
     return int64_t{batches} * row_tiles(params, block) * params.heads;
@@ -236,12 +261,13 @@ inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
 
 // As many CTAs of `threads` threads as run at a time, with at most `sm_threads` threads on an SM
 // and `cta_bytes` of shared memory for each CTA.
-inline int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads,
-                               int cta_bytes) {
+template <class Layout>
+int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads, int cta_bytes) {
     const int by_threads = max_of(sm_threads / threads, 1);
     const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
-    return min_of(tiles_of_heads(params, kScaleRows),
-                  int64_t{multiprocessors()} * min_of(by_threads, by_shared));
+    const int ctas = multiprocessors() * min_of(by_threads, by_shared);
+    return Layout::kCtas *
+           min_of(tiles_of_heads(params, kScaleRows), int64_t{ctas / Layout::kCtas});
 }
 
 // Calls launch(element tag, constant hadamard_dim), the latter 0 without a rotation.
