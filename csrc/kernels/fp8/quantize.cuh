@@ -75,20 +75,16 @@ __device__ __forceinline__ void store_results(const QuantizeParams& params,
     }
 }
 
-// Maxima that warps share, of a tile and of the next one.
-struct TileMaxima {
-    uint32_t of_warps[2][32];
-};
-
 template <class Rows>
-__global__ void __maxnreg__(Rows::kRegisters)
-    quantize_kernel(const __grid_constant__ QuantizeParams params) {
-    __shared__ TileMaxima maxima;
+__device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
+    using Layout = typename Rows::Layout;
+    __shared__ TileMaxima<Layout> maxima;
+    maxima.init();
     const bool second_pass = params.scales != Scales::kBlock;
-    TileStream<WarpRowsAndResults<typename Rows::Layout>> stream(params, second_pass);
-    const TilePosition<typename Rows::Layout> results_at(params, 2 * (threadIdx.x % 32));
+    TileStream<WarpRowsAndResults<Layout>> stream(params, second_pass);
+    const TilePosition<Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
-    if constexpr (Rows::Layout::kCtas > 1) ptx::cluster_sync();  // the other CTA has begun
+    maxima.wait_for_init();
 
     if (second_pass) {
         ptx::wait_for_grid_before();  // for the maxima
@@ -99,7 +95,7 @@ __global__ void __maxnreg__(Rows::kRegisters)
     }
 
     bool more = true;
-    for (int parity = 0; more; parity ^= 1) {
+    for (uint32_t tile = 0; more; ++tile) {
         const WorkTile& work = stream.read(params, rows);
         rows.prepare(params, work, stream.storage.means());
         float largest = rows.amax_before_last();
@@ -109,8 +105,8 @@ __global__ void __maxnreg__(Rows::kRegisters)
             largest = rows.amax();
         }
         if (params.scales == Scales::kBlock) {
-            const float amax = tile_max<typename Rows::Layout>(largest, maxima.of_warps[parity]);
-            store_block_descales<typename Rows::Layout>(params, work, amax);
+            const float amax = maxima.reduce(largest, tile);
+            store_block_descales<Layout>(params, work, amax);
             rows.write(stream.storage, inverse_of(amax));
         } else if (Rows::kDim > 0 || params.scales != Scales::kChannel) {
             rows.write(stream.storage, inverse_of(load_amax(params, work)));
@@ -131,11 +127,17 @@ __global__ void __maxnreg__(Rows::kRegisters)
     }
 }
 
+template <class Rows>
+__global__ void __maxnreg__(Rows::kRegisters)
+    quantize_kernel(const __grid_constant__ QuantizeParams params) {
+    if constexpr (Rows::Layout::kCtas == 1 || kCudaArch >= 900) quantize_tiles<Rows>(params);
+}
+
 // The maxima of rotated rows, to the amax of the tensor or of the heads.
 template <class Rows>
 __global__ void __maxnreg__(Rows::kRegisters)
     amax_kernel(const __grid_constant__ QuantizeParams params) {
-    __shared__ TileMaxima maxima;
+    __shared__ uint32_t maxima[32];
     TileStream<WarpRowsAndMeans<typename Rows::Layout>> stream(params, false);
     Rows rows(params);
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
@@ -160,7 +162,7 @@ __global__ void __maxnreg__(Rows::kRegisters)
     ptx::launch_dependents();
     if (params.scales == Scales::kHead) return;
     __syncwarp();  // lane 0 has stored the warp's maximum
-    const float amax = cta_max(__uint_as_float(stream.storage.amax), maxima.of_warps[0]);
+    const float amax = cta_max(__uint_as_float(stream.storage.amax), maxima);
     if (threadIdx.x == 0)
         atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(amax));
 }

@@ -18,6 +18,7 @@
 #include "problem/quantize.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/not_hoisted.cuh"
 #include "ptx/shared.cuh"
 #include "schedule/row_tiles.cuh"
@@ -241,18 +242,50 @@ __device__ __forceinline__ float cta_max(float x, uint32_t (&maxima)[32]) {
         __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? maxima[lane] : 0));
 }
 
-// The same, of all threads of a tile.
+// The maxima of the warps of a tile. With two CTAs, each has a copy, and barriers of which a phase
+// ends when all of a tile's maxima have come. One CTA may be a tile ahead, never two: so every
+// other tile can have the same place.
 template <class Layout>
-__device__ __forceinline__ float tile_max(float x, uint32_t (&maxima)[32]) {
-    if constexpr (Layout::kCtas == 1) return cta_max(x, maxima);
-    const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
-    const uint32_t lane = ptx::lane_not_hoisted();
-    if (lane < Layout::kCtas)
-        ptx::st_shared_of_cta(ptx::shared_address(&maxima[Layout::thread() / 32]), lane, of_warp);
-    ptx::cluster_sync();  // the maxima of all warps are complete, in all CTAs
-    return __uint_as_float(
-        __reduce_max_sync(0xffffffff, lane < Layout::kCtas * blockDim.x / 32 ? maxima[lane] : 0));
-}
+struct TileMaxima {
+    uint32_t of_warps[2][32];
+    uint64_t arrived[2];  // mbarriers
+
+    // Before the first maxima: this CTA's barriers, and later that the other one has its own.
+    __device__ __forceinline__ void init() {
+        if constexpr (Layout::kCtas > 1) {
+            if (threadIdx.x == 0) {
+                ptx::mbarrier_init(ptx::shared_address(&arrived[0]), 1);
+                ptx::mbarrier_init(ptx::shared_address(&arrived[1]), 1);
+                ptx::mbarrier_fence_init();
+            }
+            __syncwarp();  // they are, before any of the warp arrives
+            ptx::cluster_arrive_relaxed();
+        }
+    }
+    __device__ __forceinline__ void wait_for_init() {
+        if constexpr (Layout::kCtas > 1) ptx::cluster_wait();
+    }
+
+    // Of all threads of the CTA's tile number `tile`.
+    __device__ __forceinline__ float reduce(float x, uint32_t tile) {
+        uint32_t (&maxima)[32] = of_warps[tile % 2];
+        if constexpr (Layout::kCtas == 1) {
+            return cta_max(x, maxima);
+        } else {
+            const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
+            const uint32_t lane = ptx::lane_not_hoisted();
+            const uint32_t warps = Layout::kCtas * blockDim.x / 32;
+            const uint32_t barrier = ptx::shared_address(&arrived[tile % 2]);
+            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, sizeof(uint32_t) * warps);
+            if (lane < Layout::kCtas)
+                ptx::st_async_to_cta(ptx::shared_address(&maxima[Layout::thread() / 32]), lane,
+                                     of_warp, barrier);
+            __syncwarp();
+            ptx::mbarrier_wait(barrier, tile / 2 % 2);  // for the maxima of all warps
+            return __uint_as_float(__reduce_max_sync(0xffffffff, lane < warps ? maxima[lane] : 0));
+        }
+    }
+};
 
 inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
     const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
