@@ -53,20 +53,21 @@ cudaError_t launch_persistent(const QuantizeParams& params, cudaStream_t stream,
 }
 
 cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
-    const cudaError_t status =
-        cudaMemsetAsync(params.amax, 0, scale_count(params) * sizeof(float), stream);
+    const bool pdl = is_hopper();
+    const cudaError_t status = launch_kernel<zero_amax_kernel>(
+        ceil_div<int64_t>(scale_count(params), kZeroThreads), kZeroThreads, 0, params, stream);
     if (status != cudaSuccess) return status;
     if (params.signs == nullptr)
-        return params.mean == nullptr ? reduce_columns<Columns::kAmax>(params, stream)
-                                      : reduce_columns<Columns::kAmaxWithoutMean>(params, stream);
+        return params.mean == nullptr
+                   ? reduce_columns<Columns::kAmax>(params, stream, pdl)
+                   : reduce_columns<Columns::kAmaxWithoutMean>(params, stream, pdl);
     return dispatch_rows(params, [&](auto tag) {
         using Rows = typename decltype(tag)::type;
         if constexpr (Rows::kDim == 0) {
             return cudaErrorInvalidValue;  // handled above
         } else {
             return launch_persistent<amax_kernel<Rows>, Rows,
-                                     WarpRowsAndMeans<typename Rows::Layout>>(params, stream,
-                                                                              false);
+                                     WarpRowsAndMeans<typename Rows::Layout>>(params, stream, pdl);
         }
     });
 }
@@ -88,7 +89,7 @@ cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream) {
 }
 
 cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {
-    const cudaError_t status = reduce_columns<Columns::kSum>(params, stream);
+    const cudaError_t status = reduce_columns<Columns::kSum>(params, stream, false);
     if (status != cudaSuccess) return status;
     return launch_kernel<mean_kernel>(int64_t{params.batch} * params.heads,
                                       kMeanGroups * params.head_dim, 0, params, stream,

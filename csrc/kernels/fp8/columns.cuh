@@ -21,7 +21,7 @@ inline constexpr int kRowsAhead = 8;  // of a thread, whose loads are in flight
 
 inline int column_threads(const QuantizeParams& params) { return kRowGroups * params.head_dim / 8; }
 
-// Of dynamic shared memory: vectors in flight (kRowsAhead, threads), and then, in their place, the
+// Of dynamic shared memory: vectors in flight (threads, kRowsAhead), and then, in their place, the
 // results of row groups, which are fewer.
 inline int column_bytes(int threads) {
     return kRowsAhead * threads * static_cast<int>(sizeof(uint4));
@@ -40,6 +40,7 @@ class ColumnResults {
             for (int e = 0; e < 8; ++e) mean_[e] = mean == nullptr ? 0.f : mean[e];
     }
 
+    // Eight elements of a row in use.
     __device__ void include(const uint32_t (&words)[4]) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -84,7 +85,10 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
     columns_kernel(const __grid_constant__ QuantizeParams params) {
     __shared__ uint32_t maxima[32];
     float* partial = reinterpret_cast<float*>(dynamic_shared());  // (row group, D)
-    const uint32_t ahead = ptx::shared_address(dynamic_shared()) + 16 * threadIdx.x;
+    // Place i of the thread is at ahead ^ 16 i: in 128 bytes, permuted so that neighboring threads
+    // use different banks.
+    const uint32_t ahead = ptx::shared_address(dynamic_shared()) +
+                           sizeof(uint4) * (kRowsAhead * threadIdx.x + threadIdx.x % kRowsAhead);
     ptx::launch_dependents();
     const int tiles = row_tiles(params, kColumnRows);
     const int tile_idx = blockIdx.x / params.heads;
@@ -120,24 +124,20 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
         }
         int next = 0;
         const auto load_next = [&](int place) {
-            ptx::cp_async_16(ahead + 16 * place * blockDim.x, source, next < rows);
+            ptx::cp_async_16(ahead ^ 16 * place, source, next < rows);
             ptx::cp_async_commit();
             next += kRowGroups;
             source += kRowGroups * params.x.row_stride;
         };
 #pragma unroll
         for (int i = 0; i < kRowsAhead; ++i) load_next(i);
-        for (int first = 0; first < rows; first += kRowGroups * kRowsAhead) {
-#pragma unroll
-            for (int i = 0; i < kRowsAhead; ++i) {
-                ptx::cp_async_wait<kRowsAhead - 1>();
-                uint32_t words[4];
-                ptx::ld_shared_v4(words, ahead + 16 * i * blockDim.x);
-                // Zeros after the last row count for nothing, unless a mean is subtracted.
-                if (kColumns != Columns::kAmaxWithoutMean || first + kRowGroups * i < rows)
-                    results.include(words);
-                load_next(i);
-            }
+#pragma unroll 4
+        for (int r = 0, i = 0; r < rows; r += kRowGroups, i = (i + 1) % kRowsAhead) {
+            ptx::cp_async_wait<kRowsAhead - 1>();
+            uint32_t words[4];
+            ptx::ld_shared_v4(words, ahead ^ 16 * i);
+            results.include(words);
+            load_next(i);
         }
         ptx::cp_async_wait<0>();
     };
@@ -156,6 +156,7 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
         }
     }
 
+    if constexpr (kColumns != Columns::kSum) ptx::wait_for_grid_before();  // for zeros in amax
     if (kColumns != Columns::kSum && params.scales != Scales::kChannel) {
         float largest = 0.f;
 #pragma unroll
@@ -222,12 +223,12 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
 }
 
 template <Columns kColumns>
-cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream) {
+cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
     const int64_t ctas = tiles_of_heads(params, kColumnRows);
     const int threads = column_threads(params);
     const auto launch = [&]<class Element>(Element) {
         return launch_kernel<columns_kernel<Element, kColumns>>(
-            ctas, threads, column_bytes(threads), params, stream, false,
+            ctas, threads, column_bytes(threads), params, stream, pdl,
             column_bytes(kMaxQuantizeThreads));
     };
     return params.element_type == ElementType::kFloat16 ? launch(__half{})

@@ -133,6 +133,16 @@ __global__ void __maxnreg__(Rows::kRegisters)
     if constexpr (Rows::Layout::kCtas == 1 || kCudaArch >= 900) quantize_tiles<Rows>(params);
 }
 
+// Zeros for atomicMax. A kernel, since the next one may begin early after a kernel, but not after a
+// memset.
+inline constexpr int kZeroThreads = 256;
+__global__ void __launch_bounds__(kZeroThreads)
+    zero_amax_kernel(const __grid_constant__ QuantizeParams params) {
+    ptx::launch_dependents();
+    const int64_t i = int64_t{blockIdx.x} * kZeroThreads + threadIdx.x;
+    if (i < scale_count(params)) params.amax[i] = 0.f;
+}
+
 // The maxima of rotated rows, to the amax of the tensor or of the heads.
 template <class Rows>
 __global__ void __maxnreg__(Rows::kRegisters)
@@ -141,6 +151,7 @@ __global__ void __maxnreg__(Rows::kRegisters)
     TileStream<WarpRowsAndMeans<typename Rows::Layout>> stream(params, false);
     Rows rows(params);
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
+    ptx::wait_for_grid_before();  // for zeros in amax
     for (bool more = true; more; more = stream.next().is_valid) {
         const WorkTile& work = stream.read(params, rows);
 
