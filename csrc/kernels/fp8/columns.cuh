@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
     ptx::wait_for_grid_before();  // for the sums
     float sum = 0.f;
     const int tiles = ceil_div(length, kColumnRows);
-#pragma unroll 8
+#pragma unroll 16
     for (int i = group; i < tiles; i += kMeanGroups)
         sum += params.sums[(int64_t{first + i} * params.heads + head) * params.head_dim + d];
     partial[threadIdx.x] = sum;
