@@ -14,13 +14,15 @@ bool is_hopper() {
 #endif
 }
 
-// What FLASH_EXT_QUANTIZE_256 says of D 256 on sm_90: 16-byte vectors of a thread (8, 16), CTAs of
-// a tile (1, 2).
-#ifndef FLASH_EXT_QUANTIZE_256
-#define FLASH_EXT_QUANTIZE_256 16, 2
+// D 256 with a rotation, on sm_90: 16-byte vectors of a thread (8 or 16), CTAs of a tile (1 or 2).
+#ifndef FLASH_EXT_QUANTIZE_VECTORS
+#define FLASH_EXT_QUANTIZE_VECTORS 16
+#endif
+#ifndef FLASH_EXT_QUANTIZE_CTAS
+#define FLASH_EXT_QUANTIZE_CTAS 2
 #endif
 template <class Element>
-using LargestRows = RotatedRows<Element, 256, FLASH_EXT_QUANTIZE_256>;
+using LargestRows = RotatedRows<Element, 256, FLASH_EXT_QUANTIZE_VECTORS, FLASH_EXT_QUANTIZE_CTAS>;
 
 template <class T>
 struct TypeTag {
