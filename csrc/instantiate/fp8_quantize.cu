@@ -4,8 +4,9 @@
 namespace flash_ext {
 namespace {
 
-// The second of two kernels begins before the first has ended, where its code waits.
-bool second_begins_early() {
+// Does code for sm_90 run? There the second of two kernels begins before the first has ended, and
+// waits, and CTAs have clusters.
+bool is_hopper() {
 #ifdef FLASH_EXT_SM90A
     return current_device().major == 9;
 #else
@@ -13,30 +14,63 @@ bool second_begins_early() {
 #endif
 }
 
-template <class Element, int kHadamardDim>
-using RowsOf = std::conditional_t<kHadamardDim == 0, PlainRows<Element>,
-                                  RotatedRows<Element, max_of(kHadamardDim, 16)>>;
+// D 256 with a rotation, on sm_90: 16-byte vectors of a thread (8 or 16), CTAs of a tile (1 or 2).
+#ifndef FLASH_EXT_QUANTIZE_VECTORS
+#define FLASH_EXT_QUANTIZE_VECTORS 16
+#endif
+#ifndef FLASH_EXT_QUANTIZE_CTAS
+#define FLASH_EXT_QUANTIZE_CTAS 2
+#endif
+template <class Element>
+using LargestRows = RotatedRows<Element, 256, FLASH_EXT_QUANTIZE_VECTORS, FLASH_EXT_QUANTIZE_CTAS>;
+
+template <class T>
+struct TypeTag {
+    using type = T;
+};
+
+// Calls launch(type tag of the rows).
+template <class Launch>
+cudaError_t dispatch_rows(const QuantizeParams& params, Launch launch) {
+    return dispatch_rotation(params, [&](auto element, auto dim) {
+        using Element = decltype(element);
+        if constexpr (int{dim} == 0) {
+            return launch(TypeTag<PlainRows<Element>>{});
+        } else {
+            if constexpr (int{dim} == 256)
+                if (is_hopper()) return launch(TypeTag<LargestRows<Element>>{});
+            return launch(TypeTag<RotatedRows<Element, dim>>{});
+        }
+    });
+}
 
 template <auto kKernel, class Rows, class Storage>
 cudaError_t launch_persistent(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
-    const int threads = quantize_threads(params);
+    using Layout = typename Rows::Layout;
+    const int threads = Layout::threads(params);
     const int bytes = threads / 32 * static_cast<int>(sizeof(Storage));
-    constexpr int kMostBytes = kMaxQuantizeThreads / 32 * sizeof(Storage);
-    return launch_kernel<kKernel>(persistent_ctas(params, Rows::kSmThreads, bytes), threads, bytes,
-                                  params, stream, pdl, kMostBytes);
+    constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(Storage);
+    return launch_kernel<kKernel>(persistent_ctas<Layout>(params, threads, Rows::kSmThreads, bytes),
+                                  threads, bytes, params, stream, pdl, kMostBytes, Layout::kCtas);
 }
 
 cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
-    const cudaError_t status =
-        cudaMemsetAsync(params.amax, 0, scale_count(params) * sizeof(float), stream);
+    const bool pdl = is_hopper();
+    const cudaError_t status = launch_kernel<zero_amax_kernel>(
+        ceil_div<int64_t>(scale_count(params), kZeroThreads), kZeroThreads, 0, params, stream);
     if (status != cudaSuccess) return status;
     if (params.signs == nullptr)
-        return params.mean == nullptr ? reduce_columns<Columns::kAmax>(params, stream)
-                                      : reduce_columns<Columns::kAmaxWithoutMean>(params, stream);
-    return dispatch_rotation(params, [&](auto element, auto dim) {
-        // Never without a rotation.
-        using Rows = RotatedRows<decltype(element), max_of(int{dim}, 16)>;
-        return launch_persistent<amax_kernel<Rows>, Rows, WarpRows>(params, stream, false);
+        return params.mean == nullptr
+                   ? reduce_columns<Columns::kAmax>(params, stream, pdl)
+                   : reduce_columns<Columns::kAmaxWithoutMean>(params, stream, pdl);
+    return dispatch_rows(params, [&](auto tag) {
+        using Rows = typename decltype(tag)::type;
+        if constexpr (Rows::kDim == 0) {
+            return cudaErrorInvalidValue;  // handled above
+        } else {
+            return launch_persistent<amax_kernel<Rows>, Rows,
+                                     WarpRowsAndMeans<typename Rows::Layout>>(params, stream, pdl);
+        }
     });
 }
 
@@ -48,19 +82,20 @@ cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream) {
         const cudaError_t status = find_maxima(params, stream);
         if (status != cudaSuccess) return status;
     }
-    return dispatch_rotation(params, [&](auto element, auto dim) {
-        using Rows = RowsOf<decltype(element), dim>;
-        return launch_persistent<quantize_kernel<Rows>, Rows, WarpRowsAndResults>(
-            params, stream, second && second_begins_early());
+    return dispatch_rows(params, [&](auto tag) {
+        using Rows = typename decltype(tag)::type;
+        return launch_persistent<quantize_kernel<Rows>, Rows,
+                                 WarpRowsAndResults<typename Rows::Layout>>(params, stream,
+                                                                            second && is_hopper());
     });
 }
 
 cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {
-    const cudaError_t status = reduce_columns<Columns::kSum>(params, stream);
+    const cudaError_t status = reduce_columns<Columns::kSum>(params, stream, false);
     if (status != cudaSuccess) return status;
     return launch_kernel<mean_kernel>(int64_t{params.batch} * params.heads,
                                       kMeanGroups * params.head_dim, 0, params, stream,
-                                      second_begins_early());
+                                      is_hopper());
 }
 
 }  // namespace flash_ext

@@ -71,10 +71,12 @@ cudaError_t launch_fitting(Launch launch) {
 // shared memory must be requested, once per kernel and device. `pdl`: programmatic dependent launch
 // (PDL), so the kernel may begin before the previous one has ended (ptx/grid_dependency.cuh). It
 // must then be compiled for sm_90 or later, since other code does not wait. `most_shared_bytes`: of
-// any launch of the kernel, where they differ.
+// any launch of the kernel, where they differ. `cluster`: CTAs of a cluster (sm_90), which divide
+// `ctas`.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
-                          cudaStream_t stream, bool pdl = false, int most_shared_bytes = 0) {
+                          cudaStream_t stream, bool pdl = false, int most_shared_bytes = 0,
+                          int cluster = 1) {
     if (ctas == 0) return cudaSuccess;
     most_shared_bytes = max_of(shared_bytes, most_shared_bytes);
     if (most_shared_bytes > 48 * 1024) {
@@ -93,17 +95,24 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
             return status;
         }
     }
-    if (pdl) {
-        cudaLaunchAttribute attribute{};
-        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attribute.val.programmaticStreamSerializationAllowed = 1;
+    if (pdl || cluster > 1) {
+        cudaLaunchAttribute attributes[2]{};
         cudaLaunchConfig_t config{};
         config.gridDim = static_cast<unsigned>(ctas);
         config.blockDim = threads;
         config.dynamicSmemBytes = shared_bytes;
         config.stream = stream;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
+        config.attrs = attributes;
+        if (pdl) {
+            cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+            attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attribute.val.programmaticStreamSerializationAllowed = 1;
+        }
+        if (cluster > 1) {
+            cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+            attribute.id = cudaLaunchAttributeClusterDimension;
+            attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+        }
         return cudaLaunchKernelEx(&config, kKernel, params);
     }
     kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(params);

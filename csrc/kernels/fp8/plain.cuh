@@ -11,25 +11,31 @@ template <class Element>
 class PlainRows {
  public:
     static constexpr int kDim = 0;
+    using Layout = TileLayout<8, 3, 3>;
+    using Position = TilePosition<Layout>;
+    static constexpr int kThreadVectors = Layout::kThreadVectors;
     // An SM has registers for 768 threads, 32 of them for elements.
     static constexpr int kSmThreads = 768, kRegisters = 80;
 
     __device__ PlainRows(const QuantizeParams& params) : at_(params, threadIdx.x % 32) {}
 
-    __device__ void read(const WarpRows& rows) {
-        const uint32_t of_lane = ptx::shared_address(&rows.x[swizzled(ptx::lane_not_hoisted())]);
+    __device__ void read(const WarpRows<Layout>& rows) {
+        const uint32_t of_lane =
+            ptx::shared_address(&rows.x[Layout::swizzled(ptx::lane_not_hoisted())]);
 #pragma unroll
         for (int i = 0; i < kThreadVectors; ++i)
-            ptx::ld_shared_v4(raw_[i], vector_address(of_lane, 32 * i));
+            ptx::ld_shared_v4(raw_[i], Layout::vector_address(of_lane, 32 * i));
     }
 
-    template <bool kLast>
-    __device__ void prepare(const QuantizeParams& params, const WorkTile& work) {
+    __device__ void prepare(const QuantizeParams& params, const WorkTile& work, float*) {
         rows_ = work.rows.used - at_.row();
         mean_ = nullptr;
         if (params.mean != nullptr && work.rows.used > 0)
             mean_ = params.mean + work.scale_head(params) * params.head_dim + at_.column();
     }
+
+    __device__ void last_butterflies() {}
+    __device__ float amax_before_last() const { return amax(); }
 
     __device__ float amax() const {
         if (mean_ == nullptr) {
@@ -64,14 +70,14 @@ class PlainRows {
     }
 
     // Rounds to e4m3.
-    __device__ void write(WarpRowsAndResults& rows, float inverse) const {
+    __device__ void write(WarpRowsAndResults<Layout>& rows, float inverse) const {
         const float factors[8] = {inverse, inverse, inverse, inverse,
                                   inverse, inverse, inverse, inverse};
         write_scaled(rows, factors);
     }
 
     // The same, with the maxima of these columns.
-    __device__ void write(WarpRowsAndResults& rows, const float (&amax)[8]) const {
+    __device__ void write(WarpRowsAndResults<Layout>& rows, const float (&amax)[8]) const {
         float factors[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) factors[e] = inverse_of(amax[e]);
@@ -91,7 +97,7 @@ class PlainRows {
         }
         if (mean_ == nullptr) return;
         __syncwarp();  // reads the mean again, which would take registers
-        if (TilePosition::kVectorRows * i >= rows_) return;
+        if (Layout::kVectorRows * i >= rows_) return;
 #pragma unroll
         for (int e = 0; e < 8; e += 4) {
             const float4 m = *reinterpret_cast<const float4*>(mean_ + e);
@@ -102,19 +108,20 @@ class PlainRows {
         }
     }
 
-    __device__ void write_scaled(WarpRowsAndResults& rows, const float (&factors)[8]) const {
+    __device__ void write_scaled(WarpRowsAndResults<Layout>& rows,
+                                 const float (&factors)[8]) const {
         const uint32_t of_lane =
-            ptx::shared_address(&rows.x_fp8[swizzled_piece(ptx::lane_not_hoisted())]);
+            ptx::shared_address(&rows.x_fp8[Layout::swizzled_piece(ptx::lane_not_hoisted())]);
 #pragma unroll
         for (int i = 0; i < kThreadVectors; ++i) {
             float v[8];
             values(i, v);
             const uint2 x = scaled_e4m3(v, factors);
-            ptx::st_shared_v2(piece_address(of_lane, 32 * i), x.x, x.y);
+            ptx::st_shared_v2(Layout::piece_address(of_lane, 32 * i), x.x, x.y);
         }
     }
 
-    TilePosition at_;    // of the first vector; others have the same columns
+    Position at_;        // of the first vector; others have the same columns
     const float* mean_;  // of these columns
     int rows_;           // in use, from the first vector on
     uint32_t raw_[kThreadVectors][4];

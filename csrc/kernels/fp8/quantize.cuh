@@ -30,16 +30,17 @@ FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
 
 // Of descales of blocks, CTAs with rows write their own, and the first of a sequence those that the
 // sequence does not reach.
+template <class Layout>
 __device__ __forceinline__ void store_block_descales(const QuantizeParams& params,
                                                      const WorkTile& work, float amax) {
     const RowTile& tile = work.rows;
     if (tile.sequence < 0) return;
     float* descale = params.descale + work.scale_head(params) * params.blocks;
-    if (threadIdx.x == 0 && tile.rows > 0 && tile.tile < params.blocks)
+    if (Layout::thread() == 0 && tile.rows > 0 && tile.tile < params.blocks)
         descale[tile.tile] = descale_of(amax, params.norm);
     if (tile.tile > 0) return;
-    for (int i = ceil_div(tile.length, kScaleRows) + threadIdx.x; i < params.blocks;
-         i += blockDim.x)
+    for (int i = ceil_div(tile.length, kScaleRows) + Layout::thread(); i < params.blocks;
+         i += Layout::kCtas * blockDim.x)
         descale[i] = 1.f;
 }
 
@@ -51,8 +52,10 @@ __device__ __forceinline__ float load_amax(const QuantizeParams& params, const W
 
 // Stores a warp's results: a lane stores those of the vectors 64 i + 2 lane, the first of them at
 // `at`, and of the next ones. Rows that are not in use become 0, but not -0.
-__device__ __forceinline__ void store_results(const QuantizeParams& params, const TilePosition& at,
-                                              const WarpRowsAndResults& results,
+template <class Layout>
+__device__ __forceinline__ void store_results(const QuantizeParams& params,
+                                              const TilePosition<Layout>& at,
+                                              const WarpRowsAndResults<Layout>& results,
                                               const WorkTile& work) {
     const RowTile& tile = work.rows;
     const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
@@ -60,31 +63,28 @@ __device__ __forceinline__ void store_results(const QuantizeParams& params, cons
                       (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_bytes +
                       work.head * params.head_dim + at.column();
     const uint32_t of_lane =
-        ptx::shared_address(&results.x_fp8[swizzled_piece(2 * ptx::lane_not_hoisted())]);
+        ptx::shared_address(&results.x_fp8[Layout::swizzled_piece(2 * ptx::lane_not_hoisted())]);
 #pragma unroll
-    for (int i = 0; i < kThreadVectors / 2; ++i) {
-        const int row = at.row() + 2 * TilePosition::kVectorRows * i;
+    for (int i = 0; i < Layout::kThreadVectors / 2; ++i) {
+        const int row = at.row() + 2 * Layout::kVectorRows * i;
         uint32_t x[4];
-        ptx::ld_shared_v4(x, piece_address(of_lane, 64 * i));
+        ptx::ld_shared_v4(x, Layout::piece_address(of_lane, 64 * i));
         if (row >= tile.used) x[0] = x[1] = x[2] = x[3] = 0;
         if (row < tile.rows) *reinterpret_cast<uint4*>(target) = {x[0], x[1], x[2], x[3]};
-        target += 2 * TilePosition::kVectorRows * row_bytes;
+        target += 2 * Layout::kVectorRows * row_bytes;
     }
 }
 
-// Maxima that warps share, of a tile and of the next one.
-struct TileMaxima {
-    uint32_t of_warps[2][32];
-};
-
 template <class Rows>
-__global__ void __maxnreg__(Rows::kRegisters)
-    quantize_kernel(const __grid_constant__ QuantizeParams params) {
-    __shared__ TileMaxima maxima;
+__device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
+    using Layout = typename Rows::Layout;
+    __shared__ TileMaxima<Layout> maxima;
+    maxima.init();
     const bool second_pass = params.scales != Scales::kBlock;
-    TileStream<WarpRowsAndResults> stream(params, second_pass);
-    const TilePosition results_at(params, 2 * (threadIdx.x % 32));
+    TileStream<WarpRowsAndResults<Layout>> stream(params, second_pass);
+    const TilePosition<Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
+    maxima.wait_for_init();
 
     if (second_pass) {
         ptx::wait_for_grid_before();  // for the maxima
@@ -95,17 +95,18 @@ __global__ void __maxnreg__(Rows::kRegisters)
     }
 
     bool more = true;
-    for (int parity = 0; more; parity ^= 1) {
+    for (uint32_t tile = 0; more; ++tile) {
         const WorkTile& work = stream.read(params, rows);
-        rows.template prepare<true>(params, work);
-        float largest = rows.amax();
-        if (__any_sync(0xffffffff, largest > FLT_MAX)) {
+        rows.prepare(params, work, stream.storage.means());
+        float largest = rows.amax_before_last();
+        rows.last_butterflies();
+        if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
             rows.spoil();
             largest = rows.amax();
         }
         if (params.scales == Scales::kBlock) {
-            const float amax = cta_max(largest, maxima.of_warps[parity]);
-            store_block_descales(params, work, amax);
+            const float amax = maxima.reduce(largest, tile);
+            store_block_descales<Layout>(params, work, amax);
             rows.write(stream.storage, inverse_of(amax));
         } else if (Rows::kDim > 0 || params.scales != Scales::kChannel) {
             rows.write(stream.storage, inverse_of(load_amax(params, work)));
@@ -126,20 +127,37 @@ __global__ void __maxnreg__(Rows::kRegisters)
     }
 }
 
+template <class Rows>
+__global__ void __maxnreg__(Rows::kRegisters)
+    quantize_kernel(const __grid_constant__ QuantizeParams params) {
+    if constexpr (Rows::Layout::kCtas == 1 || kCudaArch >= 900) quantize_tiles<Rows>(params);
+}
+
+// Zeros for atomicMax. A kernel, since the next one may begin early after a kernel, but not after a
+// memset.
+inline constexpr int kZeroThreads = 256;
+__global__ void __launch_bounds__(kZeroThreads)
+    zero_amax_kernel(const __grid_constant__ QuantizeParams params) {
+    ptx::launch_dependents();
+    const int64_t i = int64_t{blockIdx.x} * kZeroThreads + threadIdx.x;
+    if (i < scale_count(params)) params.amax[i] = 0.f;
+}
+
 // The maxima of rotated rows, to the amax of the tensor or of the heads.
 template <class Rows>
 __global__ void __maxnreg__(Rows::kRegisters)
     amax_kernel(const __grid_constant__ QuantizeParams params) {
-    __shared__ TileMaxima maxima;
-    TileStream<WarpRows> stream(params, false);
+    __shared__ uint32_t maxima[32];
+    TileStream<WarpRowsAndMeans<typename Rows::Layout>> stream(params, false);
     Rows rows(params);
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
+    ptx::wait_for_grid_before();  // for zeros in amax
     for (bool more = true; more; more = stream.next().is_valid) {
         const WorkTile& work = stream.read(params, rows);
 
-        rows.template prepare<false>(params, work);
+        rows.prepare(params, work, stream.storage.means());
         float largest = rows.amax_before_last();
-        if (__any_sync(0xffffffff, largest > FLT_MAX)) {
+        if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
             rows.last_butterflies();
             rows.spoil();
             largest = rows.amax();
@@ -155,7 +173,7 @@ __global__ void __maxnreg__(Rows::kRegisters)
     ptx::launch_dependents();
     if (params.scales == Scales::kHead) return;
     __syncwarp();  // lane 0 has stored the warp's maximum
-    const float amax = cta_max(__uint_as_float(stream.storage.amax), maxima.of_warps[0]);
+    const float amax = cta_max(__uint_as_float(stream.storage.amax), maxima);
     if (threadIdx.x == 0)
         atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(amax));
 }

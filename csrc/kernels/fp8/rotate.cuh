@@ -1,7 +1,8 @@
-// A thread's 64 elements of a tile in registers, as both quantization kernels have them, and what
-// is done before rounding: the mean is subtracted, and rows are rotated (incoherent processing,
-// FlashAttention-3, section 3.3): x -> x diag(signs) H, where H is an orthonormal Hadamard matrix.
-// q and k with the same rotation have the same products, and outliers are spread over the columns.
+// A thread's 64 or 128 elements of a tile in registers, as both quantization kernels have them, and
+// what is done before rounding: the mean is subtracted, and rows are rotated (incoherent
+// processing, FlashAttention-3, section 3.3): x -> x diag(signs) H, where H is an orthonormal
+// Hadamard matrix. q and k with the same rotation have the same products, and outliers are spread
+// over the columns.
 //
 // Where D is no power of two, H is block-diagonal. A *unit* is the part of a row that one block of
 // H rotates: all of the row, or one of D / kDim parts. A unit belongs to kLanes neighboring lanes,
@@ -9,9 +10,12 @@
 //
 //     8 (kLanes j + l) + e      j < kVectors, e < 8
 //
-// H is a product of log2(kDim) butterflies between elements at distance 1, 2, 4 (same vector),
-// 8, ... (another lane), 8 kLanes, ... (another vector of the same lane). Only distances between
-// lanes cost shuffles: none up to D 64, one for each element at D 128, two at D 256.
+// A lane's units are in different rows, but in the same columns. H is a product of log2(kDim)
+// butterflies between elements at distance 1, 2, 4 (same vector), 8, ... (another lane),
+// 8 kLanes, ... (another vector of the same lane). Only distances between lanes cost shuffles, of
+// which an SM does 32 lanes a clock: as much time as four other instructions. With 128 elements
+// there are none up to D 128, and one for each element at D 256; what a thread does once a tile is
+// half as much for an element. With D 16, 48, ... D threads are no whole warps: 64 elements.
 //
 // The order of the butterflies is that of the CPU kernels, so that results are the same bit by bit.
 // Tensor cores would add in another one.
@@ -21,7 +25,6 @@
 #include <math_constants.h>
 
 #include <cfloat>
-#include <utility>
 
 #include "kernels/fp8/tile_stream.cuh"
 #include "ptx/math.cuh"
@@ -47,50 +50,80 @@ __device__ __forceinline__ uint2 scaled_e4m3(const float (&x)[8], const float (&
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 
-template <class Element, int kHadamardDim>
+// The Hadamard dimensions whose rows always have a multiple of 32 columns.
+constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim >= 32 ? 16 : 8; }
+
+template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHadamardDim),
+          int kCtas = 1>
 class RotatedRows {
  public:
     static constexpr int kDim = kHadamardDim;
-    static constexpr int kLanes = kDim <= 64 ? 1 : kDim / 64;
+    static constexpr int kThreadVectors = kRowVectors;
+    static constexpr int kLanes = kDim <= 8 * kThreadVectors ? 1 : kDim / (8 * kThreadVectors);
     static constexpr int kVectors = kDim / 8 / kLanes;
     static constexpr int kUnits = kThreadVectors / kVectors;  // per thread
-    static constexpr int kUnitStep = 32 / kLanes;             // between the units of a lane
     static_assert(kLanes * kVectors * 8 == kDim && kUnits * kVectors == kThreadVectors);
-    // An SM has registers for 512 threads, 64 of them for elements.
-    static constexpr int kSmThreads = 512, kRegisters = 128;
+    // A unit's vectors, and pairs of its results' pieces, for a swizzle.
+    using Layout = TileLayout<kThreadVectors, kVectors == 16 ? 4 : 3,
+                              kVectors == 16 && kLanes == 2 ? 4 : 3, kCtas>;
+    static constexpr int kUnitStep = 32 / kLanes * (kDim / 8);  // vectors between a lane's units
+    static constexpr int kUnitRows = Layout::kVectorRows * (kUnitStep / 32);
+    static_assert(kUnitStep % 32 == 0);  // so they are in the same columns
+    // An SM has registers for so many threads, half of them or more for elements. (Code for sm_80
+    // needs a few more of them.)
+    static constexpr int kSmThreads = kThreadVectors == 16 ? 384 : 512;
+    static constexpr int kRegisters = kThreadVectors < 16 ? 128 : kCudaArch >= 900 ? 168 : 192;
 
     __device__ RotatedRows(const QuantizeParams& params)
-        : RotatedRows(params, std::make_integer_sequence<int, kUnits>{}) {}
+        : at_(params, static_cast<int>(first_of(threadIdx.x % 32))) {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+            const uint2 bytes =
+                *reinterpret_cast<const uint2*>(params.signs + at_.column() + 8 * kLanes * j);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int word = 4 * j + i;
+                // The two bytes to the high bytes of both halves.
+                const uint32_t pair =
+                    ptx::byte_permute(i < 2 ? bytes.x : bytes.y, 0, i % 2 == 0 ? 0x1404 : 0x3424);
+                signs_[word / 16] |= (pair & 0x80008000) >> word % 16;
+            }
+        }
+    }
 
-    __device__ void read(const WarpRows& rows) {
+    __device__ void read(const WarpRows<Layout>& rows) {
         const uint32_t of_lane =
-            ptx::shared_address(&rows.x[swizzled(first_of(ptx::lane_not_hoisted()))]);
+            ptx::shared_address(&rows.x[Layout::swizzled(first_of(ptx::lane_not_hoisted()))]);
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
             for (int j = 0; j < kVectors; ++j)
-                ptx::ld_shared_v4(raw_[n][j], vector_address(of_lane, vector(n, j)));
+                ptx::ld_shared_v4(raw_[n][j], Layout::vector_address(of_lane, vector(n, j)));
     }
 
-    // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim). With
-    // kLast = false without the butterflies of the largest distance.
-    template <bool kLast>
-    __device__ void prepare(const QuantizeParams& params, const WorkTile& work) {
+    // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim), and
+    // without the butterflies of the largest distance. `means`: the warp's, for those of columns.
+    __device__ void prepare(const QuantizeParams& params, const WorkTile& work, float* means) {
+        const bool subtracts = params.mean != nullptr && work.rows.used > 0;
+        if (subtracts) store_means(params, work, means);
         uint32_t signs[kSignWords];
-        reload(signs);
 #pragma unroll
-        for (int n = 0; n < kUnits; ++n)
+        for (int w = 0; w < kSignWords; ++w) signs[w] = ptx::not_hoisted(signs_[w]);
 #pragma unroll
-            for (int j = 0; j < kVectors; ++j) {
+        for (int j = 0; j < kVectors; ++j)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const uint32_t bits = signs_of(signs, n, j, i) & 0x80008000;
-                    const float2 pair = ptx::unpack<Element>(raw_[n][j][i] ^ bits);
+            for (int i = 0; i < 4; ++i) {
+                // In bits 15 and 31, of the two elements of word i.
+                const int word = 4 * j + i;
+                const uint32_t bits = signs[word / 16] << word % 16;
+#pragma unroll
+                for (int n = 0; n < kUnits; ++n) {
+                    const float2 pair = ptx::unpack<Element>(raw_[n][j][i] ^ (bits & 0x80008000));
                     v_[n][j][2 * i] = pair.x;
                     v_[n][j][2 * i + 1] = pair.y;
                 }
             }
-        if (params.mean != nullptr) subtract_mean(params, work);
+        if (subtracts) subtract_means(work, means);
 #pragma unroll
         for (int n = 0; n < kUnits; ++n) {
 #pragma unroll
@@ -116,7 +149,6 @@ class RotatedRows {
             for (int distance = 1; distance < kVectors / 2; distance *= 2)
                 vector_butterflies(n, distance);
         }
-        if constexpr (kLast) last_butterflies();
     }
 
     __device__ void last_butterflies() {
@@ -125,19 +157,24 @@ class RotatedRows {
     }
 
     // The maximum of the magnitudes after the last butterflies, of which it comes before: of a + b
-    // and a - b, rounded, the larger magnitude is |a| + |b|, rounded. Not finite where one of a and
-    // b is not, or the sum overflows.
+    // and a - b, rounded, the larger magnitude is |a| + |b|, rounded. Infinite or NaN where one of
+    // a and b is, or the sum overflows. The order of floats without a sign is that of their bits,
+    // of which one instruction has the maximum of three (on sm_90).
     __device__ float amax_before_last() const {
-        float largest = 0.f;
+        int largest = 0;
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
             for (int j = 0; j < kVectors / 2; ++j)
 #pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    largest =
-                        fmaxf(largest, fabsf(v_[n][j][e]) + fabsf(v_[n][j + kVectors / 2][e]));
-        return largest;
+                for (int e = 0; e < 8; e += 2) {
+                    const auto sum = [&](int e) {
+                        return __float_as_int(fabsf(v_[n][j][e]) +
+                                              fabsf(v_[n][j + kVectors / 2][e]));
+                    };
+                    largest = __vimax3_s32(largest, sum(e), sum(e + 1));
+                }
+        return __int_as_float(largest);
     }
 
     // NaN has no part in it. Infinite where an element is.
@@ -163,91 +200,82 @@ class RotatedRows {
     }
 
     // Rounds to e4m3.
-    __device__ void write(WarpRowsAndResults& rows, float inverse) const {
-        const uint32_t of_lane =
-            ptx::shared_address(&rows.x_fp8[swizzled_piece(first_of(ptx::lane_not_hoisted()))]);
+    __device__ void write(WarpRowsAndResults<Layout>& rows, float inverse) const {
+        const uint32_t of_lane = ptx::shared_address(
+            &rows.x_fp8[Layout::swizzled_piece(first_of(ptx::lane_not_hoisted()))]);
         const float factors[8] = {inverse, inverse, inverse, inverse,
                                   inverse, inverse, inverse, inverse};
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-            for (int j = 0; j < kVectors; ++j) {
+            for (int j = 0; j < kVectors; j += 2) {
                 const uint2 x = scaled_e4m3(v_[n][j], factors);
-                ptx::st_shared_v2(piece_address(of_lane, vector(n, j)), x.x, x.y);
+                const uint2 y = scaled_e4m3(v_[n][j + 1], factors);
+                if constexpr (kLanes == 1) {  // adjacent
+                    ptx::st_shared_v4(Layout::piece_address(of_lane, vector(n, j)),
+                                      {x.x, x.y, y.x, y.y});
+                } else {
+                    ptx::st_shared_v2(Layout::piece_address(of_lane, vector(n, j)), x.x, x.y);
+                    ptx::st_shared_v2(Layout::piece_address(of_lane, vector(n, j + 1)), y.x, y.y);
+                }
             }
     }
 
  private:
-    static constexpr int kSignWords = kThreadVectors / 4;
-
-    template <int... kUnit>
-    __device__ RotatedRows(const QuantizeParams& params, std::integer_sequence<int, kUnit...>)
-        : at_{{params, static_cast<int>(first_of(threadIdx.x % 32) + vector(kUnit, 0))}...} {
-#pragma unroll
-        for (int n = 0; n < kUnits; ++n)
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    const int word = 4 * (kVectors * n + j) + e / 2;
-                    const bool minus = params.signs[at_[n].column() + 8 * kLanes * j + e] < 0;
-                    signs_[word / 16] |= (minus ? 0x8000u : 0u) << 16 * (e % 2) >> word % 16;
-                }
-    }
+    static constexpr int kSignWords = ceil_div(kVectors, 4);
 
     // A lane's first vector in the warp's part, and the others, relative to it. They share no bit.
     static __device__ constexpr uint32_t first_of(uint32_t lane) {
         return lane / kLanes * (kDim / 8) + lane % kLanes;
     }
-    static __device__ constexpr uint32_t vector(int n, int j) {
-        return n * kUnitStep * (kDim / 8) + kLanes * j;
-    }
+    static __device__ constexpr uint32_t vector(int n, int j) { return n * kUnitStep + kLanes * j; }
 
-    __device__ void reload(uint32_t (&signs)[kSignWords]) const {
-#pragma unroll
-        for (int w = 0; w < kSignWords; ++w) signs[w] = ptx::not_hoisted(signs_[w]);
-    }
+    // Where the mean of a column is: lanes that read one of different units use different banks.
+    static __device__ constexpr int mean_index(int column) { return column + column / 32 * 4; }
 
-    // In bits 15 and 31, of the two elements of word i of a vector.
-    static __device__ uint32_t signs_of(const uint32_t (&signs)[kSignWords], int n, int j, int i) {
-        const int word = 4 * (kVectors * n + j) + i;
-        return signs[word / 16] << word % 16;
-    }
-    static __device__ float with_sign(float x, uint32_t sign) {
-        return __uint_as_float(__float_as_uint(x) ^ (sign & 0x80000000));
-    }
-
-    // Both have their signs, as the CPU kernels have it.
-    __device__ void subtract_mean(const QuantizeParams& params, const WorkTile& work) {
-        const int used = work.rows.used;
-        if (used == 0) return;
-        uint32_t signs[kSignWords];
-        reload(signs);
-        const float* mean = params.mean + work.scale_head(params) * params.head_dim;
-#pragma unroll
-        for (int n = 0; n < kUnits; ++n) {
-            const float* means = mean + at_[n].column();
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j) {
-                __syncwarp();  // bounds the loads that are in flight, which take registers
-#pragma unroll
-                for (int i = 0; i < 4; i += 2) {
-                    const float4 m =
-                        *reinterpret_cast<const float4*>(means + 8 * kLanes * j + 2 * i);
-                    const uint32_t low = signs_of(signs, n, j, i);
-                    const uint32_t high = signs_of(signs, n, j, i + 1);
-                    float* x = &v_[n][j][2 * i];
-                    x[0] -= with_sign(m.x, low << 16);
-                    x[1] -= with_sign(m.y, low);
-                    x[2] -= with_sign(m.z, high << 16);
-                    x[3] -= with_sign(m.w, high);
-                }
-            }
+    // The means of the tile's head, with signs as the elements have them, to shared memory: a lane
+    // has eight columns. From there they are read without waiting for each other.
+    __device__ void store_means(const QuantizeParams& params, const WorkTile& work, float* means) {
+        const int column = 8 * ptx::lane_not_hoisted();
+        if (column < params.head_dim) {
+            const float4* source = reinterpret_cast<const float4*>(
+                params.mean + work.scale_head(params) * params.head_dim + column);
+            const uint2 signs = *reinterpret_cast<const uint2*>(params.signs + column);
+            const float4 low = source[0], high = source[1];
+            float4* target = reinterpret_cast<float4*>(&means[mean_index(column)]);
+            target[0] = with_signs(low, signs.x);
+            target[1] = with_signs(high, signs.y);
         }
+        __syncwarp();  // the means of all columns are there
+    }
+    // `signs`: a byte for each number.
+    static __device__ float4 with_signs(float4 x, uint32_t signs) {
+        const auto with_sign = [&](float y, int byte) {
+            return __uint_as_float(__float_as_uint(y) ^ (signs << (24 - 8 * byte) & 0x80000000));
+        };
+        return {with_sign(x.x, 0), with_sign(x.y, 1), with_sign(x.z, 2), with_sign(x.w, 3)};
+    }
+
+    // Both have their signs, as the CPU kernels have it. Rows that are not in use stay 0.
+    __device__ void subtract_means(const WorkTile& work, const float* means) {
+        const uint32_t of_lane = ptx::shared_address(&means[mean_index(at_.column())]);
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+            for (int e = 0; e < 8; e += 4) {
+                float m[4];
+                ptx::ld_shared_v4(m, of_lane + 4 * (mean_index(8 * kLanes * j) + e));
+#pragma unroll
+                for (int n = 0; n < kUnits; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) v_[n][j][e + i] -= m[i];
+            }
+        __syncwarp();  // all lanes have read them: results take their place
+        const int used = work.rows.used;
         if (used == kScaleRows) return;
 #pragma unroll
         for (int n = 0; n < kUnits; ++n) {
-            if (at_[n].row() < used) continue;
+            if (at_.row() + kUnitRows * n < used) continue;
 #pragma unroll
             for (int j = 0; j < kVectors; ++j)
 #pragma unroll
@@ -269,9 +297,9 @@ class RotatedRows {
                 for (int e = 0; e < 8; ++e) butterfly(v_[n][j][e], v_[n][j + distance][e]);
     }
 
-    TilePosition at_[kUnits];  // of the first vectors of units
+    TilePosition<Layout> at_;  // of the first vector
 
-    // -1 is 1. Bits 15 - i and 31 - i of word w are of the elements of word 16 w + i.
+    // -1 is 1. Bits 15 - i and 31 - i of word w are of the elements of word 16 w + i of a unit.
     uint32_t signs_[kSignWords] = {};
 
     uint32_t raw_[kUnits][kVectors][4];

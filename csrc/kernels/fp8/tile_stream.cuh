@@ -1,13 +1,13 @@
 // The frame of the kernels that rotate and round: a CTA goes through tiles of 128 rows of a head.
 //
-// A CTA has 2 D threads, and a thread 64 elements of a tile: eight vectors of 16 bytes. The 256
+// A thread has eight or sixteen vectors of 16 bytes of a tile, so a CTA has 2 D or D threads. The
 // vectors of a warp are its own from memory to memory. cp.async brings them into the warp's part of
 // shared memory, and lanes read them to registers; then the next tile is on its way. Results go
 // back through shared memory too, so that stores are as wide and as adjacent as loads, whatever
 // elements a lane has. Within a tile, warps wait for each other only where they share a maximum.
 //
-// So 32 KB of rows are in flight for each 256 threads, however many registers the arithmetic needs.
-// At 4.8 TB/s and a latency of 1.2 us an SM has 44 KB on the way, two thirds of them loads.
+// So at least 64 KB of rows are in flight in an SM, however many registers the arithmetic needs. At
+// 4.8 TB/s and a latency of 1.2 us an SM has 44 KB on the way, two thirds of them loads.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,9 @@
 #include "plan/dispatch.h"
 #include "plan/quantize.h"
 #include "problem/quantize.h"
+#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/not_hoisted.cuh"
 #include "ptx/shared.cuh"
 #include "schedule/row_tiles.cuh"
@@ -24,33 +26,54 @@
 
 namespace flash_ext {
 
-inline constexpr int kThreadVectors = 8;  // of a thread, in a tile
-inline constexpr int kWarpVectors = 32 * kThreadVectors;
-inline constexpr int kMaxQuantizeThreads = kScaleRows * kMaxQuantizeDim / (8 * kThreadVectors);
+inline constexpr int kMaxQuantizeThreads = kScaleRows * kMaxQuantizeDim / 64;
 
-inline int quantize_threads(const QuantizeParams& params) {
-    return kScaleRows * params.head_dim / (8 * kThreadVectors);
-}
+// How the threads of a CTA share a tile, and where its vectors are in shared memory: permuted
+// within 128 bytes, so that lanes that read one of different rows use different banks. A lane's
+// vectors are 2^kSwizzle ones after those of the lane before, or fewer. Results have pieces of 8
+// bytes, whose pairs are permuted the same way, with kResultSwizzle.
+//
+// Permutations are linear: swizzled(a ^ b) = swizzled(a) ^ swizzled(b). So the address of a vector
+// whose number is that of a lane and a constant, without common bits, takes one instruction:
+// vector_address().
+//
+// kTileCtas: two CTAs of a cluster can share a tile. (With one, an SM has no registers for two
+// tiles of D 256, and so all its warps wait for the same maximum, and for the same units of the SM
+// at the same time.)
+template <int kVectors, int kSwizzle, int kResultSwizzle, int kTileCtas = 1>
+struct TileLayout {
+    static constexpr int kCtas = kTileCtas;
+    static constexpr int kThreadVectors = kVectors;  // of a thread, in a tile
+    static constexpr int kWarpVectors = 32 * kVectors;
+    static constexpr int kVectorRows = kScaleRows / kVectors;  // from a thread's vector to its next
+    static constexpr int kMaxThreads = kScaleRows * kMaxQuantizeDim / (8 * kVectors * kCtas);
 
-// Where vectors are in shared memory: permuted within 128 bytes, so that lanes that read one of
-// different rows use different banks. Linear: swizzled(a ^ b) = swizzled(a) ^ swizzled(b). So the
-// address of a vector whose number is that of a lane and a constant, without common bits, takes one
-// instruction: see vector_address(). The same for pieces of 8 bytes of results, by pairs of which
-// those are permuted.
-__device__ __forceinline__ constexpr uint32_t swizzled(uint32_t vector) {
-    return vector ^ ((vector >> 3) & 7);
-}
-__device__ __forceinline__ constexpr uint32_t swizzled_piece(uint32_t piece) {
-    return 2 * swizzled(piece / 2) + piece % 2;
-}
+    // Of a CTA; a multiple of 32.
+    static int threads(const QuantizeParams& params) {
+        return kScaleRows * params.head_dim / (8 * kVectors * kCtas);
+    }
+    // This thread's number among those of the tile.
+    static __device__ __forceinline__ uint32_t thread() {
+        return kCtas == 1 ? threadIdx.x : ptx::cta_rank() * blockDim.x + threadIdx.x;
+    }
 
-// `of_lane`: the address of the lane's first vector, or piece; `more`: the constant part.
-__device__ __forceinline__ constexpr uint32_t vector_address(uint32_t of_lane, uint32_t more) {
-    return (of_lane ^ swizzled(more) % 8 * 16) + swizzled(more) / 8 * 128;
-}
-__device__ __forceinline__ constexpr uint32_t piece_address(uint32_t of_lane, uint32_t more) {
-    return (of_lane ^ swizzled_piece(more) % 16 * 8) + swizzled_piece(more) / 16 * 128;
-}
+    static __device__ __forceinline__ constexpr uint32_t swizzled(uint32_t vector) {
+        return vector ^ ((vector >> kSwizzle) & 7);
+    }
+    static __device__ __forceinline__ constexpr uint32_t swizzled_piece(uint32_t piece) {
+        return 2 * (piece / 2 ^ ((piece / 2 >> kResultSwizzle) & 7)) + piece % 2;
+    }
+
+    // `of_lane`: the address of the lane's first vector, or piece; `more`: the constant part.
+    static __device__ __forceinline__ constexpr uint32_t vector_address(uint32_t of_lane,
+                                                                        uint32_t more) {
+        return (of_lane ^ swizzled(more) % 8 * 16) + swizzled(more) / 8 * 128;
+    }
+    static __device__ __forceinline__ constexpr uint32_t piece_address(uint32_t of_lane,
+                                                                       uint32_t more) {
+        return (of_lane ^ swizzled_piece(more) % 16 * 8) + swizzled_piece(more) / 16 * 128;
+    }
+};
 
 // A tile and its head. In shared memory: registers are for elements.
 struct WorkTile {
@@ -65,14 +88,24 @@ struct WorkTile {
 };
 
 // A warp's part of a tile.
+template <class Layout_>
 struct alignas(128) WarpRows {
-    uint4 x[kWarpVectors];  // swizzled()
+    using Layout = Layout_;
+    uint4 x[Layout::kWarpVectors];  // swizzled()
     RowTileCursor cursor;
     uint32_t amax;      // of the tiles so far, as bits
     WorkTile tiles[2];  // the one in registers, and that of `x`
 };
-struct WarpRowsAndResults : WarpRows {
-    alignas(128) uint2 x_fp8[kWarpVectors];  // swizzled_piece()
+template <class Layout>
+struct WarpRowsAndResults : WarpRows<Layout> {
+    alignas(128) uint2 x_fp8[Layout::kWarpVectors];  // swizzled_piece()
+    // Until there are results.
+    __device__ float* means() { return reinterpret_cast<float*>(x_fp8); }
+};
+template <class Layout>
+struct WarpRowsAndMeans : WarpRows<Layout> {
+    alignas(128) float of_columns[kMaxQuantizeDim + kMaxQuantizeDim / 8];
+    __device__ float* means() { return of_columns; }
 };
 
 // This warp's.
@@ -82,29 +115,30 @@ __device__ __forceinline__ Storage& warp_storage() {
 }
 
 // Where a vector of the warp's part is in the tile. Vector 32 i + n of a warp is vector
-// 2 D i + 32 warp + n of the tile, counted row by row: every i is 16 rows further, in the same
-// column. (D is a multiple of 16, and a warp's 32 vectors may have several rows, or end in one.)
+// i T + 32 warp + n of the tile, of T threads, counted row by row: every i is kVectorRows rows
+// further, in the same column. (D is a multiple of 16, and a warp's 32 vectors may have several
+// rows, or end in one.)
+template <class Layout>
 class TilePosition {
  public:
     __device__ TilePosition(const QuantizeParams& params, int vector) {
         const uint32_t vectors = params.head_dim / 8;
-        const uint32_t linear = threadIdx.x / 32 * 32 + vector % 32;
+        const uint32_t linear = Layout::thread() / 32 * 32 + vector % 32;
         const uint32_t row = linear / vectors;
-        bits_ = (row + kVectorRows * (vector / 32)) << 16 | 8 * (linear - row * vectors);
+        bits_ = (row + Layout::kVectorRows * (vector / 32)) << 16 | 8 * (linear - row * vectors);
     }
     __device__ int row() const { return ptx::not_hoisted(bits_) >> 16; }
     __device__ int column() const { return ptx::not_hoisted(bits_) & 0xffff; }
-
-    static constexpr int kVectorRows = 8 * kMaxQuantizeThreads / kMaxQuantizeDim;  // 16
 
  private:
     uint32_t bits_;  // one register, over many tiles
 };
 
 // Copies a warp's part of a tile from x. A lane copies the vectors 32 i + lane.
+template <class Layout>
 class TileLoader {
  public:
-    __device__ TileLoader(const QuantizeParams& params, WarpRows& target)
+    __device__ TileLoader(const QuantizeParams& params, WarpRows<Layout>& target)
         : at_(params, threadIdx.x % 32), target_(ptx::shared_address(target.x)) {}
 
     // One group of cp.async. Rows that are not in use become zeros.
@@ -115,31 +149,31 @@ class TileLoader {
         const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
                             tile.batch * params.x.batch_stride + work.head * params.x.head_stride +
                             (tile.begin + at_.row()) * params.x.row_stride + at_.column();
-        const int64_t step = TilePosition::kVectorRows * params.x.row_stride;
+        const int64_t step = Layout::kVectorRows * params.x.row_stride;
         const int rows = tile.used - at_.row();
-        const uint32_t target = target_ + 16 * swizzled(ptx::lane_not_hoisted());
+        const uint32_t target = target_ + 16 * Layout::swizzled(ptx::lane_not_hoisted());
         if (params.aligned) {
 #pragma unroll
-            for (int i = 0; i < kThreadVectors; ++i, x += step)
-                ptx::cp_async_16(vector_address(target, 32 * i), x,
-                                 TilePosition::kVectorRows * i < rows);
+            for (int i = 0; i < Layout::kThreadVectors; ++i, x += step)
+                ptx::cp_async_16(Layout::vector_address(target, 32 * i), x,
+                                 Layout::kVectorRows * i < rows);
         } else {
 #pragma unroll 1
-            for (int i = 0; i < kThreadVectors; ++i, x += step) {
+            for (int i = 0; i < Layout::kThreadVectors; ++i, x += step) {
                 uint32_t words[4] = {0, 0, 0, 0};
-                if (TilePosition::kVectorRows * i < rows) {
+                if (Layout::kVectorRows * i < rows) {
 #pragma unroll
                     for (int w = 0; w < 4; ++w)
                         words[w] = x[2 * w] | static_cast<uint32_t>(x[2 * w + 1]) << 16;
                 }
-                ptx::st_shared_v4(vector_address(target, 32 * i), words);
+                ptx::st_shared_v4(Layout::vector_address(target, 32 * i), words);
             }
         }
         ptx::cp_async_commit();
     }
 
  private:
-    TilePosition at_;
+    TilePosition<Layout> at_;
     uint32_t target_;
 };
 
@@ -151,7 +185,7 @@ class TileStream {
     // Starts to load the first tile.
     __device__ TileStream(const QuantizeParams& params, bool reverse)
         : storage(warp_storage<Storage>()), loader_(params, storage), next_(0) {
-        choose({params, kScaleRows, blockIdx.x, gridDim.x, reverse}, params);
+        choose({params, kScaleRows, blockIdx.x / kCtas, gridDim.x / kCtas, reverse}, params);
         loader_.start(params, storage.tiles[0]);
     }
 
@@ -175,6 +209,8 @@ class TileStream {
     Storage& storage;
 
  private:
+    static constexpr int kCtas = Storage::Layout::kCtas;
+
     // Makes the cursor's tile the next one.
     __device__ void choose(const RowTileCursor& cursor, const QuantizeParams& params) {
         WorkTile work{};
@@ -191,7 +227,7 @@ class TileStream {
         __syncwarp();  // both are complete
     }
 
-    TileLoader loader_;
+    TileLoader<typename Storage::Layout> loader_;
     int next_;  // index of the next tile
 };
 
@@ -206,18 +242,65 @@ __device__ __forceinline__ float cta_max(float x, uint32_t (&maxima)[32]) {
         __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? maxima[lane] : 0));
 }
 
+// The maxima of the warps of a tile. With two CTAs, each has a copy, and barriers of which a phase
+// ends when all of a tile's maxima have come. One CTA may be a tile ahead, never two: so every
+// other tile can have the same place.
+template <class Layout>
+struct TileMaxima {
+    uint32_t of_warps[2][32];
+    uint64_t arrived[2];  // mbarriers
+
+    // Before the first maxima: this CTA's barriers, and later that the other one has its own.
+    __device__ __forceinline__ void init() {
+        if constexpr (Layout::kCtas > 1) {
+            if (threadIdx.x == 0) {
+                ptx::mbarrier_init(ptx::shared_address(&arrived[0]), 1);
+                ptx::mbarrier_init(ptx::shared_address(&arrived[1]), 1);
+                ptx::mbarrier_fence_init();
+            }
+            __syncwarp();  // they are, before any of the warp arrives
+            ptx::cluster_arrive_relaxed();
+        }
+    }
+    __device__ __forceinline__ void wait_for_init() {
+        if constexpr (Layout::kCtas > 1) ptx::cluster_wait();
+    }
+
+    // Of all threads of the CTA's tile number `tile`.
+    __device__ __forceinline__ float reduce(float x, uint32_t tile) {
+        uint32_t (&maxima)[32] = of_warps[tile % 2];
+        if constexpr (Layout::kCtas == 1) {
+            return cta_max(x, maxima);
+        } else {
+            const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
+            const uint32_t lane = ptx::lane_not_hoisted();
+            const uint32_t warps = Layout::kCtas * blockDim.x / 32;
+            const uint32_t barrier = ptx::shared_address(&arrived[tile % 2]);
+            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, sizeof(uint32_t) * warps);
+            if (lane < Layout::kCtas)
+                ptx::st_async_to_cta(ptx::shared_address(&maxima[Layout::thread() / 32]), lane,
+                                     of_warp, barrier);
+            __syncwarp();
+            ptx::mbarrier_wait(barrier, tile / 2 % 2);  // for the maxima of all warps
+            return __uint_as_float(__reduce_max_sync(0xffffffff, lane < warps ? maxima[lane] : 0));
+        }
+    }
+};
+
 inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
     const int batches = params.cu_seqlens == nullptr ? max_of(params.batch, 1) : 1;
     return int64_t{batches} * row_tiles(params, block) * params.heads;
 }
 
-// As many CTAs as run at a time, with at most `sm_threads` threads on an SM and `cta_bytes` of
-// shared memory for each CTA.
-inline int64_t persistent_ctas(const QuantizeParams& params, int sm_threads, int cta_bytes) {
-    const int by_threads = max_of(sm_threads / quantize_threads(params), 1);
+// As many CTAs of `threads` threads as run at a time, with at most `sm_threads` threads on an SM
+// and `cta_bytes` of shared memory for each CTA.
+template <class Layout>
+int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads, int cta_bytes) {
+    const int by_threads = max_of(sm_threads / threads, 1);
     const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
-    return min_of(tiles_of_heads(params, kScaleRows),
-                  int64_t{multiprocessors()} * min_of(by_threads, by_shared));
+    const int ctas = multiprocessors() * min_of(by_threads, by_shared);
+    return Layout::kCtas *
+           min_of(tiles_of_heads(params, kScaleRows), int64_t{ctas / Layout::kCtas});
 }
 
 // Calls launch(element tag, constant hadamard_dim), the latter 0 without a rotation.
