@@ -101,7 +101,9 @@ class Staging:
             self._forget_free()
             place = self._place(size)
         if place is None:
-            self._capacity = -(-(self._capacity + size) // GRAIN) * GRAIN
+            # Every window costs all ranks a while: so memory is doubled as long as it is small.
+            more = size if self._capacity + size > LARGE else max(size, self._capacity)
+            self._capacity = -(-(self._capacity + more) // GRAIN) * GRAIN
             if self._capacity > LARGE and not any(r.closed is None for r in self._regions):
                 self._window = None  # before, not beside: there may not be memory for both
             self._regions = []  # those of the old window keep it as long as they are used

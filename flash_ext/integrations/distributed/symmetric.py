@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...ops.checks import refuse
-from ...ops.torch_private import symmetric_memory
+from ...ops.torch_private import SymmetricMemory, symmetric_memory
 from .engines import CopyEngines
 from .sharding import Sharding
 from .staging import GRAIN, Copy, Staging
@@ -52,6 +52,7 @@ class SymmetricWindow:
             RuntimeError: on every rank, if one of them does not have so much memory.
         """
         memory = symmetric_memory()
+        assert memory is not None, "`_try` looked"
         device = stream.device
         self._stream, self._before = stream, before
         try:
@@ -107,14 +108,13 @@ class _Before:
     stream: torch.cuda.Stream | None = None
 
 
-def _allocate(memory: Any, capacity: int, device: torch.device) -> Tensor:
+def _allocate(memory: SymmetricMemory, capacity: int, device: torch.device) -> Tensor:
     """Symmetric memory, if need be what torch's allocator holds without use."""
     try:
-        found = memory.empty(capacity, dtype=torch.uint8, device=device)
+        return memory.allocate(capacity, device)
     except RuntimeError:
         torch.cuda.empty_cache()
-        found = memory.empty(capacity, dtype=torch.uint8, device=device)
-    return found  # type: ignore[no-any-return]
+        return memory.allocate(capacity, device)
 
 
 def _host() -> str:
@@ -183,6 +183,12 @@ def _staging(group: ProcessGroup, device: torch.device) -> Staging | str:
 
 TRANSPORTS = ("auto", "collectives", "copy_engines")
 """The transports by name."""
+
+
+def capacity(group: ProcessGroup) -> int:
+    """Bytes that this rank holds for copies of the group's other ranks; 0 without them."""
+    found = _found.get(group)
+    return found.capacity if isinstance(found, Staging) else 0
 
 
 def require(name: str, groups: Sequence[ProcessGroup], device: torch.device) -> None:
