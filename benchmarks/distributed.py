@@ -64,7 +64,8 @@ METHOD = (
     "method with every transfer left out: what 'ms' has more of is communication that nothing "
     "hides. 'peak_bytes' is the most memory a rank's allocator held during forward and backward, "
     "inputs included, "
-    "'shared_bytes' what it holds beside that for copies of the others. 'model_ms' is the cost model's time with this machine's measured kernels."
+    "'shared_bytes' what it holds beside that for copies of the others. 'model_ms' is the cost "
+    "model's time with this machine's measured kernels."
 )
 
 
