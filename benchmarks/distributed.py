@@ -135,7 +135,7 @@ def arrived(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     key = tuple(shape), like.dtype
     if key not in _arrived:
         _arrived[key] = torch.empty(shape, dtype=like.dtype, device=like.device).normal_()
-    return _arrived[key]
+    return _arrived[key].data  # autograd need not know that it is written again
 
 
 class Silent(Collectives):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import statistics_dtype
-from . import local, rows
+from . import local
 from .cost import pieces_of
 from .local import Options
 from .plan import Call, as_batch
@@ -76,14 +76,15 @@ class Gather:
         for q_heads, _, k_all, v_all in self._keys(k, v, pieces):
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
             for call in calls:
-                out_part, lse_part = local.forward(call, q[:, :, q_heads], k_all, v_all, chosen)
                 if whole and len(pieces) == 1:
-                    out, lse = out_part, lse_part
+                    out, lse = local.forward(call, q, k_all, v_all, chosen)
                     continue
                 if out.dim() == 1:
                     out, lse = _nothing(q, v, fill=not whole)
-                rows.copy(out[:, slice(*call.q), q_heads], out_part)
-                lse[:, q_heads, slice(*call.q)] = lse_part
+                q_rows = slice(*call.q)
+                lse[:, q_heads, q_rows] = local.forward(
+                    call, q[:, :, q_heads], k_all, v_all, chosen, out[:, q_rows, q_heads]
+                )[1]
         if out.dim() == 1:  # no call
             out, lse = _nothing(q, v, fill=True)
         return q, k, v, out, lse
@@ -106,9 +107,17 @@ class Gather:
         travelling: Pending[None] | None = None
         for i, (q_heads, k_heads, k_all, v_all) in enumerate(self._keys(k, v, pieces)):
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
-            parts: list[tuple[tuple[int, int], Rows]] = []
-            for call in by_keys:
-                dq_part, dk_part, dv_part, dsink_part = local.backward(
+            into = dk[:, :, k_heads], dv[:, :, k_heads]
+            what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
+            whole: Rows = into
+            begin = None
+            if self.transport is not None:
+                whole, begin = self.transport.scatter(into, what)
+            for number, call in enumerate(by_keys):
+                k_rows = slice(*call.k)
+                dk_whole, dv_whole = (x[:, k_rows] for x in whole)
+                first = number == 0
+                _, dk_part, dv_part, dsink_part = local.backward(
                     call,
                     dout[:, :, q_heads],
                     None if dlse is None else dlse[:, q_heads],
@@ -118,23 +127,36 @@ class Gather:
                     out[:, :, q_heads],
                     lse[:, q_heads],
                     chosen,
+                    (dq[:, slice(*call.q), q_heads], *((dk_whole, dv_whole) if first else _OWN)),
                 )
-                rows.copy(dq[:, slice(*call.q), q_heads], dq_part)
+                if first:
+                    _zero_others(whole, k_rows)
+                else:
+                    dk_whole += dk_part
+                    dv_whole += dv_part
                 if dsink is not None and dsink_part is not None:
                     dsink[q_heads] += dsink_part
-                parts.append((call.k, (dk_part, dv_part)))
-            into = dk[:, :, k_heads], dv[:, :, k_heads]
-            if self.transport is None:
-                rows.total(parts, into)
+            if not by_keys:
+                _zero_others(whole, slice(0, 0))
+            if begin is None:
                 continue
-            what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
-            pending = self.transport.scatter(parts, k_all.shape[1], into, what)
+            pending = begin()
             if travelling is not None:  # the piece before, whose sum the kernels above have hidden
                 travelling.wait()
             travelling = pending
         if travelling is not None:
             travelling.wait()
         return dq, dk, dv, dsink
+
+
+_OWN = (None, None)
+
+
+def _zero_others(gradients: Rows, k_rows: slice) -> None:
+    """Zeros where no gradient is written."""
+    for x in gradients:
+        x[:, : k_rows.start].zero_()
+        x[:, k_rows.stop :].zero_()
 
 
 def _nothing(q: Tensor, v: Tensor, fill: bool) -> tuple[Tensor, Tensor]:
