@@ -110,8 +110,9 @@ class CopyEngines:
                         copies.append((out[a:b], block[at : at + b - a]))
                         at += b - a
             wait = begin_copies(copies)
-            for x, out in zip(pieces[i], whole[i], strict=True):
-                self._place_own(out, x.transpose(0, 1))
+            if i == 0:  # of all pieces: the first one's way, which no kernel hides, hides them
+                for x, out in zip(flat, (x for piece in whole for x in piece), strict=True):
+                    self._place_own(out, x.transpose(0, 1))
 
             def finish() -> Rows:
                 nonlocal left

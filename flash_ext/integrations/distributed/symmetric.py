@@ -137,13 +137,7 @@ def _works(window: SymmetricWindow) -> bool:
 
 def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
     """Staging memory, or why a group has none. All its ranks together."""
-    wrong = None
-    if device.type != "cuda":
-        wrong = f"copy engines are of GPUs, not of {device.type}"
-    elif symmetric_memory() is None:
-        wrong = "this torch has no symmetric memory"
-    elif dist.get_world_size(group) == 1:
-        wrong = "a group of one rank has nothing to copy"
+    wrong = "this torch has no symmetric memory" if symmetric_memory() is None else None
     found = _every(group, (wrong, _host()))
     wrong = next((reason for reason, _ in found if reason is not None), None)
     if wrong is None and len({host for _, host in found}) > 1:
@@ -173,7 +167,9 @@ def _open(
 
 def _staging(group: ProcessGroup, device: torch.device) -> Staging | str:
     """Staging memory of a group, or why it has none: found out once, by all its ranks together."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return f"copy engines are of GPUs, not of {device.type}"
+    if torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     found = _found.get(group)
     if found is None:
@@ -199,6 +195,8 @@ def require(name: str, groups: Sequence[ProcessGroup], device: torch.device) -> 
     """
     if name == "copy_engines":
         for group in groups:
+            if dist.get_world_size(group) == 1:
+                continue
             reason = _staging(group, device)
             if not isinstance(reason, Staging):
                 refuse("transport", "one that the group has", f"'copy_engines': {reason}")
@@ -206,7 +204,7 @@ def require(name: str, groups: Sequence[ProcessGroup], device: torch.device) -> 
 
 def has_engines(name: str, group: ProcessGroup, device: torch.device) -> bool:
     """Whether transfers in the group are copies between GPUs. All its ranks together."""
-    if name == "collectives" or device.type != "cuda" or dist.get_world_size(group) == 1:
+    if name == "collectives" or dist.get_world_size(group) == 1:
         return False
     return isinstance(_staging(group, device), Staging)
 
