@@ -108,6 +108,27 @@ def test_large_memory_is_used_again_at_once() -> None:
     assert [window.capacity for window in opened] == [700 << 20]
 
 
+def test_no_memory_is_an_error_that_passes() -> None:
+    """After a window that could not be made, smaller calls work, and nothing is given out twice."""
+    staging = Staging(lambda n: Alone(n) if n < 3 << 30 else wrong(n))
+    first = staging.take(1 << 20)
+    staging.meet(first.window)
+    with pytest.raises(RuntimeError, match="no memory"):
+        staging.take(4 << 30)
+    second = staging.take(1 << 20)
+    assert second.window is not first.window or second.first >= first.last
+    staging.close(first)
+    staging.close(second)
+    with pytest.raises(RuntimeError, match="no memory"):
+        staging.take(4 << 30)
+    third = staging.take(1 << 20)
+    assert third.last <= third.window.capacity == staging.capacity
+
+
+def wrong(capacity: int) -> Alone:
+    raise RuntimeError(f"no memory for {capacity} bytes")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_copies_are_exact(dtype: torch.dtype) -> None:
     """Of strided tensors, aligned and not; NaNs too keep their bits."""

@@ -59,7 +59,10 @@ class SymmetricWindow:
             self._mine = _allocate(memory, capacity, device)
             failed = None
         except RuntimeError as error:
-            failed = f"flash_ext: no {capacity} bytes for transfers between GPUs: {error}"
+            failed = (
+                f"flash_ext: no {capacity} bytes for copies between GPUs (transport='collectives'"
+                f" needs none): {error}"
+            )
         for reason in _every(group, failed):
             if reason is not None:
                 raise RuntimeError(reason)
