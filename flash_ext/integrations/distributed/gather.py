@@ -9,8 +9,6 @@ inputs' dtype and are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,41 @@ from .transport import Pending, Transport
 
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class _Keys:
+    """The whole sequence's K and V, piece by piece."""
+
+    def __init__(
+        self, transport: Transport | None, k: Tensor, v: Tensor, heads: list[tuple[slice, slice]]
+    ) -> None:
+        self._parts: list[Rows] = [(k[:, :, k_heads], v[:, :, k_heads]) for _, k_heads in heads]
+        self._transport, self._given, self._begun = transport, 0, 0
+        self._travelling: Pending[Rows] | None = None
+        if transport is not None:
+            self._begin = transport.gather(self._parts, "all-gather of K and V")
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._begun < len(self._parts):
+            self._travelling = self._begin(self._begun)
+            self._begun += 1
+
+    def wait(self) -> Rows:
+        """K and V of the next piece, (B, S, H, D)."""
+        self._given += 1
+        if self._transport is None:
+            return self._parts[self._given - 1]
+        pending = self._travelling
+        assert pending is not None
+        if self._transport.needs_sms:
+            self._begin_next()
+        return pending.wait()
+
+    def launched(self) -> None:
+        """The kernels of this piece have been enqueued."""
+        if self._transport is not None and not self._transport.needs_sms:
+            self._begin_next()
 
 
 class Gather:
@@ -41,30 +74,6 @@ class Gather:
         pieces = (heads,) if self.transport is None else pieces_of(heads, self.ratio, returns)
         return list(local.head_pieces(q.shape[2], pieces))
 
-    def _keys(
-        self, k: Tensor, v: Tensor, heads: list[tuple[slice, slice]]
-    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Pieces: heads of q and of k, and the whole sequence's K and V of these heads.
-
-        The next piece travels when, or as soon as, the kernels of a piece have been enqueued.
-        """
-        if self.transport is None:
-            for q_heads, k_heads in heads:
-                yield q_heads, k_heads, k[:, :, k_heads], v[:, :, k_heads]
-            return
-        parts = [(k[:, :, k_heads], v[:, :, k_heads]) for _, k_heads in heads]
-        begin = self.transport.gather(parts, "all-gather of K and V")
-        early = self.transport.needs_sms
-        following = begin(0)
-        for i, (q_heads, k_heads) in enumerate(heads):
-            pending, more = following, i + 1 < len(heads)
-            if more and early:
-                following = begin(i + 1)
-            k_all, v_all = pending.wait()
-            yield q_heads, k_heads, k_all, v_all
-            if more and not early:
-                following = begin(i + 1)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""
         pieces = self._heads(q, k, returns=False)
@@ -73,7 +82,9 @@ class Gather:
         whole = [call.q for call in calls] == [(0, count)]
         out = q.new_empty(0)
         lse = q.new_empty(0)
-        for q_heads, _, k_all, v_all in self._keys(k, v, pieces):
+        keys = _Keys(self.transport, k, v, pieces)
+        for q_heads, _ in pieces:
+            k_all, v_all = keys.wait()
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
             for call in calls:
                 if whole and len(pieces) == 1:
@@ -85,6 +96,7 @@ class Gather:
                 lse[:, q_heads, q_rows] = local.forward(
                     call, q[:, :, q_heads], k_all, v_all, chosen, out[:, q_rows, q_heads]
                 )[1]
+            keys.launched()
         if out.dim() == 1:  # no call
             out, lse = _nothing(q, v, fill=True)
         return q, k, v, out, lse
@@ -105,7 +117,9 @@ class Gather:
         # The longest first: its gradient is the sum's first value.
         by_keys = sorted(self.calls, key=lambda call: call.k[0] - call.k[1])
         travelling: Pending[None] | None = None
-        for i, (q_heads, k_heads, k_all, v_all) in enumerate(self._keys(k, v, pieces)):
+        keys = _Keys(self.transport, k, v, pieces)
+        for i, (q_heads, k_heads) in enumerate(pieces):
+            k_all, v_all = keys.wait()
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
             into = dk[:, :, k_heads], dv[:, :, k_heads]
             what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
@@ -138,6 +152,7 @@ class Gather:
                     dsink[q_heads] += dsink_part
             if not by_keys:
                 _zero_others(whole, slice(0, 0))
+            keys.launched()  # before the sum, whose transfer waits for the kernels
             if begin is None:
                 continue
             pending = begin()
