@@ -7,6 +7,8 @@ between ranks, memory that grows with every call, and copies of elements at the 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,17 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
-from flash_ext.integrations.distributed import rows
+from flash_ext.integrations.distributed import plan, rows
+from flash_ext.integrations.distributed.engines import CopyEngines
+from flash_ext.integrations.distributed.gather import Gather
+from flash_ext.integrations.distributed.sharding import sharding
 from flash_ext.integrations.distributed.staging import ALIGNMENT, GRAIN, Staging
 
 
 class Alone:
     """A window without anybody else, which counts."""
+
+    log = ""
 
     rank = 0
 
@@ -35,9 +42,16 @@ class Alone:
 
     def meet(self) -> None:
         self.met += 1
+        Alone.log += "meet "
 
-    def mark(self) -> None:
-        raise AssertionError
+    def mark(self) -> Callable[[Any], Callable[[], None]]:
+        marked = Alone.log.count("meet")
+
+        def begin(copies: Any) -> Callable[[], None]:
+            Alone.log += f"pull{marked} "
+            return lambda: None
+
+        return begin
 
 
 def test_no_region_is_written_while_it_may_be_read() -> None:
@@ -106,6 +120,50 @@ def test_large_memory_is_used_again_at_once() -> None:
         staging.meet(region.window)
         staging.close(region)
     assert [window.capacity for window in opened] == [700 << 20]
+
+
+def test_no_memory_is_an_error_that_passes() -> None:
+    """After a window that could not be made, smaller calls work, and nothing is given out twice."""
+    staging = Staging(lambda n: Alone(n) if n < 3 << 30 else wrong(n))
+    first = staging.take(1 << 20)
+    staging.meet(first.window)
+    with pytest.raises(RuntimeError, match="no memory"):
+        staging.take(4 << 30)
+    second = staging.take(1 << 20)
+    assert second.window is not first.window or second.first >= first.last
+    staging.close(first)
+    staging.close(second)
+    with pytest.raises(RuntimeError, match="no memory"):
+        staging.take(4 << 30)
+    third = staging.take(1 << 20)
+    assert third.last <= third.window.capacity == staging.capacity
+
+
+def wrong(capacity: int) -> Alone:
+    raise RuntimeError(f"no memory for {capacity} bytes")
+
+
+def test_pulls_are_in_the_order_of_need() -> None:
+    """They follow one another on one stream: the next keys go before sums, which wait for kernels;
+    and what is gathered waits for one barrier only, its own."""
+
+    def opened(capacity: int) -> Alone:
+        window = Alone(capacity)
+        window.buffers = [torch.zeros(capacity, dtype=torch.uint8)] * 2
+        return window
+
+    def method() -> Gather:
+        transport = CopyEngines(Staging(opened), shards, 0)
+        return Gather(transport, plan.gathered(shards, 0, plan.Mask(None, 0)), ratio=50.0)
+
+    shards = sharding(32, 2)
+    q, k, v = (torch.zeros(1, 16, 8, 8) for _ in range(3))
+    Alone.log = ""
+    saved = method().forward(q, k, v, {})
+    assert Alone.log == "meet pull1 pull1 "
+    Alone.log = ""
+    method().backward(saved, torch.zeros_like(q), None, {})
+    assert Alone.log == "meet pull1 pull1 meet pull2 pull1 meet pull3 meet pull4 "
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -4,6 +4,7 @@
 #include "api/attention.h"
 #include "api/boxing.h"
 #include "api/combine_partial.h"
+#include "api/into.h"
 #include "api/quantize.h"
 
 namespace flash_ext {
@@ -21,6 +22,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, std::optiona
     for (Tensor* x : {&std::get<3>(gradients), &std::get<4>(gradients)})
         if (!x->defined()) *x = torch::stable::new_empty(q, {0});
     return gradients;
+}
+
+Tensor fwd_into(Tensor out, Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) {
+    return attention_forward_into(out, q, k, v, OPTIONS);
+}
+
+Tensor bwd_into(Tensor dq, Tensor dk, Tensor dv, Tensor dout, std::optional<Tensor> dlse, Tensor q,
+                Tensor k, Tensor v, Tensor out, Tensor lse, OPTION_PARAMETERS) {
+    return attention_backward_into(dq, dk, dv, dout, dlse, q, k, v, out, lse, OPTIONS);
 }
 
 std::tuple<int64_t, int64_t, std::string> check(Tensor q, Tensor k, Tensor v, OPTION_PARAMETERS) {
@@ -53,6 +63,8 @@ extern "C" __attribute__((visibility("default"))) const char* flash_ext_targets(
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
     m.impl("fwd", TORCH_BOX(&flash_ext::fwd));
     m.impl("bwd", TORCH_BOX(&flash_ext::bwd));
+    m.impl("fwd_into", TORCH_BOX(&flash_ext::fwd_into));
+    m.impl("bwd_into", TORCH_BOX(&flash_ext::bwd_into));
     m.impl("check", TORCH_BOX(&flash_ext::check));
     m.impl("fp8_quantize", TORCH_BOX(&flash_ext::fp8_quantize));
     m.impl("fp8_token_mean", TORCH_BOX(&flash_ext::fp8_token_mean));

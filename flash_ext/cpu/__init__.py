@@ -3,7 +3,8 @@
 They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` that of
 FP8 inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say what is visible
 and what FP8 numbers stand for, as in standard attention, and `checks` refuses wrong arguments.
-`quantize` is quantization to FP8, `combine_partial` adds attention over other keys.
+`quantize` is quantization to FP8, `combine_partial` adds attention over other keys, `into` writes
+into given tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..ops.options import FP8, VARIANTS, BackwardTensors, Options
 from ..ops.schemas import library
 from . import combine_partial as combine_partial
+from . import into as into
 from . import quantize as quantize
 from . import tiled
 from .checks import check_backward, check_forward

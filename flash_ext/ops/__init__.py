@@ -23,6 +23,7 @@ options are those of `flash_ext.ops.options.Options`.
     call           `forward`, by which functions in Python call `fwd`
     vmap, flops    what else PyTorch asks of an op, but for `flash_ext.integrations.dtensor`
     quantize       the ops of quantization to FP8, from schema to fake kernel
+    into           `fwd` and `bwd` that write into given tensors, from schema to fake kernel
     combine_partial  the op that adds attention over other keys, from schema to fake kernel
     binary         the CUDA kernels, which come from `_C.abi3.so`, if it was built
     checks         of arguments in Python
@@ -34,6 +35,7 @@ The CPU kernels are those of `flash_ext.cpu`.
 from . import combine_partial as combine_partial
 from . import fake as fake
 from . import flops, vmap
+from . import into as into
 from . import quantize as quantize
 from .autograd import meet
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets

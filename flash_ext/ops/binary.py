@@ -144,5 +144,14 @@ def _cuda_unavailable(*tensors: Any, **options: Any) -> NoReturn:
 
 
 if cuda_missing is not None:
-    for _name in ("fwd", "bwd", "check", "fp8_quantize", "fp8_token_mean", "combine_partial"):
+    for _name in (
+        "fwd",
+        "bwd",
+        "check",
+        "fp8_quantize",
+        "fp8_token_mean",
+        "combine_partial",
+        "fwd_into",
+        "bwd_into",
+    ):
         library.impl(_name, _cuda_unavailable, "CUDA")

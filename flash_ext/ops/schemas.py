@@ -12,9 +12,10 @@ from .options import schema_options
 library = Library("flash_ext", "DEF")
 
 
-def _define(
+def define(
     signature: str, returns: str, tags: tuple[torch.Tag, ...] = (), more_options: str = ""
 ) -> Any:
+    """Define an op that takes the options, and return its default overload."""
     name = signature.partition("(")[0]
     library.define(f"{signature}, {schema_options()}{more_options}) -> {returns}", tags=tags)
     return getattr(torch.ops.flash_ext, name).default
@@ -22,15 +23,15 @@ def _define(
 
 _TRACEABLE = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-fwd = _define("fwd(Tensor q, Tensor k, Tensor v", "(Tensor out, Tensor lse)", _TRACEABLE)
-bwd = _define(
+fwd = define("fwd(Tensor q, Tensor k, Tensor v", "(Tensor out, Tensor lse)", _TRACEABLE)
+bwd = define(
     "bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse",
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     _TRACEABLE,
     ", bool need_dbias=True",
 )
 # Asks the device what it can do, so it has no fake kernel: it is never part of a graph.
-check = _define("check(Tensor q, Tensor k, Tensor v", "(int variant, int backward, str why)")
+check = define("check(Tensor q, Tensor k, Tensor v", "(int variant, int backward, str why)")
 
 # What integrations/sdpa.py switches on and off.
 library.define("sdpa_override_CUDA(bool on, bool with_out) -> ()")

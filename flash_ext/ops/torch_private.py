@@ -14,7 +14,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -223,10 +223,24 @@ def register_vmap_kernel(library: Library, op: Any, rule: Callable[..., Any]) ->
 # --- Memory that the GPUs of a host share ---
 
 
-def symmetric_memory() -> Any:
-    """torch's module of symmetric memory, or None: `empty`, `rendezvous`, and what that returns."""
+class SymmetricMemory(NamedTuple):
+    """Functions of torch's symmetric memory."""
+
+    allocate: Callable[[int, torch.device], Tensor]
+    """So many bytes, uint8, that peers can map. Not from a pool, which would keep what is freed."""
+
+    rendezvous: Callable[[Tensor, Any], Any]
+    """With a process group, all ranks together: a handle with `get_buffer` and `barrier`."""
+
+
+def symmetric_memory() -> SymmetricMemory | None:
+    """The functions, or None where torch lacks them. Looked up late: the import takes a while."""
     try:
         module = importlib.import_module("torch.distributed._symmetric_memory")
-    except ImportError:
+        empty = module._SymmetricMemory.empty_strided_p2p
+        rendezvous = module.rendezvous
+    except (ImportError, AttributeError):
         return None
-    return module if hasattr(module, "empty") and hasattr(module, "rendezvous") else None
+    return SymmetricMemory(
+        lambda size, device: empty((size,), (1,), torch.uint8, device), rendezvous
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -110,8 +110,9 @@ class CopyEngines:
                         copies.append((out[a:b], block[at : at + b - a]))
                         at += b - a
             wait = begin_copies(copies)
-            for x, out in zip(pieces[i], whole[i], strict=True):
-                self._place_own(out, x.transpose(0, 1))
+            if i == 0:  # of all pieces: the first one's way, which no kernel hides, hides them
+                for x, out in zip(flat, (x for piece in whole for x in piece), strict=True):
+                    self._place_own(out, x.transpose(0, 1))
 
             def finish() -> Rows:
                 nonlocal left
@@ -171,24 +172,27 @@ class CopyEngines:
 
         return begin
 
-    def scatter(self, parts: Parts, seqlen: int, into: Rows, what: str) -> Pending[None]:
-        """As `Transport` says."""
-        parcel = _Parcel(self.staging, [_rows_first(x, seqlen) for x in into])
+    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
+        """As `Transport` says: what this rank adds is written where the others read it."""
+        parcel = _Parcel(self.staging, [_rows_first(x, self.shards.rows) for x in into])
         mine = parcel.mine
-        rows.total(parts, tuple(x.transpose(0, 1) for x in mine))
-        parcel.meet()
-        count = self.shards.lengths[self.rank]
-        received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in into]
-        copies = self._own_rows(parcel, received)
-        parcel.region.kept.append(received)
-        wait = parcel.window.mark()(copies)
 
-        def finish() -> None:
-            for x, block, out in zip(received, mine, into, strict=True):
-                self._add_up(x, block, out.transpose(0, 1))
-            parcel.close()
+        def begin() -> Pending[None]:
+            parcel.meet()
+            count = self.shards.lengths[self.rank]
+            received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in into]
+            copies = self._own_rows(parcel, received)
+            parcel.region.kept.append(received)
+            wait = parcel.window.mark()(copies)
 
-        return Pending(what, [wait], finish)
+            def finish() -> None:
+                for x, block, out in zip(received, mine, into, strict=True):
+                    self._add_up(x, block, out.transpose(0, 1))
+                parcel.close()
+
+            return Pending(what, [wait], finish)
+
+        return tuple(x.transpose(0, 1) for x in mine), begin
 
     def _add_up(self, received: Tensor, mine: Tensor, out: Tensor) -> None:
         """out (rows, …) from the others' parts (n, rows, …) and this rank's (S, …)."""

@@ -9,13 +9,11 @@ inputs' dtype and are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from ...ops.checks import statistics_dtype
-from . import local, rows
+from . import local
 from .cost import pieces_of
 from .local import Options
 from .plan import Call, as_batch
@@ -24,6 +22,41 @@ from .transport import Pending, Transport
 
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class _Keys:
+    """The whole sequence's K and V, piece by piece."""
+
+    def __init__(
+        self, transport: Transport | None, k: Tensor, v: Tensor, heads: list[tuple[slice, slice]]
+    ) -> None:
+        self._parts: list[Rows] = [(k[:, :, k_heads], v[:, :, k_heads]) for _, k_heads in heads]
+        self._transport, self._given, self._begun = transport, 0, 0
+        self._travelling: Pending[Rows] | None = None
+        if transport is not None:
+            self._begin = transport.gather(self._parts, "all-gather of K and V")
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._begun < len(self._parts):
+            self._travelling = self._begin(self._begun)
+            self._begun += 1
+
+    def wait(self) -> Rows:
+        """K and V of the next piece, (B, S, H, D)."""
+        self._given += 1
+        if self._transport is None:
+            return self._parts[self._given - 1]
+        pending = self._travelling
+        assert pending is not None
+        if self._transport.needs_sms:
+            self._begin_next()
+        return pending.wait()
+
+    def launched(self) -> None:
+        """The kernels of this piece have been enqueued."""
+        if self._transport is not None and not self._transport.needs_sms:
+            self._begin_next()
 
 
 class Gather:
@@ -41,30 +74,6 @@ class Gather:
         pieces = (heads,) if self.transport is None else pieces_of(heads, self.ratio, returns)
         return list(local.head_pieces(q.shape[2], pieces))
 
-    def _keys(
-        self, k: Tensor, v: Tensor, heads: list[tuple[slice, slice]]
-    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Pieces: heads of q and of k, and the whole sequence's K and V of these heads.
-
-        The next piece travels when, or as soon as, the kernels of a piece have been enqueued.
-        """
-        if self.transport is None:
-            for q_heads, k_heads in heads:
-                yield q_heads, k_heads, k[:, :, k_heads], v[:, :, k_heads]
-            return
-        parts = [(k[:, :, k_heads], v[:, :, k_heads]) for _, k_heads in heads]
-        begin = self.transport.gather(parts, "all-gather of K and V")
-        early = self.transport.needs_sms
-        following = begin(0)
-        for i, (q_heads, k_heads) in enumerate(heads):
-            pending, more = following, i + 1 < len(heads)
-            if more and early:
-                following = begin(i + 1)
-            k_all, v_all = pending.wait()
-            yield q_heads, k_heads, k_all, v_all
-            if more and not early:
-                following = begin(i + 1)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""
         pieces = self._heads(q, k, returns=False)
@@ -73,17 +82,21 @@ class Gather:
         whole = [call.q for call in calls] == [(0, count)]
         out = q.new_empty(0)
         lse = q.new_empty(0)
-        for q_heads, _, k_all, v_all in self._keys(k, v, pieces):
+        keys = _Keys(self.transport, k, v, pieces)
+        for q_heads, _ in pieces:
+            k_all, v_all = keys.wait()
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
             for call in calls:
-                out_part, lse_part = local.forward(call, q[:, :, q_heads], k_all, v_all, chosen)
                 if whole and len(pieces) == 1:
-                    out, lse = out_part, lse_part
+                    out, lse = local.forward(call, q, k_all, v_all, chosen)
                     continue
                 if out.dim() == 1:
                     out, lse = _nothing(q, v, fill=not whole)
-                rows.copy(out[:, slice(*call.q), q_heads], out_part)
-                lse[:, q_heads, slice(*call.q)] = lse_part
+                q_rows = slice(*call.q)
+                lse[:, q_heads, q_rows] = local.forward(
+                    call, q[:, :, q_heads], k_all, v_all, chosen, out[:, q_rows, q_heads]
+                )[1]
+            keys.launched()
         if out.dim() == 1:  # no call
             out, lse = _nothing(q, v, fill=True)
         return q, k, v, out, lse
@@ -104,11 +117,21 @@ class Gather:
         # The longest first: its gradient is the sum's first value.
         by_keys = sorted(self.calls, key=lambda call: call.k[0] - call.k[1])
         travelling: Pending[None] | None = None
-        for i, (q_heads, k_heads, k_all, v_all) in enumerate(self._keys(k, v, pieces)):
+        keys = _Keys(self.transport, k, v, pieces)
+        for i, (q_heads, k_heads) in enumerate(pieces):
+            k_all, v_all = keys.wait()
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
-            parts: list[tuple[tuple[int, int], Rows]] = []
-            for call in by_keys:
-                dq_part, dk_part, dv_part, dsink_part = local.backward(
+            into = dk[:, :, k_heads], dv[:, :, k_heads]
+            what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
+            whole: Rows = into
+            begin = None
+            if self.transport is not None:
+                whole, begin = self.transport.scatter(into, what)
+            for number, call in enumerate(by_keys):
+                k_rows = slice(*call.k)
+                dk_whole, dv_whole = (x[:, k_rows] for x in whole)
+                first = number == 0
+                _, dk_part, dv_part, dsink_part = local.backward(
                     call,
                     dout[:, :, q_heads],
                     None if dlse is None else dlse[:, q_heads],
@@ -118,23 +141,37 @@ class Gather:
                     out[:, :, q_heads],
                     lse[:, q_heads],
                     chosen,
+                    (dq[:, slice(*call.q), q_heads], *((dk_whole, dv_whole) if first else _OWN)),
                 )
-                rows.copy(dq[:, slice(*call.q), q_heads], dq_part)
+                if first:
+                    _zero_others(whole, k_rows)
+                else:
+                    dk_whole += dk_part
+                    dv_whole += dv_part
                 if dsink is not None and dsink_part is not None:
                     dsink[q_heads] += dsink_part
-                parts.append((call.k, (dk_part, dv_part)))
-            into = dk[:, :, k_heads], dv[:, :, k_heads]
-            if self.transport is None:
-                rows.total(parts, into)
+            if not by_keys:
+                _zero_others(whole, slice(0, 0))
+            keys.launched()  # before the sum, whose transfer waits for the kernels
+            if begin is None:
                 continue
-            what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
-            pending = self.transport.scatter(parts, k_all.shape[1], into, what)
+            pending = begin()
             if travelling is not None:  # the piece before, whose sum the kernels above have hidden
                 travelling.wait()
             travelling = pending
         if travelling is not None:
             travelling.wait()
         return dq, dk, dv, dsink
+
+
+_OWN = (None, None)
+
+
+def _zero_others(gradients: Rows, k_rows: slice) -> None:
+    """Zeros where no gradient is written."""
+    for x in gradients:
+        x[:, : k_rows.start].zero_()
+        x[:, k_rows.stop :].zero_()
 
 
 def _nothing(q: Tensor, v: Tensor, fill: bool) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...ops.into import bwd_into, fits, fwd_into
 from .plan import Call
 
 Options = dict[str, Any]
@@ -60,7 +61,9 @@ def _options_of(call: Call, options: Options, device: torch.device) -> Options:
     return chosen
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The call's own attention.
 
     Args:
@@ -68,6 +71,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
         q: all rows of the queries (B, rows, Hq, D).
         k, v: all rows of the keys at hand (B, rows_k, Hk, D) and (B, rows_k, Hk, Dv).
         options: of the ops.
+        into: (B, m, Hq, Dv), where out is written; without it, a tensor of its own.
 
     Returns:
         out (B, m, Hq, Dv) and lse (B, Hq, m) of the call's m queries, as if there were no other
@@ -77,24 +81,41 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     k, v = (x[:, slice(*call.k)] for x in (k, v))
     options = _options_of(call, options, q.device)
     if call.batch_step is not None:
-        return _forward_of_two(call, q, k, v, options)
+        halves = None if into is None else _halves(into)
+        out, lse = _forward(*_batch_of_two(call, q, k, v, options), options, halves)
+        return out.flatten(0, 1)[None], lse.transpose(0, 1).flatten(1)[None]
     if call.cu_seqlens_q is None:
-        return ops.forward(q, k, v, **options)  # type: ignore[no-any-return]
-    out, lse = ops.forward(*(x.squeeze(0) for x in (q, k, v)), **options)
+        return _forward(q, k, v, options, into)
+    packed = None if into is None else into.squeeze(0)
+    out, lse = _forward(q.squeeze(0), k.squeeze(0), v.squeeze(0), options, packed)
     return out[None], lse[None]
 
 
-def _forward_of_two(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Two halves of the queries (1, m, Hq, D) as a batch, whose keys are views of the same ones."""
+    if into is None:
+        return ops.forward(q, k, v, **options)  # type: ignore[no-any-return]
+    if fits(into):
+        return into, fwd_into(into, q, k, v, **options)
+    out, lse = ops.forward(q, k, v, **options)
+    return into.copy_(out), lse
+
+
+def _halves(x: Tensor) -> Tensor:
+    """(1, 2 m, …) as (2, m, …)."""
+    return x.view(2, -1, *x.shape[2:])
+
+
+def _batch_of_two(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two halves of the queries (1, 2 m, Hq, D) as a batch, whose keys are views of the same."""
     assert call.seqused_k is not None and call.batch_step is not None
-    halves = q[0].unflatten(0, (2, -1))
     if options.get("alibi_slopes", q).dim() == 2:
         options["alibi_slopes"] = options["alibi_slopes"].expand(2, -1)
     keys, values = (_overlapping(x[0], call.seqused_k[1], call.batch_step) for x in (k, v))
-    out, lse = ops.forward(halves, keys, values, **options)
-    return out.flatten(0, 1)[None], lse.transpose(0, 1).flatten(1)[None]
+    return _halves(q), keys, values
 
 
 def _overlapping(x: Tensor, rows: int, step: int) -> Tensor:
@@ -114,6 +135,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     options: Options,
+    into: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients that pass through the call.
 
@@ -123,6 +145,7 @@ def backward(
             so P = exp(S - lse) is the call's part of the whole softmax.
         k, v: all rows of the keys at hand.
         options: of the ops.
+        into: where dq, dk and dv are written; None is a tensor of its own.
 
     Returns:
         dq (B, m, Hq, D), and dk and dv of the call's keys, in the inputs' dtype; and dsink, where
@@ -134,12 +157,22 @@ def backward(
         dlse = dlse[..., slice(*call.q)].contiguous()
     k, v = (x[:, slice(*call.k)] for x in (k, v))
     options = _options_of(call, options, q.device)
-    tensors = (dout, dlse, q, k, v, out, lse)
+    gradients = tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if given is None else given
+        for given, x in zip(into, (q, k, v), strict=True)
+    )
+    tensors: tuple[Any, ...] = (dout, dlse, q, k, v, out, lse)
+    written = gradients
     if call.cu_seqlens_q is not None:
-        tensors = tuple(None if x is None else x.squeeze(0) for x in tensors)  # type: ignore[assignment]
-    dq, dk, dv, _, dsink = ops.bwd(*tensors, **options)
-    if call.cu_seqlens_q is not None:
-        dq, dk, dv = dq[None], dk[None], dv[None]
+        tensors = tuple(None if x is None else x.squeeze(0) for x in tensors)
+        written = tuple(x.squeeze(0) for x in gradients)
+    if fits(*written):
+        dsink = bwd_into(*written, *tensors, **options)
+    else:
+        *found, _, dsink = ops.bwd(*tensors, **options)
+        for x, gradient in zip(written, found, strict=True):
+            x.copy_(gradient)
+    dq, dk, dv = gradients
     return dq, dk, dv, dsink if "sink" in options else None
 
 

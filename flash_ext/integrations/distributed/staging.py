@@ -101,16 +101,25 @@ class Staging:
             self._forget_free()
             place = self._place(size)
         if place is None:
-            self._capacity = -(-(self._capacity + size) // GRAIN) * GRAIN
-            if self._capacity > LARGE and not any(r.closed is None for r in self._regions):
-                self._window = None  # before, not beside: there may not be memory for both
-            self._regions = []  # those of the old window keep it as long as they are used
-            self._window = self._open(self._capacity)
+            self._grow(size)
             place = 0
         assert self._window is not None
         region = Region(self._window, place, place + size)
         self._regions = sorted([*self._regions, region], key=lambda region: region.first)
         return region
+
+    def _grow(self, size: int) -> None:
+        """A new window, empty, with so many bytes more. Open regions keep the old one.
+
+        Every window costs all ranks a while: so memory is doubled as long as it is small.
+        """
+        more = size if self._capacity + size > LARGE else max(size, self._capacity)
+        capacity = -(-(self._capacity + more) // GRAIN) * GRAIN
+        if capacity > LARGE and all(region.closed is not None for region in self._regions):
+            self._window, self._capacity = None, 0  # there may not be memory for both
+            self._regions = []
+        self._window = self._open(capacity)
+        self._capacity, self._regions = capacity, []
 
     def meet(self, window: Window) -> None:
         """Enqueue a barrier."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...ops.checks import refuse
-from ...ops.torch_private import symmetric_memory
+from ...ops.torch_private import SymmetricMemory, symmetric_memory
 from .engines import CopyEngines
 from .sharding import Sharding
 from .staging import GRAIN, Copy, Staging
@@ -52,13 +52,17 @@ class SymmetricWindow:
             RuntimeError: on every rank, if one of them does not have so much memory.
         """
         memory = symmetric_memory()
+        assert memory is not None, "`_try` looked"
         device = stream.device
         self._stream, self._before = stream, before
         try:
             self._mine = _allocate(memory, capacity, device)
             failed = None
         except RuntimeError as error:
-            failed = f"flash_ext: no {capacity} bytes for transfers between GPUs: {error}"
+            failed = (
+                f"flash_ext: no {capacity} bytes for copies between GPUs (transport='collectives'"
+                f" needs none): {error}"
+            )
         for reason in _every(group, failed):
             if reason is not None:
                 raise RuntimeError(reason)
@@ -107,14 +111,13 @@ class _Before:
     stream: torch.cuda.Stream | None = None
 
 
-def _allocate(memory: Any, capacity: int, device: torch.device) -> Tensor:
+def _allocate(memory: SymmetricMemory, capacity: int, device: torch.device) -> Tensor:
     """Symmetric memory, if need be what torch's allocator holds without use."""
     try:
-        found = memory.empty(capacity, dtype=torch.uint8, device=device)
+        return memory.allocate(capacity, device)
     except RuntimeError:
         torch.cuda.empty_cache()
-        found = memory.empty(capacity, dtype=torch.uint8, device=device)
-    return found  # type: ignore[no-any-return]
+        return memory.allocate(capacity, device)
 
 
 def _host() -> str:
@@ -137,13 +140,7 @@ def _works(window: SymmetricWindow) -> bool:
 
 def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
     """Staging memory, or why a group has none. All its ranks together."""
-    wrong = None
-    if device.type != "cuda":
-        wrong = f"copy engines are of GPUs, not of {device.type}"
-    elif symmetric_memory() is None:
-        wrong = "this torch has no symmetric memory"
-    elif dist.get_world_size(group) == 1:
-        wrong = "a group of one rank has nothing to copy"
+    wrong = "this torch has no symmetric memory" if symmetric_memory() is None else None
     found = _every(group, (wrong, _host()))
     wrong = next((reason for reason, _ in found if reason is not None), None)
     if wrong is None and len({host for _, host in found}) > 1:
@@ -173,7 +170,9 @@ def _open(
 
 def _staging(group: ProcessGroup, device: torch.device) -> Staging | str:
     """Staging memory of a group, or why it has none: found out once, by all its ranks together."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return f"copy engines are of GPUs, not of {device.type}"
+    if torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     found = _found.get(group)
     if found is None:
@@ -185,6 +184,12 @@ TRANSPORTS = ("auto", "collectives", "copy_engines")
 """The transports by name."""
 
 
+def capacity(group: ProcessGroup) -> int:
+    """Bytes that this rank holds for copies of the group's other ranks; 0 without them."""
+    found = _found.get(group)
+    return found.capacity if isinstance(found, Staging) else 0
+
+
 def require(name: str, groups: Sequence[ProcessGroup], device: torch.device) -> None:
     """Return if all groups have the transport of this name. All their ranks together.
 
@@ -193,6 +198,8 @@ def require(name: str, groups: Sequence[ProcessGroup], device: torch.device) -> 
     """
     if name == "copy_engines":
         for group in groups:
+            if dist.get_world_size(group) == 1:
+                continue
             reason = _staging(group, device)
             if not isinstance(reason, Staging):
                 refuse("transport", "one that the group has", f"'copy_engines': {reason}")
@@ -200,7 +207,7 @@ def require(name: str, groups: Sequence[ProcessGroup], device: torch.device) -> 
 
 def has_engines(name: str, group: ProcessGroup, device: torch.device) -> bool:
     """Whether transfers in the group are copies between GPUs. All its ranks together."""
-    if name == "collectives" or device.type != "cuda" or dist.get_world_size(group) == 1:
+    if name == "collectives" or dist.get_world_size(group) == 1:
         return False
     return isinstance(_staging(group, device), Staging)
 

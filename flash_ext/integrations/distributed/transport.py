@@ -74,14 +74,16 @@ class Transport(Protocol):
         """The rows (B, m, H, D) of rank - t, for t = 1 to steps - 1; m is at least that rank's
         number of rows. Each is begun after the one before has been waited for."""
 
-    def scatter(self, parts: Parts, seqlen: int, into: Rows, what: str) -> Pending[None]:
+    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
         """This rank's rows of the sum over ranks.
 
         Args:
-            parts: what this rank adds to the whole sequence. They travel in their own dtype.
-            seqlen: S, of the whole sequence.
             into: (B, rows, H, D); holds the sums, which are formed in float32, after `wait`.
             what: names the transfer.
+
+        Returns:
+            Tensors (B, S, H, D) of the whole sequence, to be written: what this rank adds. They
+            travel in their own dtype. And the function that begins the transfer then.
         """
 
     def shift(self, parts: Parts, like: Rows, by: int, what: str) -> Pending[Rows]:
@@ -170,19 +172,20 @@ class Collectives:
         wait = self._begin(what, dist.all_to_all_single, received.flatten(0, 1), x.flatten(0, 1))
         return Pending(what, [wait], lambda: finish(received))
 
-    def scatter(self, parts: Parts, seqlen: int, into: Rows, what: str) -> Pending[None]:
+    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
         """As `Transport` says."""
         dims = [x.shape[-1] for x in into]
         batch, _, heads, _ = into[0].shape
-        whole = into[0].new_empty((seqlen, batch, heads, sum(dims)))
-        rows.total(parts, rows.apart(whole, dims))
+        whole = into[0].new_empty((self.shards.rows, batch, heads, sum(dims)))
 
         def finish(received: Tensor) -> None:
             of_ranks = received[:, : self._rows].split(dims, -1)
             for x, out in zip(of_ranks, into, strict=True):
                 rows.add_up(x, out.transpose(0, 1))
 
-        return self._exchange(what, self.shards.split(whole), finish)
+        return rows.apart(whole, dims), lambda: self._exchange(
+            what, self.shards.split(whole), finish
+        )
 
     def to_heads(self, tensors: Rows, what: str) -> Pending[Rows]:
         """As `Transport` says."""
