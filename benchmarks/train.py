@@ -84,8 +84,8 @@ class Size:
 MODELS = {
     "small": Size(12, 12, 768, (1024, 8192)),
     "medium": Size(24, 16, 1024, (1024,)),
-    # At the others' rate a model so wide diverges, and the losses of equal kernels with it: those of
-    # SDPA from those of SDPA cuDNN, which it chooses.
+    # At the others' rate a model so wide diverges, and so do the losses of equal kernels, such as
+    # SDPA's and those of SDPA cuDNN, which it chooses.
     "llama": Size(4, 32, 4096, (4096, 16384), kv_heads=8, rate=5e-5),
     "bert-large": Size(24, 16, 1024, (512,), causal=False),
     "long-range": Size(4, 4, 256, (1024, 2048, 4096), causal=False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import socket
 import tempfile
@@ -317,6 +318,7 @@ def _process(
     rank: int, ranks: int, device: str, port: int, errors: Any, checks: tuple[Callable[..., None]]
 ) -> None:
     warnings.simplefilter("ignore")
+    os.environ.pop("CUDA_MPS_PIPE_DIRECTORY", None)  # ranks share memory, not a context
     torch.set_num_threads(1)
     try:
         if device == "cuda":

@@ -97,10 +97,10 @@ def test_wrong_tensors_are_refused(device: str) -> None:
         (out.mT.contiguous().mT, "out must be"),
         (out.new_empty((*out.shape[:-1], 65))[..., 1:], "begin at multiples of 16 bytes"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, RuntimeError), match=message):
             ops.fwd_into(wrong, x.q, x.k, x.v)
     tensors = (x.dout, None, x.q, x.k, x.v, out, lse)
-    with pytest.raises(ValueError, match="dk must be of shape"):
+    with pytest.raises((ValueError, RuntimeError), match="dk must be of shape"):
         ops.bwd_into(x.q.clone(), x.q.clone(), x.v.clone(), *tensors)
 
 

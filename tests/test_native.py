@@ -137,7 +137,9 @@ def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
         assert 1 <= longest_first <= heads * batch
         fills_the_gpu = (longest_first - 1) * 8 < 256 * ctas
         assert longest_first * size <= 32 << 20 or fills_the_gpu
-        assert longest_first * 8 >= 256 * ctas or longest_first == heads * batch
+        equal = -(-heads * batch // longest_first)
+        assert -(-heads * batch // equal) == longest_first, "groups of equal size"
+        assert longest_first * 8 >= 128 * ctas or longest_first == heads * batch
         assert native.make_schedule(8, heads, batch, False, size, ctas).l2_group_heads == 1
 
 

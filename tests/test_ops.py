@@ -638,6 +638,9 @@ GRAPH_PROBLEMS = (
     Problem(1, 257, 300, 4, 1, 256, layout="odd_offset", dropout_p=0.17),
     Problem(2, 200, 200, 4, 2, 40, causal=True),
     Problem(2, 700, 900, 16, 4, 128, causal=True),  # more tiles than CTAs
+    Problem(2, 3, 2000, 8, 2, 128),  # splits of packed heads, which the last one combines
+    Problem(1, 100, 4000, 2, 2, 64, causal=True),  # the same with rows of all warps
+    Problem(40, 3, 4000, 32, 8, 64),  # packed heads, more tiles than CTAs
     Problem(2, 200, 150, 4, 2, 64, causal=True, seqused_k=(150, 70), **EVERYTHING_ON_HOPPER),
     Problem(2, 200, 150, 4, 2, 64, causal=True, seqused_k=(150, 70), **EVERYTHING),
     PACKED,

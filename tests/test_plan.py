@@ -184,7 +184,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
             dict(
                 seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1, window_left=4095, window_right=0
             ),
-            8,
+            31,
             3,
         ),
         (dict(seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_k=8), 1, 0),

@@ -14,15 +14,9 @@ bool is_hopper() {
 #endif
 }
 
-// D 256 with a rotation, on sm_90: 16-byte vectors of a thread (8 or 16), CTAs of a tile (1 or 2).
-#ifndef FLASH_EXT_QUANTIZE_VECTORS
-#define FLASH_EXT_QUANTIZE_VECTORS 16
-#endif
-#ifndef FLASH_EXT_QUANTIZE_CTAS
-#define FLASH_EXT_QUANTIZE_CTAS 2
-#endif
+// D 256 with a rotation, on sm_90: a thread has 16 vectors, and two CTAs share a tile.
 template <class Element>
-using LargestRows = RotatedRows<Element, 256, FLASH_EXT_QUANTIZE_VECTORS, FLASH_EXT_QUANTIZE_CTAS>;
+using LargestRows = RotatedRows<Element, 256, 16, 2>;
 
 template <class T>
 struct TypeTag {

@@ -8,7 +8,7 @@
 namespace flash_ext {
 
 // Rows of x that a CTA reduces column by column.
-inline constexpr int kColumnRows = 256;
+inline constexpr int kColumnRows = 512;
 
 // x_fp8 and descale. Block scales take one pass over memory, others a first one for the maxima.
 cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream);

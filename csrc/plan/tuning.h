@@ -413,6 +413,10 @@ inline constexpr int kMinFa3BackwardBlock = 64;
 
 // --- All variants ---
 
+// The fewest keys of a split of a tile with few rows. fa2's are combined by another kernel.
+inline constexpr int kFa2SplitKeys = 512;
+inline constexpr int kFa3SplitKeys = 128;
+
 // The splits of the rows of a head in sink_gradient.cuh.
 inline constexpr int kSinkSplits = 32;
 

@@ -36,15 +36,15 @@ bool has_splits(const ForwardParams& params) {
 }
 
 // Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. Returns the number of
-// tiles.
-int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once) {
+// tiles. `few_keys` as for num_splits().
+int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_keys) {
     ForwardParams& params = plan.params;
     const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_pack_gqa);
     const int64_t tiles = tile_count(params, q_tiles);
     params.few_tiles = tiles <= at_once;
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits =
-        num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once);
+        num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once, few_keys);
     if (has_splits(params)) {
         const int64_t rows = params.num_splits * statistics_rows(params);
         plan.workspace.reserve(params.o_partial, rows * head_dims(params).v);
@@ -139,7 +139,8 @@ void plan_fa2_forward(ForwardPlan& plan, const Device& device) {
         dims, [](auto dim, auto dim_v) { return fa2_forward_shared_bytes<dim, dim_v>(); });
     const int fitting = (device.shared_bytes + kReserved) / (needed + kReserved);
     const int tuned = tuning::fa2_forward(dims, features_of(plan.params)).ctas_per_sm;
-    plan_splits(plan, /*may_pack_gqa=*/false, device.multiprocessors * std::min(tuned, fitting));
+    plan_splits(plan, /*may_pack_gqa=*/false, device.multiprocessors * std::min(tuned, fitting),
+                tuning::kFa2SplitKeys);
 }
 
 cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -200,7 +201,8 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     ForwardParams& params = plan.params;
     // ALiBi differs between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
-    const int64_t tiles = plan_splits(plan, may_pack_gqa, device.multiprocessors);
+    const int64_t tiles =
+        plan_splits(plan, may_pack_gqa, device.multiprocessors, tuning::kFa3SplitKeys);
     if (tiles > device.multiprocessors) {
         plan.workspace.reserve(params.counters, 1);
     } else if (has_splits(params)) {

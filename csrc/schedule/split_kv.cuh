@@ -23,8 +23,9 @@ FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, i
 // `at_once` of them at a time (Flash-Decoding): the smallest number whose time is near the minimum.
 // Splits have a least number of keys: the more queries have partial results and the more splits run
 // one after another, the larger it is.
-inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_per_tile,
-                      int at_once) {
+// `few_keys`: the least number where there are few rows.
+inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_per_tile, int at_once,
+                      int few_keys) {
     const int queries = mean_queries(params);
     const int keys = keys_seen(params);
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
@@ -33,7 +34,7 @@ inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_pe
     const double share = whole_tiles && params.window_right < params.seqlen_k
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
                              : 1.;
-    const int least_keys = !whole_tiles ? 128 : 2 * tiles <= at_once ? 1024 : 2048;
+    const int least_keys = !whole_tiles ? few_keys : 2 * tiles <= at_once ? 1024 : 2048;
     const auto most =
         static_cast<int>(min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * at_once, tiles)));
     // In units of the time of the longest tile.

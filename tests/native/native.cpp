@@ -300,7 +300,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.seqlen_k = keys;
         params.window_left = left < 0 ? BandMask::kUnlimited : left;
         params.window_right = right < 0 ? BandMask::kUnlimited : right;
-        return num_splits(params, tiles, 1, at_once);
+        return num_splits(params, tiles, 1, at_once, 512);
     });
     // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of
     // `queries` and `keys` in all.

@@ -258,7 +258,7 @@ struct Problem {
                                        {"row_statistics", &params.row_statistics},
                                        {"o_partial", &params.o_partial},
                                        {"statistics_partial", &params.statistics_partial},
-                                       {"tile_count_semaphore", &params.tile_count_semaphore}});
+                                       {"counters", &params.counters}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         return found;

@@ -93,6 +93,10 @@ struct Fa3ForwardParams : ForwardParams {
 
 static __device__ const float kNoDescale = 1.f;
 
+FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
+    return {q.data, q.batch_stride, q.head_stride, q.row_stride};
+}
+
 // The pipeline of V tiles as TMA loads them, where they are then transposed.
 template <class RowMajorVPipeline, bool kFp8>
 struct Fp8Storage {};
@@ -316,7 +320,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
             });
             q.advance();
             if (counts_splits()) {
-                for (int i = 0; i < Config::kConsumers; ++i) stored_splits(tile, i).start();
+                for (int i = 0; i < Config::kConsumers; ++i)
+                    if (query_of(tile, i * 64) < tile.sequence.seqlen_q)
+                        stored_splits(tile, i).start();
                 ptx::mbarrier_arrive(arrivals_barrier());
             }
         });
@@ -333,12 +339,13 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 visit(queries, row, tile.first_query + row);
             return;
         }
-        // The launcher exchanges the strides of rows and heads: a row of the map is a head.
+        // A row of the map is a head.
+        const TensorView heads_as_rows = with_heads_as_rows(params.q);
 #pragma unroll 1
         for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
             const int query = query_of(tile, row);
             const TensorRows heads =
-                tensor_rows<Element>(params.q, s.batch, s.q_begin + query, tile.head, group());
+                tensor_rows<Element>(heads_as_rows, s.batch, s.q_begin + query, tile.head, group());
             visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // past the end: zeros
         }
     }
@@ -1005,9 +1012,9 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                            Config::kBlockQ >> params.pack_gqa_log2};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
     params.schedule.tiles *= params.num_splits;
-    if (params.pack_gqa_log2 > 0) std::swap(params.q.row_stride, params.q.head_stride);
+    const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
-                                   params.q_map, params.q, params.head_dim),
+                                   params.q_map, q, params.head_dim),
                                encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
                                    params.k_map, params.k, params.head_dim),
                                encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(

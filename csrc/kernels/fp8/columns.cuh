@@ -2,11 +2,9 @@
 // follow, and the mean.
 //
 // One CTA has kColumnRows rows of a head and 2 D threads. A thread has eight columns and every 16th
-// row, so a warp reads 512 bytes at a time. Its next eight such loads are always in flight, by
-// cp.async to places in shared memory that only the thread itself reads: with 1024 threads an SM
-// has 128 KB on the way. (In registers the compiler moves loads together, and waits for all of
-// them.) The 16 results of a column meet in shared memory. Sums of several CTAs are added by a
-// second kernel, in a fixed order: means repeat bit by bit.
+// row, so a warp reads 512 bytes at a time, and has eight such loads in flight; with 1024 threads
+// an SM has 128 KB. The 16 results of a column meet in shared memory. Sums of several CTAs are
+// added by a second kernel, in a fixed order: means repeat bit by bit.
 #pragma once
 
 #include "kernels/fp8/packed_max.cuh"
@@ -17,15 +15,6 @@
 namespace flash_ext {
 
 inline constexpr int kRowGroups = 16;
-inline constexpr int kRowsAhead = 8;  // of a thread, whose loads are in flight
-
-inline int column_threads(const QuantizeParams& params) { return kRowGroups * params.head_dim / 8; }
-
-// Of dynamic shared memory: vectors in flight (threads, kRowsAhead), and then, in their place, the
-// results of row groups, which are fewer.
-inline int column_bytes(int threads) {
-    return kRowsAhead * threads * static_cast<int>(sizeof(uint4));
-}
 
 enum class Columns { kAmax, kAmaxWithoutMean, kSum };
 
@@ -40,8 +29,9 @@ class ColumnResults {
             for (int e = 0; e < 8; ++e) mean_[e] = mean == nullptr ? 0.f : mean[e];
     }
 
-    // Eight elements of a row in use.
-    __device__ void include(const uint32_t (&words)[4]) {
+    // A row in use.
+    __device__ void include(const uint4& x) {
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
             if constexpr (kColumns == Columns::kAmax) {
@@ -83,12 +73,8 @@ class ColumnResults {
 template <class Element, Columns kColumns>
 __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
     columns_kernel(const __grid_constant__ QuantizeParams params) {
+    __shared__ __align__(16) float partial[kRowGroups * kMaxQuantizeDim];  // (row group, D)
     __shared__ uint32_t maxima[32];
-    float* partial = reinterpret_cast<float*>(dynamic_shared());  // (row group, D)
-    // Place i of the thread is at ahead ^ 16 i: in 128 bytes, permuted so that neighboring threads
-    // use different banks.
-    const uint32_t ahead = ptx::shared_address(dynamic_shared()) +
-                           sizeof(uint4) * (kRowsAhead * threadIdx.x + threadIdx.x % kRowsAhead);
     ptx::launch_dependents();
     const int tiles = row_tiles(params, kColumnRows);
     const int tile_idx = blockIdx.x / params.heads;
@@ -108,38 +94,36 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
                             ? nullptr
                             : params.mean + scale_head * params.head_dim + column;
 
-    const auto reduce_rows = [&](auto& results) {
-        const Element* source = x;
-        if (!params.aligned) {
-#pragma unroll 1
-            for (int r = 0; r < rows; r += kRowGroups, source += kRowGroups * params.x.row_stride) {
-                const uint16_t* halves = reinterpret_cast<const uint16_t*>(source);
-                uint32_t words[4];
+    const auto reduce = [&](auto& results, auto load) {
+        constexpr int kTogether = 8;  // rows whose loads are in flight
+        for (int first = 0; first < rows; first += kRowGroups * kTogether) {
+            uint4 raw[kTogether];
 #pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    words[w] = halves[2 * w] | static_cast<uint32_t>(halves[2 * w + 1]) << 16;
-                results.include(words);
+            for (int i = 0; i < kTogether; ++i) {
+                const int r = first + kRowGroups * i;
+                raw[i] = uint4{0, 0, 0, 0};
+                if (r < rows) raw[i] = load(x + r * params.x.row_stride);
             }
-            return;
-        }
-        int next = 0;
-        const auto load_next = [&](int place) {
-            ptx::cp_async_16(ahead ^ 16 * place, source, next < rows);
-            ptx::cp_async_commit();
-            next += kRowGroups;
-            source += kRowGroups * params.x.row_stride;
-        };
 #pragma unroll
-        for (int i = 0; i < kRowsAhead; ++i) load_next(i);
-#pragma unroll 4
-        for (int r = 0, i = 0; r < rows; r += kRowGroups, i = (i + 1) % kRowsAhead) {
-            ptx::cp_async_wait<kRowsAhead - 1>();
-            uint32_t words[4];
-            ptx::ld_shared_v4(words, ahead ^ 16 * i);
-            results.include(words);
-            load_next(i);
+            for (int i = 0; i < kTogether; ++i)
+                if (first + kRowGroups * i < rows) results.include(raw[i]);
         }
-        ptx::cp_async_wait<0>();
+    };
+    const auto load = [](const Element* p) { return __ldg(reinterpret_cast<const uint4*>(p)); };
+    const auto load_unaligned = [](const Element* p) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(p);
+        uint32_t words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            words[w] = halves[2 * w] | static_cast<uint32_t>(halves[2 * w + 1]) << 16;
+        return uint4{words[0], words[1], words[2], words[3]};
+    };
+    const auto reduce_rows = [&](auto& results) {
+        if (params.aligned) {
+            reduce(results, load);
+        } else {
+            reduce(results, load_unaligned);
+        }
     };
     float found[8];
     ColumnResults<Element, kColumns> results(mean);
@@ -168,7 +152,6 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
                   __float_as_uint(largest));
         return;
     }
-    __syncthreads();  // no loads are in flight
     float4* target = reinterpret_cast<float4*>(&partial[group * params.head_dim + column]);
     target[0] = {found[0], found[1], found[2], found[3]};
     target[1] = {found[4], found[5], found[6], found[7]};
@@ -210,7 +193,7 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
     ptx::wait_for_grid_before();  // for the sums
     float sum = 0.f;
     const int tiles = ceil_div(length, kColumnRows);
-#pragma unroll 16
+#pragma unroll 8
     for (int i = group; i < tiles; i += kMeanGroups)
         sum += params.sums[(int64_t{first + i} * params.heads + head) * params.head_dim + d];
     partial[threadIdx.x] = sum;
@@ -225,14 +208,12 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
 template <Columns kColumns>
 cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream, bool pdl) {
     const int64_t ctas = tiles_of_heads(params, kColumnRows);
-    const int threads = column_threads(params);
-    const auto launch = [&]<class Element>(Element) {
-        return launch_kernel<columns_kernel<Element, kColumns>>(
-            ctas, threads, column_bytes(threads), params, stream, pdl,
-            column_bytes(kMaxQuantizeThreads));
-    };
-    return params.element_type == ElementType::kFloat16 ? launch(__half{})
-                                                        : launch(__nv_bfloat16{});
+    const int threads = kRowGroups * params.head_dim / 8;
+    return params.element_type == ElementType::kFloat16
+               ? launch_kernel<columns_kernel<__half, kColumns>>(ctas, threads, 0, params, stream,
+                                                                 pdl)
+               : launch_kernel<columns_kernel<__nv_bfloat16, kColumns>>(ctas, threads, 0, params,
+                                                                        stream, pdl);
 }
 
 }  // namespace flash_ext

@@ -7,7 +7,7 @@ wrote, the group has `Collectives`. All ranks of a group choose alike.
 
 from __future__ import annotations
 
-import socket
+import platform
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -123,7 +123,7 @@ def _allocate(memory: SymmetricMemory, capacity: int, device: torch.device) -> T
 def _host() -> str:
     """What ranks of one host have in common."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    return f"{platform.node()} {boot.read_text() if boot.exists() else ''}"
 
 
 def _works(window: SymmetricWindow) -> bool:
