@@ -3,6 +3,7 @@
     python benchmarks/distributed.py                       # all GPUs of this machine
     python benchmarks/distributed.py --ranks 2 --lengths 32768
     python benchmarks/distributed.py --documents --peers none
+    python benchmarks/distributed.py --brief --minutes 8   # what has not begun by then is left out
     torchrun --nproc-per-node 4 benchmarks/distributed.py  # the same, also on several machines
     python benchmarks/distributed.py --device cpu          # a smoke test with gloo
 
@@ -10,10 +11,11 @@ Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many to
 --documents: packed causal documents whose lengths have a heavy tail. Every method of
 `flash_ext.integrations.distributed`, with the transport that it has there and with collectives;
 torch's context_parallel with each of its backends and
-rotations; and ring-flash-attn where it is installed.
+rotations; and ring-flash-attn where it is installed. --brief leaves out what takes most of the
+time: the rows with collectives, and torch's flash backend.
 
-Results go to benchmarks/results/<device>/distributed.json. A run with the same device, versions and
-source digest adds its cells to that file or replaces them.
+Results go to benchmarks/results/<device>/distributed.json, each as soon as it is there. A run with
+the same device, versions and source digest adds its results to that file or replaces them.
 """
 
 from __future__ import annotations
@@ -352,13 +354,13 @@ def providers(ranks: Ranks, args: argparse.Namespace) -> Iterator[Callable[[], P
     for layout in layouts:
         for method in names:
             yield lambda method=method, layout=layout: ours(ranks, method, layout)
-        if ranks.device.type == "cuda":
+        if ranks.device.type == "cuda" and not args.brief:
             for method in names:
                 yield lambda method=method, layout=layout: ours(
                     ranks, method, layout, "collectives"
                 )
     if args.peers != "none" and ranks.device.type == "cuda":
-        for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+        for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")[: 1 if args.brief else 2]:
             for rotation in ("allgather", "alltoall"):
                 yield lambda backend=backend, rotation=rotation: torchs(ranks, backend, rotation)
         for function in ("zigzag_ring_flash_attn_func", "ring_flash_attn_func"):
@@ -474,13 +476,14 @@ def add_model(result: Json, method: str, cell: Cell, machine: cost.Machine) -> N
             result[name]["model_ms"] = seconds * 1e3
 
 
-def run_cell(ranks: Ranks, args: argparse.Namespace) -> list[Json]:
-    """Every provider's results in one cell."""
+def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Json]:
+    """Every provider's result in one cell, of those that begin before `end` on all ranks."""
     cell, device = ranks.cell, ranks.device
     clock = Clock(device, args.seconds)
-    found: list[Json] = []
     kernels: dict[str, dict[str, float]] = {}
     for make in providers(ranks, args):
+        if clock.slowest(time.monotonic() - end) > 0:
+            return
         _arrived.clear()
         _silent_staging.clear()
         gc.collect()
@@ -510,10 +513,7 @@ def run_cell(ranks: Ranks, args: argparse.Namespace) -> list[Json]:
         if error is not None:
             result = {"provider": result.get("provider", "a peer"), "error": error}
         keys = {"kind": cell.kind, "rows": cell.rows, "ranks": cell.ranks}
-        found.append(keys | asdict(cell.shape) | result)
-        if ranks.rank == 0:
-            say(line_of(found[-1]))
-    return found
+        yield keys | asdict(cell.shape) | result
 
 
 def line_of(result: Json) -> str:
@@ -532,7 +532,7 @@ def line_of(result: Json) -> str:
 
 def projection(results: list[Json]) -> list[Json]:
     """What the model says of more ranks, from the largest measured cells' kernels."""
-    measured = [x for x in results if "share" in x.get("forward", {})]
+    measured = [x for x in results if x["kind"] == "causal" and "share" in x.get("forward", {})]
     found = []
     for rows in sorted({x["rows"] for x in measured}):
         best = next(x for x in measured if x["rows"] == rows)
@@ -564,35 +564,64 @@ def cells(args: argparse.Namespace, ranks: int, cpu: bool) -> Iterator[Cell]:
         yield Cell("documents", rows, ranks, shape, heavy_tail(rows))
 
 
-def work(args: argparse.Namespace) -> list[Json]:
-    """This rank's part of everything, in a default group that exists."""
+def work(
+    args: argparse.Namespace, store: Callable[[list[Json]], object] = lambda found: None
+) -> list[Json]:
+    """This rank's part of everything, in a default group that exists.
+
+    Args:
+        args: what is asked for.
+        store: called on rank 0 after each result with all that there are.
+    """
     cpu = args.device == "cpu"
     device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float32 if cpu else torch.bfloat16
     torch.manual_seed(dist.get_rank())
+    end = time.monotonic() + 60 * args.minutes
     found: list[Json] = []
     asked = list(cells(args, dist.get_world_size(), cpu))
     first = dist.get_rank() == 0
     for cell in common.progress(asked, len(asked), "cells") if first else asked:
-        found += run_cell(Ranks(cell, device, dtype), args)
+        for result in run_cell(Ranks(cell, device, dtype), args, end):
+            found.append(result)
+            if first:
+                say(line_of(result))
+                store(found)
     return found
 
 
-def write(found: list[Json], args: argparse.Namespace) -> None:
-    """Add the cells to the result file."""
-    device = torch.device(args.device)
-    path = common.result_path(device, "distributed.json", args.out)
-    result = common.describe_setup(device) | {"method": METHOD}
-    before = common.read_json(path)
-    kept: list[Json] = []
-    if before is not None and common.same_setup(before, result):
-        keys = ("kind", "rows", "ranks")
-        measured = {tuple(x[k] for k in keys) for x in found}
-        kept = [x for x in before["cells"] if tuple(x[k] for k in keys) not in measured]
-    result["cells"] = kept + found
-    result["projection"] = projection(result["cells"])
-    common.write_json(path, result)
-    say(f"written: {path}")
+class ResultFile:
+    """The result file, with what an earlier run of the same setup left there."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        device = torch.device(args.device)
+        self.path = common.result_path(device, "distributed.json", args.out)
+        self._result = common.describe_setup(device) | {"method": METHOD}
+        before = common.read_json(self.path)
+        same = before is not None and common.same_setup(before, self._result)
+        self._before: list[Json] = before["cells"] if before is not None and same else []
+
+    def write(self, found: list[Json]) -> None:
+        """The earlier results, those that were measured again replaced."""
+
+        def key(x: Json) -> tuple[object, ...]:
+            return tuple(x[k] for k in ("kind", "rows", "ranks", "provider"))
+
+        measured = {key(x) for x in found}
+        self._result["cells"] = [x for x in self._before if key(x) not in measured] + found
+        self._result["projection"] = projection(self._result["cells"])
+        common.write_json(self.path, self._result)
+
+
+def work_and_write(args: argparse.Namespace) -> None:
+    """`work`, with the result file; then the group ends."""
+    if dist.get_rank() == 0:
+        file = ResultFile(args)
+        work(args, file.write)
+        say(f"written: {file.path}")
+    else:
+        work(args)
+    dist.destroy_process_group()
 
 
 def process(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
@@ -607,10 +636,7 @@ def process(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=args.timeout),
     )  # fmt: skip
-    found = work(args)
-    if rank == 0:
-        write(found, args)
-    dist.destroy_process_group()
+    work_and_write(args)
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -627,6 +653,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--documents", action="store_true", help="packed documents too")
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
     add("--peers", choices=["all", "none"], default="all")
+    add("--brief", action="store_true", help="without collectives and torch's flash backend")
+    add("--minutes", type=float, default=math.inf, help="begin nothing later than that")
     add("--seconds", type=float, default=4.0, help="for the rounds of a provider in a cell")
     add("--timeout", type=float, default=120.0, help="seconds until a collective that hangs ends")
     add("--out", help="the result file")
@@ -636,15 +664,11 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if "RANK" in os.environ:  # torchrun
-        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "nccl" if args.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-        found = work(args)
-        if rank == 0:
-            write(found, args)
-        dist.destroy_process_group()
+        work_and_write(args)
         return
     ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     with socket.socket() as free:

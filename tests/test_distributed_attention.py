@@ -9,9 +9,11 @@ other for ever where they disagree.
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,7 +163,10 @@ def check_benchmark(ranks: int, device: str) -> None:
 
     small = ["--device", device, "--lengths", "64", "--seconds", "0", "--methods"]
     for given in (["all_gather", "ring", "ulysses"], ["all_gather", "--documents"]):
-        found = benchmark.work(benchmark.parse([*small, *given]))
+        stored: list[int] = []
+        args = benchmark.parse([*small, *given])
+        found = benchmark.work(args, lambda results, stored=stored: stored.append(len(results)))
+        assert stored == ([*range(1, len(found) + 1)] if dist.get_rank() == 0 else [])
         for result in found:
             assert "error" not in result, result
             for name in ("forward", "backward"):
@@ -171,9 +176,33 @@ def check_benchmark(ranks: int, device: str) -> None:
         assert {x["kind"] for x in found} == {"causal", *(["documents"] if len(given) == 2 else [])}
         for row in benchmark.projection(found):
             assert all(0 < x["share"] <= 1 for x in row["methods"].values())
+    assert benchmark.work(benchmark.parse([*small, "ring", "--minutes", "0"])) == []
     edges = benchmark.heavy_tail(131072)
     lengths = [b - a for a, b in itertools.pairwise(edges)]
     assert edges[-1] == 131072 and max(lengths) > 20 * statistics.median(lengths)
+
+
+def test_benchmark_results_are_kept(tmp_path: Path) -> None:
+    """Each is in the file at once; a later run replaces what it measures, and nothing else."""
+    import distributed as benchmark
+
+    def result(provider: str, rows: int, ms: float) -> dict[str, Any]:
+        cell = {"kind": "causal", "rows": rows, "ranks": 2, "heads_q": 2, "heads_k": 2, "dim": 8}
+        forward = {"ms": ms, "kernels_ms": ms, "share": 1.0}
+        return cell | {"provider": provider, "forward": forward}
+
+    path = tmp_path / "distributed.json"
+    args = benchmark.parse(["--device", "cpu", "--out", str(path)])
+    first = [result("ring zigzag", 64, 1.0), result("ulysses zigzag", 64, 2.0)]
+    benchmark.ResultFile(args).write(first)
+    file = benchmark.ResultFile(args)
+    for later in ([result("ring zigzag", 64, 3.0)], [result("ring zigzag", 128, 4.0)]):
+        file.write(later)
+        assert (
+            json.loads(path.read_text())["cells"]
+            == [x for x in first if x["provider"] != "ring zigzag" or later[0]["rows"] != 64]
+            + later
+        )
 
 
 def check_a_missing_rank(ranks: int, device: str) -> None:

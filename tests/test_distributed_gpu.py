@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -76,30 +77,41 @@ def tensors(ranks: int, device: str, rows: int) -> tuple[list[torch.Tensor], tor
     return whole, cp.shard(torch.randn_like(whole[0]))
 
 
+def many_documents(rows: int) -> dict[str, Any]:
+    """Options of packed documents, of which every rank has many spans."""
+    return {"layout": "document_zigzag", "cu_seqlens": tuple(range(0, rows + 1, rows // 16))}
+
+
 def results(
-    whole: list[torch.Tensor], dout: torch.Tensor, method: str, transport: str
+    whole: list[torch.Tensor],
+    dout: torch.Tensor,
+    method: str,
+    transport: str,
+    packed: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """out, dq, dk and dv of this rank."""
-    leaves = [cp.shard(x).detach().requires_grad_() for x in whole]
+    leaves = [cp.shard(x, **(packed or {})).detach().requires_grad_() for x in whole]
     out = cp.attention(
-        *leaves, causal=True, method=method, transport=transport, deterministic=True,
-        seqlen=whole[0].shape[1],
+        *(x[0] if packed else x for x in leaves), causal=True, method=method, transport=transport,
+        deterministic=True, seqlen=whole[0].shape[1], **(packed or {}),
     )  # fmt: skip
-    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout[0] if packed else dout))
 
 
 def check_races(ranks: int, device: str) -> None:
     """The same call again and again gives the same bits: nothing is read before it has arrived, and
     nothing is written while it is read. Ranks are late by turns."""
     whole, dout = tensors(ranks, device, 4096)
-    for method, transport in itertools.product(cp.METHODS, ("copy_engines", "collectives")):
-        first = results(whole, dout, method, transport)
+    transports = ("copy_engines", "collectives")
+    packings = (None, many_documents(4096))
+    for method, transport, packed in itertools.product(cp.METHODS, transports, packings):
+        first = results(whole, dout, method, transport, packed)
         for number in range(REPEATS):
             if number % (ranks + 1) == dist.get_rank():
                 torch.cuda._sleep(3_000_000)
-            found = results(whole, dout, method, transport)
+            found = results(whole, dout, method, transport, packed)
             for x, expected in zip(found, first, strict=True):
-                assert torch.equal(x, expected), (method, transport, number)
+                assert torch.equal(x, expected), (method, transport, packed, number)
 
 
 def check_growth(ranks: int, device: str) -> None:
@@ -164,11 +176,13 @@ def check_no_host_wait(ranks: int, device: str) -> None:
     """Nothing in a call waits for the device."""
     like = {"device": device, "dtype": torch.bfloat16}
     leaves = [torch.randn(1, 256, 4 * ranks, 64, **like).requires_grad_() for _ in range(3)]
-    for method in cp.METHODS:
+    documents = many_documents(256 * ranks)
+    for method, packed in itertools.product(cp.METHODS, (None, documents)):
+        tensors = [x[0] for x in leaves] if packed else leaves
         for warm in (True, True, True, True, False):  # until shared memory is large enough
             torch.cuda.set_sync_debug_mode("default" if warm else "error")
             try:
-                out = cp.attention(*leaves, causal=True, method=method)
+                out = cp.attention(*tensors, causal=True, method=method, **(packed or {}))
                 torch.autograd.grad(out, leaves, torch.ones_like(out))
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -225,6 +225,19 @@ def test_wrong_layouts_are_refused() -> None:
         cp.sharding(8, 2, "document_zigzag")
 
 
+def test_orders_are_of_all_ranks() -> None:
+    packed = cp.sharding(37, 2, "document_zigzag", (0, 1, 9, 9, 37))
+    for shards in (cp.sharding(29, 3), packed, packed.nested(2)):
+        rows, places = local.orders(shards, torch.device("cpu"))
+        expected = [row for rank in range(shards.ranks) for row in shards.positions(rank)]
+        assert rows.tolist() == expected
+        assert [expected[place] for place in places] == list(range(shards.rows))
+        lined_up = shards.one_by_one
+        assert lined_up.lengths == shards.lengths and lined_up.in_order
+        same = cp.Sharding(shards.rows, shards.spans)
+        assert same == shards and hash(same) == hash(shards)
+
+
 def test_visible_share_counts_pairs() -> None:
     for (left, right), documents in itertools.product(SIDES, DOCUMENTS):
         rows = documents[-1] if documents else 40

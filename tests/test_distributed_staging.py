@@ -186,6 +186,34 @@ def test_copies_are_exact(dtype: torch.dtype) -> None:
         expected = torch.zeros_like(out)
         expected[..., : x.shape[-1]] = x
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+        index = torch.randperm(len(x), dtype=torch.int32)
+        rows.pick(out[..., : x.shape[-1]], x, index)
+        assert torch.equal(out.view(torch.uint8), expected[index].view(torch.uint8))
+
+
+def test_few_copies_of_many_spans() -> None:
+    """However many documents there are, a transfer is one copy from each other rank."""
+    copies: list[int] = []
+
+    class Counting(Alone):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            self.buffers = [torch.zeros(capacity, dtype=torch.uint8)] * 4
+
+        def mark(self) -> Callable[[Any], Callable[[], None]]:
+            return lambda given: copies.append(len(given)) or (lambda: None)
+
+    # Span by span; the last rank of a zigzag has one.
+    for documents, expected in ((None, [5, 5, 6, 6]), (tuple(range(0, 321, 20)), [3, 3, 3, 3])):
+        shards = sharding(320, 4, "document_zigzag" if documents else "zigzag", documents)
+        transport = CopyEngines(Staging(Counting), shards, 1)
+        x = torch.zeros(1, shards.lengths[1], 4, 8)
+        transport.gather([(x,)], "")(0).wait()
+        (whole,) = transport.to_heads((x,), "").wait()
+        transport.to_rows((whole,), (x,), "").wait()
+        transport.scatter((x,), "")[1]().wait()
+        assert copies == expected, documents
+        copies.clear()
 
 
 def test_totals_write_every_row() -> None:

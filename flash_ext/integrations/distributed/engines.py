@@ -7,22 +7,31 @@ from the others' memory run on a stream beside the kernels.
 
 The barrier and what is written for others are on the caller's stream, between its kernels: a
 barrier beside an attention kernel that fills the GPU could not begin.
+
+Tensors of the whole sequence travel span by span, each to its place. Where ranks have many spans,
+as of packed documents, the host could not enqueue so many copies in time: there such tensors lie in
+the order of ranks while they travel, one copy from each, and a kernel brings the rows from one
+order to the other.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from . import rows
+from . import local, rows
 from .rows import Parts, Rows
-from .sharding import Sharding, joined
+from .sharding import Sharding, Span, joined
 from .staging import ALIGNMENT, Copy, Region, Staging, Window
 from .transport import Begin, Pending
+
+FEW_SPANS = 4
+"""How many spans of a rank are copied one by one. Each copy costs some microseconds of the host and
+of the engine; with more of them a pass over the tensors costs less."""
 
 Like = tuple[tuple[int, ...], torch.dtype]
 """The shape and the dtype of a block."""
@@ -83,7 +92,26 @@ class CopyEngines:
 
     def __init__(self, staging: Staging, shards: Sharding, rank: int) -> None:
         self.staging, self.shards, self.rank, self.ranks = staging, shards, rank, shards.ranks
+        # Every rank reads what others have laid out: all have one order, whoever has many spans.
+        self._reordered = max(len(spans) for spans in shards.spans) > FEW_SPANS
+        self._spans = (shards.one_by_one if self._reordered else shards).spans
         staging.abandon()
+
+    def _travelling_order(self, out: Tensor, x: Tensor, span: Span) -> None:
+        """Rows `span`, as they lie while they travel, of the sequence x (S, …)."""
+        a, b = span
+        if self._reordered:
+            rows.pick(out, x, local.orders(self.shards, x.device)[0][a:b])
+        else:
+            rows.copy(out, x[a:b])
+
+    def _sequence_order(self, x: Tensor) -> Tensor:
+        """The sequence, from its rows (S, …) as they lie while they travel."""
+        if not self._reordered:
+            return x
+        out = torch.empty_like(x)
+        rows.pick(out, x, local.orders(self.shards, x.device)[1])
+        return out
 
     def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
         """As `Transport` says. All pieces are written for the others at once, with one barrier."""
@@ -102,13 +130,9 @@ class CopyEngines:
 
         def begin(i: int) -> Pending[Rows]:
             copies: list[Copy] = []
-            for peer in self._peers():
-                for j, out in enumerate(whole[i]):
-                    block = parcel.block(peer, firsts[i] + j)
-                    at = 0
-                    for a, b in self.shards.spans[peer]:
-                        copies.append((out[a:b], block[at : at + b - a]))
-                        at += b - a
+            for j, out in enumerate(whole[i], firsts[i]):
+                blocks = {peer: parcel.block(peer, j) for peer in self._peers()}
+                copies += self._into_place(out, blocks)
             wait = begin_copies(copies)
             if i == 0:  # of all pieces: the first one's way, which no kernel hides, hides them
                 for x, out in zip(flat, (x for piece in whole for x in piece), strict=True):
@@ -120,7 +144,7 @@ class CopyEngines:
                 left -= 1
                 if left == 0:
                     parcel.close()
-                return tuple(x.transpose(0, 1) for x in found)
+                return tuple(self._sequence_order(x).transpose(0, 1) for x in found)
 
             return Pending(f"{what}, piece {i + 1} of {len(pieces)}", [wait], finish)
 
@@ -137,10 +161,20 @@ class CopyEngines:
     def _empty(self, x: Tensor, count: int) -> Tensor:
         return self._arriving(x, _rows_first(x, count)[0])
 
+    def _into_place(self, whole: Tensor, blocks: Mapping[int, Tensor]) -> list[Copy]:
+        """Copies of the others' rows, from a block (most, …) each, to the sequence (S, …)."""
+        copies: list[Copy] = []
+        for peer, block in blocks.items():
+            at = 0
+            for a, b in self._spans[peer]:
+                copies.append((whole[a:b], block[at : at + b - a]))
+                at += b - a
+        return copies
+
     def _place_own(self, whole: Tensor, x: Tensor) -> None:
         """This rank's rows x (rows, …) to their places in the sequence (S, …)."""
         at = 0
-        for a, b in self.shards.spans[self.rank]:
+        for a, b in self._spans[self.rank]:
             rows.copy(whole[a:b], x[at : at + b - a])
             at += b - a
 
@@ -175,9 +209,16 @@ class CopyEngines:
     def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
         """As `Transport` says: what this rank adds is written where the others read it."""
         parcel = _Parcel(self.staging, [_rows_first(x, self.shards.rows) for x in into])
-        mine = parcel.mine
+        mine = written = parcel.mine
+        if self._reordered:
+            written = tuple(torch.empty_like(x) for x in mine)
 
         def begin() -> Pending[None]:
+            nonlocal written
+            if self._reordered:
+                for x, block in zip(written, mine, strict=True):
+                    self._travelling_order(block, x, (0, self.shards.rows))
+            written = ()
             parcel.meet()
             count = self.shards.lengths[self.rank]
             received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in into]
@@ -192,12 +233,12 @@ class CopyEngines:
 
             return Pending(what, [wait], finish)
 
-        return tuple(x.transpose(0, 1) for x in mine), begin
+        return tuple(x.transpose(0, 1) for x in written), begin
 
     def _add_up(self, received: Tensor, mine: Tensor, out: Tensor) -> None:
         """out (rows, …) from the others' parts (n, rows, …) and this rank's (S, …)."""
         at = 0
-        for a, b in self.shards.spans[self.rank]:
+        for a, b in self._spans[self.rank]:
             here = slice(at, at + b - a)
             if self.ranks == 2:
                 torch.add(mine[a:b], received[1 - self.rank, here], out=out[here])
@@ -213,7 +254,7 @@ class CopyEngines:
         for peer in self._peers():
             for i, out in enumerate(received):
                 block, at = parcel.block(peer, i), 0
-                for a, b in self.shards.spans[self.rank]:
+                for a, b in self._spans[self.rank]:
                     copies.append((out[peer, at : at + b - a], block[a:b]))
                     at += b - a
         return copies
@@ -250,12 +291,9 @@ class CopyEngines:
         parcel.meet()
         whole = [self._arriving(x, (self.shards.rows, *x.shape[2:])) for x in by_rank]
         copies: list[Copy] = []
-        for peer in self._peers():
-            for i, out in enumerate(whole):
-                block, at = parcel.block(peer, i)[self.rank], 0
-                for a, b in self.shards.spans[peer]:
-                    copies.append((out[a:b], block[at : at + b - a]))
-                    at += b - a
+        for i, out in enumerate(whole):
+            blocks = {peer: parcel.block(peer, i)[self.rank] for peer in self._peers()}
+            copies += self._into_place(out, blocks)
         parcel.region.kept.append(whole)
         wait = parcel.window.mark()(copies)
         for x, out in zip(by_rank, whole, strict=True):
@@ -263,7 +301,7 @@ class CopyEngines:
 
         def finish() -> Rows:
             parcel.close()
-            return tuple(x.transpose(0, 1) for x in whole)
+            return tuple(self._sequence_order(x).transpose(0, 1) for x in whole)
 
         return Pending(what, [wait], finish)
 
@@ -271,12 +309,12 @@ class CopyEngines:
         """As `Transport` says."""
         seqlen, count = self.shards.rows, self.shards.lengths[self.rank]
         parcel = _Parcel(self.staging, [_rows_first(x, seqlen) for x in tensors])
-        own = self.shards.spans[self.rank]
+        own = self._spans[self.rank]
         edges = sorted(((0, 0), *own, (seqlen, seqlen)))
         others = list(joined([(a, b) for (_, a), (b, _) in zip(edges, edges[1:], strict=False)]))
         for x, block in zip(tensors, parcel.mine, strict=True):
             for a, b in others:
-                rows.copy(block[a:b], x[:, a:b].transpose(0, 1))
+                self._travelling_order(block[a:b], x.transpose(0, 1), (a, b))
         parcel.meet()
         received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in tensors]
         parcel.region.kept.append(received)
@@ -285,7 +323,8 @@ class CopyEngines:
         for x, out in zip(tensors, of_ranks, strict=True):
             at = 0
             for a, b in own:
-                rows.copy(out[at : at + b - a, :, self.rank], x[:, a:b].transpose(0, 1))
+                here = out[at : at + b - a, :, self.rank]
+                self._travelling_order(here, x.transpose(0, 1), (a, b))
                 at += b - a
 
         def finish() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ... import ops
 from ...ops.into import bwd_into, fits, fwd_into
 from .plan import Call
+from .sharding import Sharding
 
 Options = dict[str, Any]
 """Options of the ops, without masks and sequences."""
@@ -21,8 +22,22 @@ Options = dict[str, Any]
 @lru_cache(maxsize=256)
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host on a device, which does not wait for them. The same ones are kept."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return _moved(torch.tensor(numbers, dtype=dtype), device)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def orders(shards: Sharding, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The row of the sequence of each row of all ranks, one rank after the other, and the inverse:
+    where each row of the sequence is then. On a device, which the host does not wait for."""
+    spans = itertools.chain(*shards.spans)
+    rows = torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in spans])
+    places = torch.empty_like(rows)
+    places[rows.long()] = torch.arange(shards.rows, dtype=torch.int32)
+    return _moved(rows, device), _moved(places, device)
 
 
 def of_heads(options: Options, first: int, last: int) -> Options:

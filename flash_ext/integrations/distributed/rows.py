@@ -32,15 +32,27 @@ def _fits(x: Tensor, size: int) -> bool:
     return all(count * x.element_size() % size == 0 for count in counts)
 
 
+def _widened(out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, of one dtype, as elements of 16 bytes, or of as many as fit."""
+    for wide in _WIDE:
+        size = wide.itemsize
+        if size > x.element_size() and _fits(out, size) and _fits(x, size):
+            return out.view(wide), x.view(wide)
+    return out, x
+
+
 def copy(out: Tensor, x: Tensor) -> None:
     """out[...] = x. Torch copies strided tensors element by element: here elements of 16 bytes."""
     if out.dtype == x.dtype and not (out.is_contiguous() and x.is_contiguous()):
-        for wide in _WIDE:
-            size = wide.itemsize
-            if size > x.element_size() and _fits(out, size) and _fits(x, size):
-                out, x = out.view(wide), x.view(wide)
-                break
+        out, x = _widened(out, x)
     out.copy_(x)
+
+
+def pick(out: Tensor, x: Tensor, index: Tensor) -> None:
+    """out[i] = x[index[i]], whole rows of one dtype: one kernel, however they are scattered."""
+    if out.numel() > 0:
+        out, x = _widened(out, x)
+        torch.index_select(x, 0, index, out=out)
 
 
 def side_by_side(tensors: Rows, most: int) -> Tensor:

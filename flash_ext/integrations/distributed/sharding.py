@@ -64,6 +64,14 @@ class Sharding:
     spans: tuple[tuple[Span, ...], ...]
     """For each rank its spans, none empty, in the order of its rows."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.spans))
+
+    def __hash__(self) -> int:
+        """Found once: caches ask for it in every call, and there may be thousands of spans."""
+        return self._hash
+
     @property
     def ranks(self) -> int:
         """n."""
@@ -94,6 +102,13 @@ class Sharding:
                 found.append((a, rank, at, b - a))
                 at += b - a
         return sorted(found)
+
+    @cached_property
+    def one_by_one(self) -> Sharding:
+        """The ranks of as many rows each, where the ranks' rows, one rank after the other, are the
+        sequence: one span each."""
+        bounds = itertools.pairwise((0, *itertools.accumulate(self.lengths)))
+        return Sharding(self.rows, tuple(tuple(joined([span])) for span in bounds))
 
     def positions(self, rank: int) -> list[int]:
         """The row of the whole sequence of each of a rank's rows."""
