@@ -3,9 +3,13 @@
     python tests/gpu_suite.py                  # all of them; benchmarks/results/<gpu>/tests.json
     python tests/gpu_suite.py --to FILE        # the same, to another file
     python tests/gpu_suite.py -k varlen -x     # some of them, with options of pytest; no file
+    python tests/gpu_suite.py --failed         # those that failed, where a test was wrong
 
 Most of a test's time is Python's and the launches', on one core. So several processes each run a
 part of the tests (`part_of`) and report what they ran.
+
+--failed is for tests.json of this very source, when only tests have changed since: the results of
+the tests that failed there are replaced, and "again" in the file says how many they are.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import tempfile
 import time
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 MAX_JOBS = 6  # of a GPU
@@ -73,7 +79,9 @@ def visible_devices(job: int) -> dict[str, str]:
     return os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first:] + gpus[:first])}
 
 
-def run(jobs: int, options: list[str], folder: Path) -> dict[str, object]:
+def run(
+    jobs: int, options: list[str], folder: Path, tests: Sequence[str] = (str(TESTS),)
+) -> dict[str, Any]:
     """Run the tests; logs go to the folder. Returns counts, reasons of skips, failures."""
     started = time.monotonic()
     reports = [folder / f"{i}.json" for i in range(jobs)]
@@ -81,7 +89,7 @@ def run(jobs: int, options: list[str], folder: Path) -> dict[str, object]:
     parts = []
     for i, (report, log) in enumerate(zip(reports, logs, strict=True)):
         command = [
-            sys.executable, "-m", "pytest", str(TESTS), "-m", "gpu", "--part", f"{i}/{jobs}",
+            sys.executable, "-m", "pytest", *tests, "-m", "gpu", "--part", f"{i}/{jobs}",
             "--report", str(report), *options,
         ]  # fmt: skip
         with log.open("w") as file:
@@ -130,25 +138,54 @@ def run(jobs: int, options: list[str], folder: Path) -> dict[str, object]:
     }
 
 
+def replaced(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """The results with those of the tests that failed, which ran again."""
+    counts = Counter(before["counts"])
+    counts["failed"] = counts["error"] = 0
+    counts.update(again["counts"])
+    number = before.get("again", 0) + len(before["failures"])
+    ran_again = {key: again[key] for key in ("failures", "exit_status")}
+    return before | ran_again | {"counts": dict(counts), "again": number}
+
+
+def run_failed(folder: Path) -> dict[str, Any]:
+    """Run the tests that failed in tests.json once more; the results of all."""
+    import gpu_test_report
+    import torch
+    from gpu_test_report import common
+
+    device = torch.device("cuda")
+    before = common.read_json(common.result_path(device, "tests.json"))
+    if before is None or not common.same_setup(before, common.describe_setup(device)):
+        sys.exit("nothing was run: tests.json is of another source or machine, or does not exist")
+    if not before["failures"]:
+        sys.exit("nothing was run: no test failed")
+    again = run(1, [], folder, before["failures"])
+    return replaced(before, again)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, help="processes; default: by cores and GPU memory")
     parser.add_argument("--to", type=Path, help="the file, in place of tests.json")
+    parser.add_argument("--failed", action="store_true", help="those that failed, once more")
     args, options = parser.parse_known_args()
-    sys.path.insert(0, str(TESTS.parent))
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
     if (reason := why_no_gpu()) and not options:
         sys.exit(f"nothing was run: {reason}")
     with tempfile.TemporaryDirectory() as folder:
-        result = run(args.jobs or default_jobs(), options, Path(folder))
+        if args.failed:
+            result = run_failed(Path(folder))
+        else:
+            result = run(args.jobs or default_jobs(), options, Path(folder))
     print(json.dumps(result, indent=1))
     if options:
         print("these were not all of the tests: nothing is written")
     elif args.to:
         args.to.write_text(json.dumps(result))
     else:
-        sys.path.insert(0, str(TESTS))
         import gpu_test_report
 
         print("written:", gpu_test_report.write("tests.json", result))

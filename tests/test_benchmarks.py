@@ -325,6 +325,20 @@ def test_processes_begin_with_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu_suite.visible_devices(1)["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 
+def test_failed_tests_run_again() -> None:
+    before = {
+        "counts": {"passed": 7, "failed": 2, "error": 1, "skipped": 4},
+        "failures": ["a", "b", "c"], "exit_status": 1, "digest": "x", "processes": 8,
+    }  # fmt: skip
+    again = {
+        "counts": {"passed": 2, "failed": 1}, "failures": ["b"], "exit_status": 1, "processes": 1,
+        "skips": {},
+    }  # fmt: skip
+    found = gpu_suite.replaced(before, again)
+    counts = {"passed": 9, "failed": 1, "error": 0, "skipped": 4}
+    assert found == before | {"counts": counts, "failures": ["b"], "again": 3}
+
+
 def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suite of which every test skips is no evidence."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -182,7 +182,10 @@ def tests_line(tests: Json | None) -> str:
     if tests is None:
         return f"GPU tests: {UNKNOWN}."
     counts = ", ".join(f"{number} {kind}" for kind, number in tests["counts"].items())
-    return f"GPU tests: {counts} (exit status {tests['exit_status']}); {provenance(tests)}."
+    again = tests.get("again")
+    second = f"; {again} of them in a second run, after a change of the tests" if again else ""
+    status = tests["exit_status"]
+    return f"GPU tests: {counts} (exit status {status}){second}; {provenance(tests)}."
 
 
 def speed_parts(compare: Json, folder: Path, newest: bool) -> Iterator[str]:
