@@ -150,7 +150,6 @@ def replaced(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
 
 def run_failed(folder: Path) -> dict[str, Any]:
     """Run the tests that failed in tests.json once more; the results of all."""
-    import gpu_test_report
     import torch
     from gpu_test_report import common
 
