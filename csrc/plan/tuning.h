@@ -413,7 +413,7 @@ inline constexpr int kMinFa3BackwardBlock = 64;
 
 // --- All variants ---
 
-// The fewest keys of a split of a tile with few rows. fa2's are combined by another kernel.
+// The fewest keys of a split of a tile with few rows. Those of fa2 are combined by another kernel.
 inline constexpr int kFa2SplitKeys = 512;
 inline constexpr int kFa3SplitKeys = 128;
 

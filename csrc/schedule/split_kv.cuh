@@ -19,17 +19,20 @@ FLASH_HOST_DEVICE constexpr VisibleTiles split_of(VisibleTiles all, int split, i
     return {begin, begin + least + (split < longer)};
 }
 
+inline constexpr int kFewestKeysToSplit = 1024;
+
 // The number of splits of the keys of each Q tile, so that few tiles fill a GPU that works on
 // `at_once` of them at a time (Flash-Decoding): the smallest number whose time is near the minimum.
 // Splits have a least number of keys: the more queries have partial results and the more splits run
-// one after another, the larger it is.
-// `few_keys`: the least number where there are few rows.
+// one after another, the larger it is. `few_keys`: where there are few rows. Then fewer than
+// kFewestKeysToSplit keys are not split, since the combination takes longer than they do.
 inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_per_tile, int at_once,
                       int few_keys) {
     const int queries = mean_queries(params);
     const int keys = keys_seen(params);
     if (tiles == 0 || queries == 0 || keys == 0) return 1;
     const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
+    if (!whole_tiles && keys < kFewestKeysToSplit) return 1;
     // The mean share of the keys that a tile sees: under a causal mask the first queries see few.
     const double share = whole_tiles && params.window_right < params.seqlen_k
                              ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)

@@ -37,8 +37,8 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
 }
 
 // Host side: the heads of an L2 swizzle group, from the bytes of the operands that the tiles of a
-// head share. A group has at least about `waves` waves of CTAs: with fewer, its last tiles would
-// leave much of the GPU idle.
+// head share. A group has some `waves` waves of CTAs, at least half as many: with fewer, its last
+// tiles would leave much of the GPU idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
                               int64_t bytes_per_head, int ctas_per_sm, int waves = 2) {
     constexpr int64_t kL2Share = 32 << 20;  // 32 MiB; an H100 or H200 has 50 MB, an A100 40 MB

@@ -252,9 +252,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
             tile.split = work.tile_index % params.num_splits;
             work.tile_index /= params.num_splits;
             const Schedule& schedule = params.schedule;
-            tile.number = (work.batch * schedule.heads + work.head) *
-                              (schedule.tiles / params.num_splits) +
-                          work.tile_index;
+            tile.number =
+                (work.batch * schedule.heads + work.head) * (schedule.tiles / params.num_splits) +
+                work.tile_index;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
         describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
@@ -783,8 +783,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
             work_tiles.descriptions.consumer_wait(state.tile);
             const QueryTile& tile = work_tiles[state.tile];
             const int rows_left = tile.sequence.seqlen_q - query_of(tile, consumer * 64);
-            if (ptx::warp_uniform(tile.first_query) < 0 || ptx::warp_uniform(rows_left) > 0)
-                return;
+            if (ptx::warp_uniform(tile.first_query) < 0 || ptx::warp_uniform(rows_left) > 0) return;
             q_pipeline.consumer_wait(state.q);
             release_and_advance(q_pipeline, state.q);
             for (int i = ptx::warp_uniform(tile.kv_tiles.count()); i > 0; --i) {
