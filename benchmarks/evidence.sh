@@ -3,6 +3,7 @@
 #
 #     bash benchmarks/evidence.sh tests               # the GPU tests, and beside them the sanitizers
 #     bash benchmarks/evidence.sh results [PART ...]  # everything.py, or these parts of it
+#     bash benchmarks/evidence.sh results PART ... / PART ...   # on two GPUs at the same time
 #
 # May be set: PYTHON; OUT, a folder that gets the logs and, as results.tgz, the result files.
 set -uo pipefail
@@ -11,24 +12,78 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/evidence}
 mkdir -p "$OUT"
+OUT=$(realpath "$OUT")
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 what=${1:-}
 shift
 failed=0
+
+# Through MPS processes that share a GPU run side by side, which takes the tests two thirds of the
+# time. Does it work here?
+start_mps() {
+    export CUDA_MPS_PIPE_DIRECTORY=$mps/pipe CUDA_MPS_LOG_DIRECTORY=$mps/log
+    mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+    timeout 10 nvidia-cuda-mps-control -d &&
+        timeout 60 "$PYTHON" -c "import torch; [torch.ones(9, device=f'cuda:{i}').sum().item()
+for i in range(torch.cuda.device_count())]"
+}
+stop_mps() {
+    echo quit | timeout 10 nvidia-cuda-mps-control
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+
+# GPU PART ...: in a checkout of its own, whose results are added to those here.
+results_on() {
+    local gpu=$1 copy
+    shift
+    copy=$(mktemp -d)
+    tar -c --exclude=.git --exclude=.venv --exclude=build --exclude="$OUT" . | tar -x -C "$copy"
+    (cd "$copy" && CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" benchmarks/everything.py --only "$@") \
+        >"$OUT/results_$gpu.log" 2>&1
+    local status=$?
+    flock "$OUT" "$PYTHON" benchmarks/merge.py "$copy/benchmarks/results" || status=1
+    rm -rf "$copy"
+    return $status
+}
+
 case $what in
     tests)
         bash tests/sanitize.sh >"$OUT/sanitizers.log" 2>&1 &
-        "$PYTHON" tests/gpu_suite.py >"$OUT/tests.log" 2>&1 || failed=1
-        wait $! || failed=1
+        sanitizers=$!
+        jobs=()
+        mps=$(mktemp -d)
+        if start_mps >"$OUT/mps.log" 2>&1; then
+            jobs=(--jobs $((8 * $(nvidia-smi -L | wc -l))))
+        else
+            stop_mps >>"$OUT/mps.log" 2>&1
+        fi
+        "$PYTHON" tests/gpu_suite.py "${jobs[@]}" >"$OUT/tests.log" 2>&1 || failed=1
+        [ ${#jobs[@]} -eq 0 ] || stop_mps
+        wait $sanitizers || failed=1
+        rm -rf "$mps"
         tail -n 40 "$OUT/tests.log"
         tail -n 8 "$OUT/sanitizers.log"
         ;;
     results)
-        "$PYTHON" benchmarks/everything.py ${1:+--only "$@"} >"$OUT/results.log" 2>&1 || failed=1
-        tail -n 40 "$OUT/results.log"
+        first=()
+        while [ $# -gt 0 ] && [ "$1" != / ]; do
+            first+=("$1")
+            shift
+        done
+        if [ $# -gt 0 ]; then
+            shift
+            results_on 1 "$@" &
+            results_on 0 "${first[@]}" || failed=1
+            wait $! || failed=1
+            tail -qn 20 "$OUT"/results_?.log
+        else
+            "$PYTHON" benchmarks/everything.py ${first[0]:+--only "${first[@]}"} \
+                >"$OUT/results.log" 2>&1 || failed=1
+            tail -n 40 "$OUT/results.log"
+        fi
         ;;
     *)
-        sed -n '2,7s/^# \{0,1\}//p' "$0"
+        sed -n '2,8s/^# \{0,1\}//p' "$0"
         exit 2
         ;;
 esac

@@ -33,6 +33,7 @@ import fp8_inputs  # noqa: E402
 import fp8_model  # noqa: E402
 import fp8_providers  # noqa: E402
 import memory  # noqa: E402
+import merge  # noqa: E402
 import models  # noqa: E402
 import neighbors  # noqa: E402
 import numerics  # noqa: E402
@@ -323,6 +324,61 @@ def test_processes_begin_with_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert gpu_suite.visible_devices(1)["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def test_results_of_two_gpus(tmp_path: Path) -> None:
+    """Each half runs in a checkout of its own; all of their files end up here."""
+    here = tmp_path / "here"
+    for name in ("merge.py", "compare.py", "common.py", "digest.py", "evidence.sh"):
+        (here / "benchmarks").mkdir(parents=True, exist_ok=True)
+        (here / "benchmarks" / name).write_text((ROOT / "benchmarks" / name).read_text())
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+[ "$1" = benchmarks/everything.py ] || exec {sys.executable} "$@"
+mkdir -p benchmarks/results/x
+printf '{{"date": "2026", "parts": "%s", "gpu": %s}}' "${{*:3}}" $CUDA_VISIBLE_DEVICES \
+    > benchmarks/results/x/$3.json
+[ $3 != wrong ]
+"""
+    )
+    python.chmod(0o755)
+    environment = os.environ | {
+        "PYTHON": str(python), "OUT": str(tmp_path / "out"),
+        "PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}",
+    }  # fmt: skip
+
+    def run(*parts: str) -> int:
+        command = ["bash", "benchmarks/evidence.sh", "results", *parts]
+        return subprocess.run(command, cwd=here, env=environment).returncode
+
+    assert run("one", "b", "/", "two") == 0
+    found = {p.name: json.loads(p.read_text()) for p in here.glob("benchmarks/results/x/*")}
+    assert found == {
+        "one.json": {"date": "2026", "parts": "one b", "gpu": 0},
+        "two.json": {"date": "2026", "parts": "two", "gpu": 1},
+    }
+    assert run("one", "/", "wrong") == 1 and run("wrong", "/", "one") == 1
+
+
+def test_cells_of_two_runs_are_merged(tmp_path: Path) -> None:
+    def cell(seqlen: int, ms: float) -> dict:
+        return dataclasses.asdict(compare.Cell("bf16", 64, True, seqlen, 1, 1)) | {"ms": ms}
+
+    setup = dict.fromkeys(common.SAME_SETUP, "same")
+    here = setup | {"date": "1", "labels": {"a": "A"}, "cells": [cell(64, 1.0), cell(128, 1.0)]}
+    other = setup | {"date": "2", "labels": {"b": "B"}, "cells": [cell(128, 2.0), cell(256, 2.0)]}
+    target, source = tmp_path / "here" / "compare.json", tmp_path / "other.json"
+    target.parent.mkdir()
+    common.write_json(target, here)
+    common.write_json(source, other)
+    merge.merge(source, target)
+    merged = json.loads(target.read_text())
+    assert [(c["seqlen"], c["ms"]) for c in merged["cells"]] == [(64, 1.0), (128, 2.0), (256, 2.0)]
+    assert merged["labels"] == {"a": "A", "b": "B"}
+    common.write_json(source, other | {"digest": "another", "date": "0"})
+    merge.merge(source, target)
+    assert json.loads(target.read_text()) == merged, "an older file of another source is left out"
 
 
 def test_failed_tests_run_again() -> None:

@@ -1,0 +1,54 @@
+"""Adds the result files of another run to those here.
+
+    python benchmarks/merge.py FOLDER      # FOLDER/<device>/*.json, as in benchmarks/results
+
+For benchmarks that ran at the same time on several GPUs, each in a checkout of its own
+(evidence.sh). Cells of compare.json with the same device, versions and source are added to those
+here or replace them. Any other file replaces the one here if it is newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import common
+from common import Json, say
+from compare import key
+
+
+def with_cells(here: Json, other: Json) -> Json:
+    """compare.json with the cells of another one of the same setup."""
+    cells = {key(cell): cell for cell in [*here["cells"], *other["cells"]]}
+    both = {part: here.get(part, {}) | other.get(part, {}) for part in ("labels", "versions")}
+    return here | both | {"cells": list(cells.values())}
+
+
+def merge(source: Path, target: Path) -> None:
+    """Add one result file to another, which may not exist."""
+    here, other = common.read_json(target), common.read_json(source)
+    if other is None or here == other:
+        return
+    if target.name == "compare.json" and here is not None and common.same_setup(here, other):
+        common.write_json(target, with_cells(here, other))
+    elif here is None or here["date"] < other["date"]:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    else:
+        return
+    say(f"merged: {target}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    for source in sorted(folder.glob("*/*.json")):
+        merge(source, common.RESULTS / source.relative_to(folder))
+
+
+if __name__ == "__main__":
+    main()
