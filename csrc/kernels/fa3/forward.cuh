@@ -31,11 +31,11 @@
 // the matmuls of the other; otherwise they drift apart without it.
 //
 // Where there are few tiles, a tile is a Q tile and a split of its keys. Each split stores its
-// result in float32, and the last one combines them (combine_row.cuh); where a CTA has more tiles
-// than one, combine.cuh does. Where there are few queries and heads share
-// keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). The kernels for
-// both load Q in boxes of eight rows, of eight heads or of eight queries: with packed GQA, no more
-// rows of a tile are adjacent in memory.
+// result in float32. If no CTA has more than one tile, the last split to be stored combines them
+// (combine_row.cuh), otherwise a kernel of its own (combine.cuh). Where there are few queries and
+// heads share keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). The
+// kernels for both load Q in boxes of eight rows, of eight heads or of eight queries: with packed
+// GQA, no more rows of a tile are adjacent in memory.
 //
 // Shared memory: pipelines of Q, K and V tiles (of FP8 V^T, and V as TMA loads it); the work-tile
 // pipeline (QueryTile); a flag per consumer warp (recompute_rows.cuh).
@@ -56,8 +56,8 @@
 //   full(V^T)           2: each warp that transposes         consumers, before P V
 //   full(V), FP8        1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V), FP8       2: each warp that transposes         K's producer, before the next load
-//   arrivals            1: Q's producer, when the count    consumers, before they count
-//                       of stored splits is started
+//   arrivals            1: Q's producer, when the counts     consumers, before they count
+//                       of stored splits are started
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started                          too), before it starts its own
 #pragma once
@@ -661,7 +661,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 params.scheduler.fetched.epoch};
     }
 
-    // After store(). A warp combines every fourth row.
+    // After store(). A warp combines every fourth row. A consumer without rows may come here, too:
+    // its count was not started, and it has nothing to combine.
     __device__ __forceinline__ void combine_if_last(const QueryTile& tile) const {
         ptx::barrier_sync(kSplitStored + consumer, 128);
         bool last = false;
