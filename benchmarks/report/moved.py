@@ -21,7 +21,7 @@ LIMITS = {
 # What tells one entry of a list from another.
 IDENTITY = (
     "model", "variant", "method", "direction", "dtype", "d", "causal", "seqlen", "batch", "heads",
-    "seqlen_q", "kv_heads", "distribution", "scale",
+    "seqlen_q", "kv_heads", "d_v", "window", "sustained", "graph", "distribution", "scale",
 )  # fmt: skip
 SHOWN = 12
 
