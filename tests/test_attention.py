@@ -221,12 +221,13 @@ def few_tiles(device: str) -> Iterator[Problem]:
         {"sink": True, "causal": True},
         {"layout": "packed", "causal": True},
         {"lengths_q": (1, 200, 0, 3), "lengths_k": (4000, 2300, 5, 0), "sink": True},
+        {"lengths_q": (1, 4, 0, 2), "lengths_k": (4000, 2300, 5, 1), "causal": True},
         {"softcap": 1.5, "causal": True},
         {"alibi": "bh", "window": (2000, 100)},
         {"bias": "bhqk", "sink": True},
         {"dropout_p": 0.3, "causal": True, "sink": True},
     )
-    lengths = ((1, 3000), (130, 2999), (600, 5003)) if device == "cuda" else ((1, 600),)
+    lengths = ((1, 3000), (5, 3001), (130, 2999), (600, 5003)) if device == "cuda" else ((1, 600),)
     for (d, dv), pair, option in itertools.product(
         dims if device == "cuda" else dims[:1], lengths, options
     ):

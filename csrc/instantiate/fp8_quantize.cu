@@ -44,8 +44,9 @@ cudaError_t launch_persistent(const QuantizeParams& params, cudaStream_t stream,
     const int threads = Layout::threads(params);
     const int bytes = threads / 32 * static_cast<int>(sizeof(Storage));
     constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(Storage);
-    return launch_kernel<kKernel>(persistent_ctas<Layout>(params, threads, Rows::kSmThreads, bytes),
-                                  threads, bytes, params, stream, pdl, kMostBytes, Layout::kCtas);
+    return launch_kernel<kKernel>(
+        persistent_ctas<Layout>(params, threads, Rows::kSmThreads, bytes), threads, bytes, params,
+        stream, {.pdl = pdl, .cluster = Layout::kCtas, .most_shared_bytes = kMostBytes});
 }
 
 cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
@@ -89,7 +90,7 @@ cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
     return launch_kernel<mean_kernel>(int64_t{params.batch} * params.heads,
                                       kMeanGroups * params.head_dim, 0, params, stream,
-                                      is_hopper());
+                                      {.pdl = is_hopper()});
 }
 
 }  // namespace flash_ext

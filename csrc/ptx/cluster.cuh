@@ -24,17 +24,25 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Stores to the same place of a CTA's shared memory. Its mbarrier counts the four bytes, once they
-// are there.
-__device__ __forceinline__ void st_async_to_cta(uint32_t address, uint32_t rank, uint32_t value,
-                                                uint32_t barrier) {
+// An address of this CTA's shared memory as the same place of another CTA's.
+__device__ __forceinline__ uint32_t address_in_cta(uint32_t address, uint32_t rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Stores to a CTA's shared memory. Its mbarrier counts the bytes, once they are there.
+__device__ __forceinline__ void st_async(uint32_t target, uint32_t value, uint32_t barrier) {
     asm volatile(
-        "{ .reg .b32 target, counter;\n"
-        "mapa.shared::cluster.u32 target, %0, %1;\n"
-        "mapa.shared::cluster.u32 counter, %3, %1;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [target], %2, [counter]; }" ::
-            "r"(address),
-        "r"(rank), "r"(value), "r"(barrier)
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(target),
+        "r"(value), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void st_async(uint32_t target, float x, float y, uint32_t barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+            target),
+        "f"(x), "f"(y), "r"(barrier)
         : "memory");
 }
 

@@ -215,9 +215,27 @@ __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
             };
             const uint32_t x = pair(n), y = pair(n + 1);
             const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? x : y, 1);
-            if (8 * n < cols)
-                *reinterpret_cast<uint2*>(target + 8 * n) = odd ? uint2{got, y} : uint2{x, got};
+
+            *reinterpret_cast<uint2*>(target + 8 * n) = odd ? uint2{got, y} : uint2{x, got};
         }
+    }
+}
+
+// The same in 4-byte stores, for few rows: to row_at(row), unless that is null. pack(x, y) rounds.
+// `cols` is a multiple of 8: the same test for all lanes takes no registers.
+template <class Accumulator, class RowAt, class Pack>
+__device__ __forceinline__ void store_rows(const Accumulator& acc, int cols, RowAt row_at,
+                                           Pack pack) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint16_t* row = row_at(lane_row() + 8 * i);
+        if (row == nullptr) continue;
+        row += lane_col();
+#pragma unroll
+        for (int n = 0; n < Accumulator::kN; ++n)
+            if (8 * n < cols)
+                *reinterpret_cast<uint32_t*>(row + 8 * n) =
+                    pack(acc.v[0][n][2 * i], acc.v[0][n][2 * i + 1]);
     }
 }
 

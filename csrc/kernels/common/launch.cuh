@@ -67,35 +67,47 @@ cudaError_t launch_fitting(Launch launch) {
     return Large::kSharedBytes <= current_device().shared_bytes ? launch(Large{}) : launch(Small{});
 }
 
+// Sets an attribute of a kernel, once per device.
+template <auto kKernel, cudaFuncAttribute kAttribute>
+cudaError_t set_attribute(int value) {
+    static uint64_t devices_done = 0;  // no <atomic>: files compile faster
+    int device = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if (status == cudaSuccess && (__atomic_load_n(&devices_done, __ATOMIC_ACQUIRE) & bit) == 0) {
+        status = cudaFuncSetAttribute(kKernel, kAttribute, value);
+        __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
+    }
+    if (status != cudaSuccess) cudaGetLastError();  // clears it: the next launch would report it
+    return status;
+}
+
+inline constexpr int kMostPortableCtas = 8;  // in a cluster
+
+struct LaunchOptions {
+    // Programmatic dependent launch: the kernel may begin before the previous one has ended
+    // (ptx/grid_dependency.cuh). It must then be compiled for sm_90 or later, since other code does
+    // not wait.
+    bool pdl = false;
+    int cluster = 1;            // its CTAs (sm_90), which divide those of the grid
+    int most_shared_bytes = 0;  // of any launch of the kernel, where they differ
+};
+
 // An empty grid is not launched, without an error: an empty tensor has no tiles. More than 48 KB of
-// shared memory must be requested, once per kernel and device. `pdl`: programmatic dependent launch
-// (PDL), so the kernel may begin before the previous one has ended (ptx/grid_dependency.cuh). It
-// must then be compiled for sm_90 or later, since other code does not wait. `most_shared_bytes`: of
-// any launch of the kernel, where they differ. `cluster`: CTAs of a cluster (sm_90), which divide
-// `ctas`.
+// shared memory must be requested.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,
-                          cudaStream_t stream, bool pdl = false, int most_shared_bytes = 0,
-                          int cluster = 1) {
+                          cudaStream_t stream, const LaunchOptions& options = {}) {
     if (ctas == 0) return cudaSuccess;
-    most_shared_bytes = max_of(shared_bytes, most_shared_bytes);
-    if (most_shared_bytes > 48 * 1024) {
-        static uint64_t devices_done = 0;  // no <atomic>: files compile faster
-        int device = 0;
-        cudaError_t status = cudaGetDevice(&device);
-        const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-        if (status == cudaSuccess &&
-            (__atomic_load_n(&devices_done, __ATOMIC_ACQUIRE) & bit) == 0) {
-            status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          most_shared_bytes);
-            __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
-        }
-        if (status != cudaSuccess) {
-            cudaGetLastError();  // clears the error, which the next launch would otherwise report
-            return status;
-        }
-    }
-    if (pdl || cluster > 1) {
+    cudaError_t status = cudaSuccess;
+    const int most_shared_bytes = max_of(shared_bytes, options.most_shared_bytes);
+    if (most_shared_bytes > 48 * 1024)
+        status =
+            set_attribute<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(most_shared_bytes);
+    if (status == cudaSuccess && options.cluster > kMostPortableCtas)
+        status = set_attribute<kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed>(1);
+    if (status != cudaSuccess) return status;
+    if (options.pdl || options.cluster > 1) {
         cudaLaunchAttribute attributes[2]{};
         cudaLaunchConfig_t config{};
         config.gridDim = static_cast<unsigned>(ctas);
@@ -103,15 +115,15 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
         config.dynamicSmemBytes = shared_bytes;
         config.stream = stream;
         config.attrs = attributes;
-        if (pdl) {
+        if (options.pdl) {
             cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
             attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
             attribute.val.programmaticStreamSerializationAllowed = 1;
         }
-        if (cluster > 1) {
+        if (options.cluster > 1) {
             cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
             attribute.id = cudaLaunchAttributeClusterDimension;
-            attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+            attribute.val.clusterDim = {static_cast<unsigned>(options.cluster), 1, 1};
         }
         return cudaLaunchKernelEx(&config, kKernel, params);
     }

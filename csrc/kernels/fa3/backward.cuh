@@ -740,7 +740,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
                                    Config::kHeadDimV, Config::kHeadDim>(params, stream);
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
-                                                 /*pdl=*/true);
+                                                 {.pdl = true});
     if (status == cudaSuccess) status = launch_fa3_postprocess_dq<Config>(params, stream);
     return status;
 }

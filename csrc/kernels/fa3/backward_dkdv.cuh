@@ -570,7 +570,7 @@ cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspa
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
     return launch_fa3<Fa3BackwardDKDV<Config>>(params, cta_count(params.schedule), stream,
-                                               /*pdl=*/true);
+                                               {.pdl = true});
 }
 
 }  // namespace flash_ext

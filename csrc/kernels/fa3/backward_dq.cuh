@@ -449,7 +449,7 @@ cudaError_t launch_fa3_backward_dq(const BackwardParams& call, cudaStream_t stre
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
     return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(params.schedule), stream,
-                                             /*pdl=*/true);
+                                             {.pdl = true});
 }
 
 }  // namespace flash_ext

@@ -219,7 +219,7 @@ cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWork
         encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.head_dim);
     if (status != cudaSuccess) return status;
     return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(params.schedule), stream,
-                                                 /*pdl=*/true);
+                                                 {.pdl = true});
 }
 
 }  // namespace flash_ext

@@ -99,7 +99,7 @@ template <class Config>
 cudaError_t launch_fa3_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
     return launch_kernel<fa3_postprocess_dq_kernel<Config>>(
         workspace_rows(params, Config::kWorkspaceBlock) / Config::kBlockQ, kFa3PassThreads, 0,
-        params, stream, true);
+        params, stream, {.pdl = true});
 }
 
 }  // namespace flash_ext

@@ -32,9 +32,8 @@ namespace flash_ext {
 
 // The named barriers. __syncthreads() uses barrier 0.
 enum NamedBarrier : int {
-    kPingPong = 1,     // one for each consumer
-    kDSStored = 5,     // one for each consumer: all its warps have stored dS
-    kSplitStored = 5,  // the same of the result of a split, in the forward
+    kPingPong = 1,  // one for each consumer
+    kDSStored = 5,  // one for each consumer: all its warps have stored dS
 };
 
 // Ping-pong: consumers start their matmuls alternately, so that the softmax of one runs beside the
@@ -149,15 +148,14 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
 #endif
 }
 
-// `pdl` as for launch_kernel().
 template <class Kernel>
 cudaError_t launch_fa3(const typename Kernel::Config::Params& params, int tiles,
-                       cudaStream_t stream, bool pdl) {
+                       cudaStream_t stream, const LaunchOptions& options = {}) {
     using Config = typename Kernel::Config;
     static_assert(sizeof(typename Config::SharedStorage) <= 227 * 1024);
     return launch_kernel<fa3_kernel<Kernel>>(min_of(tiles, multiprocessors()), Config::kThreads,
                                              sizeof(typename Config::SharedStorage), params, stream,
-                                             pdl);
+                                             options);
 }
 
 }  // namespace flash_ext

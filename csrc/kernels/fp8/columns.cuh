@@ -211,9 +211,9 @@ cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream, bo
     const int threads = kRowGroups * params.head_dim / 8;
     return params.element_type == ElementType::kFloat16
                ? launch_kernel<columns_kernel<__half, kColumns>>(ctas, threads, 0, params, stream,
-                                                                 pdl)
+                                                                 {.pdl = pdl})
                : launch_kernel<columns_kernel<__nv_bfloat16, kColumns>>(ctas, threads, 0, params,
-                                                                        stream, pdl);
+                                                                        stream, {.pdl = pdl});
 }
 
 }  // namespace flash_ext

@@ -278,8 +278,9 @@ struct TileMaxima {
             const uint32_t barrier = ptx::shared_address(&arrived[tile % 2]);
             if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, sizeof(uint32_t) * warps);
             if (lane < Layout::kCtas)
-                ptx::st_async_to_cta(ptx::shared_address(&maxima[Layout::thread() / 32]), lane,
-                                     of_warp, barrier);
+                ptx::st_async(
+                    ptx::address_in_cta(ptx::shared_address(&maxima[Layout::thread() / 32]), lane),
+                    of_warp, ptx::address_in_cta(barrier, lane));
             __syncwarp();
             ptx::mbarrier_wait(barrier, tile / 2 % 2);  // for the maxima of all warps
             return __uint_as_float(__reduce_max_sync(0xffffffff, lane < warps ? maxima[lane] : 0));
