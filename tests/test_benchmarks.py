@@ -537,7 +537,12 @@ def test_recorded_ratios_are_those_of_the_grid() -> None:
 def test_activation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two turns of each, a ratio, and a model that computes otherwise is called wrong."""
     monkeypatch.setattr(activation.sdpa, "activated", contextlib.nullcontext)
-    make = activation.CASES["GPT, 6 layers"]
+
+    def make(batch: int) -> activation.Case:
+        x = torch.randint(256, (batch, 16))
+        loss = torch.nn.functional.cross_entropy
+        return activation.GPT(1, 32, 2, 16), x, lambda y: loss(y, x)
+
     result = activation.measure(make, torch.device("cpu"), rounds=1, steps=1)
     assert result["sdpa"]["ms"] > 0 and result["ratio"] > 0 and result["difference"] == 0
     monkeypatch.setattr(activation.sdpa, "activated", lambda: sdpa_with(torch.neg))
