@@ -34,9 +34,11 @@ fa3 over the best peer, the faster of cuDNN and flash-attn 4 in each cell. Where
 run, its time is cuDNN's over the ratio in results/<device>/recorded_peers.json; such results are
 marked "recorded".
 
-Results go to benchmarks/results/<device>/compare.json. A run with the same device, versions and
-source digest adds its cells to that file or replaces them, each cell as a whole, because a ratio is
-meaningful only within one process; any other run starts a new file.
+Results go to benchmarks/results/<device>/compare.json, those of each shape as soon as they are
+there. A run with the same device, versions and source digest adds its cells to that file or
+replaces them, each cell as a whole, because a ratio is meaningful only within one process; any
+other run starts a new file. After --minutes no shape begins: what is left out keeps what the file
+has of it.
 """
 
 from __future__ import annotations
@@ -258,6 +260,7 @@ def parse() -> argparse.Namespace:
     add("--host", action="store_true", help="only the CPU's time per call, at a tiny shape")
     add("--min-time", type=float, default=0.1, help="seconds of calls per provider and cell")
     add("--rounds", type=int, help="calls per provider and cell, in place of --min-time")
+    add("--minutes", type=float, default=math.inf, help="begin no shape later")
     add("--skip-slow", type=float, nargs="?", const=100.0, metavar="MS",
         help="leave out what takes longer per call than this (100 ms if not said)")  # fmt: skip
     add("--brief", action="store_true", help="print speeds and mean ratios only")
@@ -419,17 +422,25 @@ class Bench:
                 continue
             calls[provider.name], estimates[provider.name] = call, (device_seconds, host_seconds)
             results[provider.name] = {"extra_bytes": extra, "error": float(f"{whole:.4g}")}
-        if calls and cell.sustained:
-            for name, call in calls.items():
-                at_once = GRAPH_CALLS if cell.graph else 1
-                if cell.graph:
-                    call = self.timer.in_graph(call, at_once)
-                steady = self.timer.sustained(
-                    call, estimates[name][0], self.args.sustained, at_once
-                )
-                steady["tflops"] = round(cell.flops() / steady["ms"] * 1e-9, 4)
-                results[name] = steady | results[name]
-        elif calls:
+        try:
+            self.add_times(cell, calls, estimates, results)
+        except Exception as error:  # most often: out of memory
+            for name in calls:
+                if "ms" not in results[name]:
+                    results[name] = {"skipped": common.first_line(error)}
+        return results
+
+    def add_times(
+        self,
+        cell: Cell,
+        calls: dict[str, Callable[[], object]],
+        estimates: dict[str, tuple[float, float]],
+        results: Json,
+    ) -> None:
+        """Add every call's times to its results."""
+        if not calls:
+            return
+        if not cell.sustained:
             timed = self.timer.compare(calls, estimates, self.args.min_time, self.args.rounds)
             for name, samples in timed.items():
                 summary = samples.summary()
@@ -437,7 +448,20 @@ class Bench:
                 if cell.seqlen_q:
                     summary["tbps"] = round(cell.kv_bytes() / summary["ms"] * 1e-9, 4)
                 results[name] = summary | results[name]
-        return results
+            return
+        at_once = GRAPH_CALLS if cell.graph else 1
+        for name, call in calls.items():
+            try:
+                if cell.graph:
+                    call = self.timer.in_graph(call, at_once)
+                steady = self.timer.sustained(
+                    call, estimates[name][0], self.args.sustained, at_once
+                )
+            except Exception as error:  # a call that no graph can hold
+                results[name] = {"skipped": common.first_line(error)}
+                continue
+            steady["tflops"] = round(cell.flops() / steady["ms"] * 1e-9, 4)
+            results[name] = steady | results[name]
 
     def host(self) -> Json:
         """The CPU's time for one call of every provider, by HOST_ROWS."""
@@ -866,28 +890,37 @@ def main() -> int:
     for cell in cells:
         shapes.setdefault(Cell(**(asdict(cell) | {"direction": "forward"})), []).append(cell)
 
+    def store() -> list[Json]:
+        everything = sorted((kept | {key(c): c for c in measured}).values(), key=key)
+        size = (TOKENS, HIDDEN) if bench.device.type == "cuda" else (CPU_TOKENS, CPU_HIDDEN)
+        standard = [c for c in everything if on_grid(c, *size)]
+        result["summary"] = summarise(with_best(standard, recorded), [*result["labels"], BEST])
+        result["seconds"] = round(time.monotonic() - started, 1)
+        common.write_json(path, result | {"cells": everything})
+        return everything
+
     def run() -> Iterator[tuple[Cell, Json]]:
-        for same_shape in shapes.values():
+        for begun, same_shape in enumerate(shapes.values()):
+            if time.monotonic() - started > 60 * args.minutes:
+                say(f"left out, no time: {len(shapes) - begun} of {len(shapes)} shapes")
+                return
             yield from bench.shape(same_shape)
+            store()
             bench.release()  # one shape's graphs must not crowd out the next
 
+    if "host" in old:
+        result["host"] = old["host"]
     try:
         for cell, results in common.progress(run(), len(cells), "cells"):
             state = {"gpu": clocks} if (clocks := log.since_last()) else {}
             measured.append(asdict(cell) | {"date": common.now()} | state | {"providers": results})
-        times = bench.host() if args.host else old.get("host")
-        result |= {"host": times} if times else {}
+        if args.host:
+            result["host"] = bench.host()
     finally:  # also what an interrupted run has measured
         log.close()
-        kept |= {key(c): c for c in measured}
         if bench.device.type == "cuda":
             result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
-        result["seconds"] = round(time.monotonic() - started, 1)
-        everything = sorted(kept.values(), key=key)
-        size = (TOKENS, HIDDEN) if bench.device.type == "cuda" else (CPU_TOKENS, CPU_HIDDEN)
-        standard = [c for c in everything if on_grid(c, *size)]
-        result["summary"] = summarise(with_best(standard, recorded), [*result["labels"], BEST])
-        common.write_json(path, result | {"cells": everything})
+        everything = store()
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
     labels = {p.name: p.label for p in providers} | {BEST: BEST_LABEL}
     in_fp8 = [c for c in measured if c["dtype"] == FP8]

@@ -4,10 +4,12 @@
     python benchmarks/everything.py --only compare io
     python benchmarks/everything.py --only models sustained    # shapes of models; the power limit
     python benchmarks/everything.py --only fp8 "fp8 errors" "fp8 model"    # FP8: three minutes
+    python benchmarks/everything.py --minutes 9 --only train llama
     python benchmarks/everything.py --against HEAD~5    # what moved since then; measures nothing
 
 Each benchmark is a separate program and writes its result file as when it is run by itself; those
-that time nothing run in parallel. Peers that are separate packages, such as flash-attn 4, are
+that time nothing run in parallel. After --minutes none begins, and those of compare.py and train.py
+end early, with what they have measured. Peers that are separate packages, such as flash-attn 4, are
 measured where they are installed. Then report/ writes the tables and figures. Last come the numbers
 that moved (report/moved.py). Exit status 1 if a benchmark failed.
 """
@@ -15,6 +17,7 @@ that moved (report/moved.py). Exit status 1 if a benchmark failed.
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import subprocess
 import sys
@@ -54,7 +57,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "latency": ("--set", "latency", "--sustained", "0.3", "--graph", "--variants", "fa3", "--peers",
                 "flash", "cudnn"),
     "neighbors": (),
-    "llama": ("--rounds", "2", "--model", "llama"),
+    "llama": ("--rounds", "2", "--model", "llama", "--providers", "fa3", "fa2", "sdpa", "flash",
+              "flash_attn_4"),
     "fp8_quantize": (),
     "fp8": ("--set", "fp8", "--min-time", "0.03", "--peers", "cudnn", "flash_attn_4"),
     "fp8 errors": ("--fp8",),
@@ -94,19 +98,26 @@ SCRIPTS = dict.fromkeys(
     "fp8 model": "train",
     "llama": "train",
 }
+BOUNDED = ("compare", "train")  # the scripts that take --minutes
 UNTIMED = ("support", "numerics")  # these run in parallel
 BESIDE = "PTX path"  # the driver compiles for minutes, on one core; this adds to "support"
 
 
-def run(names: list[str]) -> list[str]:
-    """Run the benchmarks, the timed ones one after another; returns those that failed."""
+def run(names: list[str], minutes: float = math.inf) -> list[str]:
+    """Run the benchmarks, the timed ones one after another; returns those that failed, or that
+    there was no time for."""
     begun: dict[str, float] = {}
+    end = time.monotonic() + 60 * minutes
 
     def start(name: str, output: int | None) -> subprocess.Popen[str]:
         begun[name] = time.monotonic()
-        script = common.ROOT / "benchmarks" / f"{SCRIPTS.get(name, name)}.py"
+        script = SCRIPTS.get(name, name)
+        left = f"{(end - begun[name]) / 60:.2f}"
         return subprocess.Popen([*(("nice", "-n", "19") if name == BESIDE else ()),
-                                 sys.executable, str(script), *RUNS[name]], stdout=output,
+                                 sys.executable, str(common.ROOT / "benchmarks" / f"{script}.py"),
+                                 *RUNS[name],
+                                 *(("--minutes", left) if script in BOUNDED else ())],
+                                stdout=output,
                                 stderr=None if output is None else subprocess.STDOUT,
                                 text=True)  # fmt: skip
 
@@ -125,6 +136,10 @@ def run(names: list[str]) -> list[str]:
     beside = start(BESIDE, subprocess.PIPE) if BESIDE in names else None
     for name in names:
         if name not in together and name != BESIDE:
+            if time.monotonic() > end:
+                print(f"\n===== {name}: left out, no time", flush=True)
+                failed.append(name)
+                continue
             print(f"\n===== {name}: {' '.join(RUNS[name])}", flush=True)
             finish(name, start(name, None))
     if beside is not None:
@@ -141,6 +156,7 @@ def main() -> int:
     usual = [name for name in RUNS if name not in ON_REQUEST]
     parser.add_argument("--only", nargs="*", default=usual, choices=list(RUNS))
     parser.add_argument("--against", metavar="REVISION", help="only compare, with that revision's")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing later")
     parser.add_argument("--gpu", help="folder under benchmarks/results, default: this GPU's")
     args = parser.parse_args()
     if args.gpu is None and not torch.cuda.is_available():
@@ -152,8 +168,8 @@ def main() -> int:
         old = committed(folder, args.against)
     else:
         old = snapshot(folder)
-        failed = run(args.only)
-        if not failed and set(args.only) >= set(usual):
+        failed = run(args.only, args.minutes)
+        if not failed and set(args.only) >= set(usual) and args.minutes == math.inf:
             shutil.copy(folder / "compare.json", folder / "compare_full.json")
         report = [sys.executable, "-m", "report"]
         here = common.ROOT / "benchmarks"

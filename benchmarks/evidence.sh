@@ -5,7 +5,9 @@
 #     bash benchmarks/evidence.sh results [PART ...]  # everything.py, or these parts of it
 #     bash benchmarks/evidence.sh results PART ... / PART ...   # on two GPUs at the same time
 #
-# May be set: PYTHON; OUT, a folder that gets the logs and, as results.tgz, the result files.
+# May be set: PYTHON; OUT, a folder that gets the logs and, as results.tgz, the result files; MINUTES,
+# after which no measurement begins; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, with which flash-attn 4
+# compiles a kernel once for all parts.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -38,7 +40,8 @@ results_on() {
     shift
     copy=$(mktemp -d)
     tar -c --exclude=.git --exclude=.venv --exclude=build --exclude="$OUT" . | tar -x -C "$copy"
-    (cd "$copy" && CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" benchmarks/everything.py --only "$@") \
+    (cd "$copy" && CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" benchmarks/everything.py \
+        ${MINUTES:+--minutes "$MINUTES"} --only "$@") \
         >"$OUT/results_$gpu.log" 2>&1
     local status=$?
     flock "$OUT" "$PYTHON" benchmarks/merge.py "$copy/benchmarks/results" || status=1
@@ -77,13 +80,13 @@ case $what in
             wait $! || failed=1
             tail -qn 20 "$OUT"/results_?.log
         else
-            "$PYTHON" benchmarks/everything.py ${first[0]:+--only "${first[@]}"} \
-                >"$OUT/results.log" 2>&1 || failed=1
+            "$PYTHON" benchmarks/everything.py ${MINUTES:+--minutes "$MINUTES"} \
+                ${first[0]:+--only "${first[@]}"} >"$OUT/results.log" 2>&1 || failed=1
             tail -n 40 "$OUT/results.log"
         fi
         ;;
     *)
-        sed -n '2,8s/^# \{0,1\}//p' "$0"
+        sed -n '2,10s/^# \{0,1\}//p' "$0"
         exit 2
         ;;
 esac

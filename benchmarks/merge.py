@@ -3,8 +3,9 @@
     python benchmarks/merge.py FOLDER      # FOLDER/<device>/*.json, as in benchmarks/results
 
 For benchmarks that ran at the same time on several GPUs, each in a checkout of its own
-(evidence.sh). Cells of compare.json with the same device, versions and source are added to those
-here or replace them. Any other file replaces the one here if it is newer.
+(evidence.sh). Cells of compare.json and train.json with the same device, versions and source are
+added to those here, or replace them if they are newer. Any other file replaces the one here if it
+is newer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ import common
 from common import Json, say
 from compare import key
 
+WITH_CELLS = ("compare.json", "train.json")
+
 
 def with_cells(here: Json, other: Json) -> Json:
-    """compare.json with the cells of another one of the same setup."""
-    cells = {key(cell): cell for cell in [*here["cells"], *other["cells"]]}
-    both = {part: here.get(part, {}) | other.get(part, {}) for part in ("labels", "versions")}
-    return here | both | {"cells": list(cells.values())}
+    """A file with the cells of another one of the same setup."""
+    cells: dict[tuple[object, ...], Json] = {}
+    for cell in [*here["cells"], *other["cells"]]:
+        if cell["date"] >= cells.setdefault(key(cell), cell)["date"]:
+            cells[key(cell)] = cell
+    both = {
+        part: here.get(part, {}) | other.get(part, {})
+        for part in ("labels", "versions")
+        if part in here or part in other
+    }
+    return other | here | both | {"cells": list(cells.values())}
 
 
 def merge(source: Path, target: Path) -> None:
@@ -30,7 +40,7 @@ def merge(source: Path, target: Path) -> None:
     here, other = common.read_json(target), common.read_json(source)
     if other is None or here == other:
         return
-    if target.name == "compare.json" and here is not None and common.same_setup(here, other):
+    if target.name in WITH_CELLS and here is not None and common.same_setup(here, other):
         common.write_json(target, with_cells(here, other))
     elif here is None or here["date"] < other["date"]:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
     python benchmarks/train.py                   # GPT-2 small's size, under a minute on an H200
     python benchmarks/train.py --model medium bert-large long-range
     python benchmarks/train.py --seq 4096 --providers fa1 fa2 fa3 sdpa cudnn
+    python benchmarks/train.py --model llama --minutes 2    # no turn begins later than that
     python benchmarks/train.py --activation      # other models, with and without sdpa.activate()
     python benchmarks/train.py --fp8             # a trained model evaluated in FP8; over a minute
     python benchmarks/train.py --device cpu      # a smoke test
@@ -23,9 +24,10 @@ Before a provider trains, its attention must agree with float32 standard attenti
 shape; and its loss must stay with standard attention's (SDPA's, if that did not run) at every step.
 One that does not is called wrong, and has no speed.
 
-Results go to benchmarks/results/<device>/train.json. A run with the same device, versions and
-source digest adds its cells (a model at a sequence length) to that file or replaces them. Those of
---fp8 go to train_fp8.json.
+Results go to benchmarks/results/<device>/train.json, each cell (a model at a sequence length) as
+soon as it is measured. A run with the same device, versions and source digest adds its cells to
+that file or replaces them. Those of --fp8 go to train_fp8.json. After --minutes no cell begins, and
+one that has begun ends with the round in which that happens, its first at the earliest.
 """
 
 from __future__ import annotations
@@ -212,6 +214,7 @@ class Bench:
         self.args = args
         self.device = torch.device(args.device)
         self.providers = providers
+        self.end = time.monotonic() + 60 * args.minutes
         self.data = train_gpt.standard_library(MEGABYTES)
 
     def config(self, size: Size, seqlen: int) -> train_gpt.Config:
@@ -239,7 +242,7 @@ class Bench:
             "seqlen": seqlen,
             "batch": config.batch,
             "dtype": str(config.dtype).removeprefix("torch."),
-            "rounds": self.args.rounds,
+            "rounds": 0,
             "steps": self.args.steps,
             "date": common.now(),
             "providers": results,
@@ -247,8 +250,10 @@ class Bench:
         self.attention(config, size.causal, cell)
         chunks = list(itertools.islice(train_gpt.batches(self.data, config), config.steps))
         trainees: dict[str, Trainee] = {}
-        turns = self.args.rounds + 1
-        for turn in range(turns):
+        for turn in range(self.args.rounds + 1):
+            if turn > 1 and self.late():  # the losses of all are of the same steps
+                break
+            cell["rounds"] = turn
             shift = turn % len(self.providers)
             for provider in self.providers[shift:] + self.providers[:shift]:
                 name = provider.name
@@ -335,6 +340,10 @@ class Bench:
                 "share": round(config.layers * result["attention"]["ms"] * 1e-3 / seconds, 4),
             }
 
+    def late(self) -> bool:
+        """Whether no more time is left."""
+        return time.monotonic() > self.end
+
     def release(self) -> None:
         """Give unused memory back to the device."""
         gc.collect()
@@ -377,9 +386,10 @@ def parse() -> argparse.Namespace:
     add("--model", nargs="+", choices=list(MODELS), help="default: small, on a CPU tiny")
     add("--seq", nargs="+", type=int, help="sequence lengths, default: the model's")
     add("--providers", nargs="+", choices=[*VARIANTS, SDPA, *PEERS],
-        help="default: the variants that run; sdpa; flash and cudnn; standard")  # fmt: skip
+        help="default: variants that run; sdpa; flash, cudnn, flash-attn 4; standard")  # fmt: skip
     add("--rounds", type=int, help="turns of each provider, default 4; of --activation 20")
     add("--steps", type=int, help="timed steps in a turn, default 4; of --activation 10")
+    add("--minutes", type=float, default=math.inf, help="begin no cell and no round later")
     add("--activation", action="store_true", help="only whole steps with and without activation")
     add("--fp8", action="store_true", help="only a trained model, evaluated in FP8 too")
     add("--out", help="result file, default benchmarks/results/<device>/train.json")
@@ -399,7 +409,7 @@ def parse() -> argparse.Namespace:
     )
     if args.providers is None:
         ours = running(torch.device(args.device))
-        peers = [SDPA] if cpu else [SDPA, "flash", "cudnn"]
+        peers = [SDPA] if cpu else [SDPA, "flash", "cudnn", "flash_attn_4"]
         args.providers = [*reversed(ours), *peers, "standard"]
     return args
 
@@ -430,29 +440,44 @@ def main() -> int:
         old = {"cells": [], "labels": {}}
     result["labels"] = old["labels"] | result["labels"]
 
+    cells = {key(cell): cell for cell in old["cells"]}
+    measured: dict[tuple[str, int], Json] = {}
+    activated = old.get("activation", {})
+    result |= {"activation": activated} if activated else {}
+
+    def store() -> None:
+        result["seconds"] = round(time.monotonic() - started, 1)
+        kept = cells | measured
+        common.write_json(path, result | {"cells": [kept[k] for k in sorted(kept)]})
+
     def run() -> Iterator[Json]:
         for model, seqlen in args.sizes:
-            yield from bench.cell(model, seqlen)
+            if bench.late():
+                say(f"left out, no time: {model}, S {seqlen}")
+                continue
+            for cell in bench.cell(model, seqlen):
+                yield cell
+            measured[key(cell)] = cell
+            store()
             bench.release()  # one length's models must not crowd out the next
 
     turns = len(args.sizes) * (args.rounds + 1) * len(providers)
-    measured = {key(cell): cell for cell in common.progress(run(), turns, "turns")}
-    activated = old.get("activation", {})
+    for _ in common.progress(run(), turns, "turns"):
+        pass
     if args.activation:
         cases = common.progress(activation.CASES.items(), len(activation.CASES), "models")
         results = {n: activation.measure(make, bench.device, args.rounds, args.steps)
                    for n, make in cases}  # fmt: skip
-        activated = {"method": activation.METHOD, "batch": activation.BATCH, "models": results}
-    result |= {"activation": activated} if activated else {}
+        result["activation"] = {
+            "method": activation.METHOD, "batch": activation.BATCH, "models": results
+        }  # fmt: skip
     if args.fp8:
         configs = fp8_model.GPU if bench.device.type == "cuda" else fp8_model.CPU
         trained = common.progress(map(fp8_model.measure, configs), len(configs), "models")
         result["fp8"] = {"method": fp8_model.METHOD, "models": list(trained)}
     if bench.device.type == "cuda":
         result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
-    result["seconds"] = round(time.monotonic() - started, 1)
-    kept = {key(cell): cell for cell in old["cells"]} | measured
-    common.write_json(path, result | {"cells": [kept[k] for k in sorted(kept)]})
+    store()
 
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
     bad = []

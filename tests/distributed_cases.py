@@ -32,7 +32,10 @@ from flash_ext.integrations import distributed as cp
 from flash_ext.integrations.distributed import engines, functional, staging, transport
 
 Tensor = torch.Tensor
-SLOW_IMPORTS = ["torch", "torch.distributed.tensor", "pytest", "hypothesis"]
+SLOW_IMPORTS = [
+    *("torch", "torch.distributed.tensor", "pytest", "hypothesis"),
+    "flash_ext.integrations.distributed",
+]
 """What every process would take seconds to import: a server does, once, and forks them."""
 
 EXACT = 1e-10

@@ -170,6 +170,30 @@ def test_models_and_sustained_runs_are_measured(
     assert ("GPT-2" in shown) == ("models" in arguments)
 
 
+def test_a_failing_peer_and_a_lack_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that fails while it is timed leaves its cell empty; what no time is left for keeps
+    what the file has."""
+    path = tmp_path / "compare.json"
+    calls = itertools.count()
+    right = providers.standard()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        if next(calls) == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return right.attend(q, k, v, causal)
+
+    failing = dataclasses.replace(right, attend=attend)
+    monkeypatch.setitem(providers.PEERS, "standard", lambda: failing)
+    arguments = ("--device", "cpu", "--s", "64", "--causal", "--fwd", "--sustained", "--variants",
+                 "fa2", "--peers", "standard", "--out", str(path))  # fmt: skip
+    assert run(compare.main, *arguments, monkeypatch=monkeypatch) == 0
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert cell["providers"]["standard"] == {"skipped": "OutOfMemoryError: CUDA out of memory."}
+    assert cell["providers"]["fa2"]["ms"] > 0
+    assert run(compare.main, *arguments, "--minutes", "0", monkeypatch=monkeypatch) == 0
+    assert json.loads(path.read_text())["cells"] == [cell]
+
+
 def test_neighbors_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured, and that a slow neighbor is found."""
     shape = compare.Cell("bf16", 128, True, 4096, 2, 32, kv_heads=8)
@@ -363,11 +387,16 @@ printf '{{"date": "2026", "parts": "%s", "gpu": %s}}' "${{*:3}}" $CUDA_VISIBLE_D
 
 def test_cells_of_two_runs_are_merged(tmp_path: Path) -> None:
     def cell(seqlen: int, ms: float) -> dict:
-        return dataclasses.asdict(compare.Cell("bf16", 64, True, seqlen, 1, 1)) | {"ms": ms}
+        found = dataclasses.asdict(compare.Cell("bf16", 64, True, seqlen, 1, 1))
+        return found | {"ms": ms, "date": str(ms)}
 
     setup = dict.fromkeys(common.SAME_SETUP, "same")
     here = setup | {"date": "1", "labels": {"a": "A"}, "cells": [cell(64, 1.0), cell(128, 1.0)]}
-    other = setup | {"date": "2", "labels": {"b": "B"}, "cells": [cell(128, 2.0), cell(256, 2.0)]}
+    other = setup | {
+        "date": "2",
+        "labels": {"b": "B"},
+        "cells": [cell(64, 0.5), cell(128, 2.0), cell(256, 2.0)],
+    }
     target, source = tmp_path / "here" / "compare.json", tmp_path / "other.json"
     target.parent.mkdir()
     common.write_json(target, here)
@@ -508,7 +537,12 @@ def test_recorded_ratios_are_those_of_the_grid() -> None:
 def test_activation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two turns of each, a ratio, and a model that computes otherwise is called wrong."""
     monkeypatch.setattr(activation.sdpa, "activated", contextlib.nullcontext)
-    make = activation.CASES["GPT, 6 layers"]
+
+    def make(batch: int) -> activation.Case:
+        x = torch.randint(256, (batch, 16))
+        loss = torch.nn.functional.cross_entropy
+        return activation.GPT(1, 32, 2, 16), x, lambda y: loss(y, x)
+
     result = activation.measure(make, torch.device("cpu"), rounds=1, steps=1)
     assert result["sdpa"]["ms"] > 0 and result["ratio"] > 0 and result["difference"] == 0
     monkeypatch.setattr(activation.sdpa, "activated", lambda: sdpa_with(torch.neg))
@@ -695,6 +729,9 @@ def test_training_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         # Each step has another batch, of the text of this Python's library: not every loss falls.
         assert len(r["losses"]) == train.WARM_UP + 2 * (1 + 1) and min(r["losses"]) < r["losses"][0]
         assert r["loss_difference"] < 1e-5, "float32: the same but for the order of sums"
+    arguments = ("--device", "cpu", "--seq", "64", "32", "--steps", "1", "--minutes", "0")
+    assert run(train.main, *arguments, "--out", str(path), monkeypatch=monkeypatch) == 0
+    assert json.loads(path.read_text())["cells"] == [cell], "no cell has begun"
     ratio = found["fa2"]["tokens_per_second"] / found["sdpa"]["tokens_per_second"]
     text = train_report.training_section()
     assert f"| flash_ext fa2 | {found['fa2']['tokens_per_second']:,.0f} | {ratio:.2f} |" in text
@@ -746,7 +783,7 @@ def test_a_model_with_fewer_heads_of_k_and_v(
                  "--out", str(path))  # fmt: skip
     assert run(train.main, *arguments, monkeypatch=monkeypatch) == 0
     (cell,) = json.loads(path.read_text())["cells"]
-    assert (cell["heads"], cell["kv_heads"]) == (4, 2)
+    assert (cell["heads"], cell["kv_heads"], cell["rounds"]) == (4, 2, 1)
     assert all(r["loss_difference"] < 1e-5 for r in cell["providers"].values())
     q, k, v = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))
     example = train.train_gpt

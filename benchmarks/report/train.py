@@ -9,7 +9,7 @@ from .sections import picture
 from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, table
 
 SIZES = {"small": "GPT-2 small", "medium": "GPT-2 medium", "bert-large": "as BERT-large",
-         "long-range": "as long-range arena"}  # fmt: skip
+         "long-range": "as long-range arena", "llama": "4 layers as Llama 3.1 8B's"}  # fmt: skip
 MEMORY = "out of memory"  # in the reason for which a provider was left out
 
 

@@ -20,7 +20,7 @@ pairs. Numbers of a machine are a `Machine`; H200 was measured.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -55,9 +55,14 @@ ONE_HOST = Machine()
 """Ranks that NVLink connects, with collectives of NCCL."""
 
 ENGINES = Machine(link=399e9, latency=12e-6)
-"""The same ranks, with copies by copy engines. Measured between two H200s: a copy of 29.4 MB takes
-77.5 us and one of 4.2 MB 14.4 us, so 3.9 us and then 399 GB/s; a barrier takes 4 us. A transfer is
-a barrier and the beginnings of two copies, K's and V's."""
+"""The same ranks, with copies by copy engines.
+
+Seen once between two H200s, in a run that left no result file (docs/notes/020): a copy of 29.4 MB
+takes 77.5 us and one of 4.2 MB 14.4 us, so 3.9 us and then 399 GB/s; a barrier takes 4 us. A
+transfer is a barrier and the beginnings of two copies, K's and V's.
+
+Where your links differ, assign a Machine of your own here, the same one on every rank:
+`cost.ENGINES = dataclasses.replace(cost.ENGINES, link=350e9)`."""
 
 MANY_HOSTS = Machine(link=45e9, latency=60e-6)
 """Ranks that a 400 Gbit/s network card each connects."""
@@ -249,8 +254,3 @@ def machine_of(device: torch.device, ranks: int, engines: bool = False) -> Machi
         return ENGINES
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return ONE_HOST if ranks <= per_host else MANY_HOSTS
-
-
-def with_link(machine: Machine, bandwidth: float) -> Machine:
-    """The machine with other links, in bytes/s."""
-    return replace(machine, link=bandwidth)

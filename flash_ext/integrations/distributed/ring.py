@@ -140,13 +140,11 @@ class _Sums:
         self._last = gradients
 
     def result(self) -> Rows:
-        """The gradients (B, rows, H, D), in the inputs' dtype."""
+        """The gradients (B, rows, H, D), in the inputs' dtype; of a single step, its own."""
         assert self._last is not None, "there is at least one step"
+        if self._sums is None:
+            return self._last
         found = tuple(torch.empty_like(x) for x in self._like)
-        before = self._sums
-        for i, (out, last) in enumerate(zip(found, self._last, strict=True)):
-            if before is None:
-                out.copy_(last)
-            else:
-                torch.add(before[i], last, out=out)
+        for before, last, out in zip(self._sums, self._last, found, strict=True):
+            torch.add(before, last, out=out)
         return found
