@@ -215,8 +215,8 @@ __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
             };
             const uint32_t x = pair(n), y = pair(n + 1);
             const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? x : y, 1);
-
-            *reinterpret_cast<uint2*>(target + 8 * n) = odd ? uint2{got, y} : uint2{x, got};
+            if (8 * n < cols)
+                *reinterpret_cast<uint2*>(target + 8 * n) = odd ? uint2{got, y} : uint2{x, got};
         }
     }
 }
