@@ -116,7 +116,7 @@ def test_a_wrong_cuda_home_is_an_error(source: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_fa3_is_compiled_for_its_own_target_alone() -> None:
+def test_fa3_and_fp8_are_compiled_for_their_own_target_alone() -> None:
     without_idle_targets = runpy.run_path(str(ROOT / "csrc/build/nvcc_strict.py"))[
         "without_idle_targets"
     ]
@@ -131,4 +131,5 @@ def test_fa3_is_compiled_for_its_own_target_alone() -> None:
 
     assert targets("fa3_forward_64", older, hopper) == [hopper]
     assert targets("fa3_forward_64", older) == [older]  # the launchers must be there
+    assert targets("fp8_quantize", older, hopper) == [hopper]
     assert targets("fa2_forward_64", older, hopper) == [older, hopper]

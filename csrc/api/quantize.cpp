@@ -33,6 +33,17 @@ void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes
                "a tensor that starts " + std::to_string(address % bytes) + " bytes after");
 }
 
+// The only GPUs with attention in FP8.
+void check_hopper(const Tensor& x) {
+#ifndef FLASH_EXT_SM90A
+    fail("quantization to FP8 was not built: add 90a to FLASH_EXT_CUDA_ARCHS");
+#endif
+    const Device& device = device_of(x);
+    if (device.major != 9)
+        refuse("the GPU", "a Hopper GPU (compute capability 9.0), as for attention in FP8",
+               std::to_string(device.major) + "." + std::to_string(device.minor));
+}
+
 // Everything of the params but the results.
 QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     const bool varlen = options.cu_seqlens.has_value();
@@ -76,7 +87,7 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
         require_option("signs", *options.signs, ScalarType::Char, {head_dim}, "(head_dim)", x);
         require_aligned("signs", *options.signs, 8);
     }
-    check_architecture(x);
+    check_hopper(x);
 
     QuantizeParams params{};
     params.element_type =

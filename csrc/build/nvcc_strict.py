@@ -7,7 +7,7 @@ spilled registers, local memory, serialized wgmma or an ignored setmaxnreg. The 
 stored beside the object file, in OBJECT.ptxas.json; report() writes one table of them for the whole
 build. setup.py puts this in front of nvcc. FLASH_EXT_STRICT=0 turns failures into warnings.
 
-The files of fa3 are compiled only for sm_90a where that is among the targets.
+The files of fa3 and of FP8 are compiled only for sm_90a where that is among the targets.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 # The warnings about spills and local memory do not name the target; parse() writes its own.
+HOPPER_FILE = re.compile(r"(fa3|fp8)_\w+\.cu")
 SPILL = re.compile(r"ptxas warning.*(Registers are spilled|Local memory used)")
 COMPLAINT = re.compile(r"ptxas.*(warning|Potential Performance Loss|serializ|setmaxnreg.*ignored)")
 STATISTICS = re.compile(r"ptxas info\s*:|^\s+\d+ bytes stack frame")
@@ -64,14 +65,14 @@ def parse(lines: list[str]) -> tuple[list[dict], list[str]]:
 
 
 def without_idle_targets(command: list[str]) -> list[str]:
-    """Removes from the command of an fa3 file all targets on which its kernels never run.
+    """Removes from the command of a file of fa3 or FP8 all targets on which its kernels never run.
 
-    Only sm_90a remains: the plan refuses calls on other GPUs. A build without that target keeps its
+    Only sm_90a remains: calls on other GPUs are refused. A build without that target keeps its
     targets, since the launchers must be linked.
     """
     targets = [word for word in command if word.startswith("-gencode")]
     used = [word for word in targets if "sm_90a" in word]
-    if not used or not any(Path(w).name.startswith("fa3_") and w.endswith(".cu") for w in command):
+    if not used or not any(HOPPER_FILE.fullmatch(Path(word).name) for word in command):
         return command
     return [word for word in command if word not in targets or word in used]
 

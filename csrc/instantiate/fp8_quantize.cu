@@ -4,20 +4,6 @@
 namespace flash_ext {
 namespace {
 
-// Does code for sm_90 run? There the second of two kernels begins before the first has ended, and
-// waits, and CTAs have clusters.
-bool is_hopper() {
-#ifdef FLASH_EXT_SM90A
-    return current_device().major == 9;
-#else
-    return false;
-#endif
-}
-
-// D 256 with a rotation, on sm_90: a thread has 16 vectors, and two CTAs share a tile.
-template <class Element>
-using LargestRows = RotatedRows<Element, 256, 16, 2>;
-
 template <class T>
 struct TypeTag {
     using type = T;
@@ -30,9 +16,9 @@ cudaError_t dispatch_rows(const QuantizeParams& params, Launch launch) {
         using Element = decltype(element);
         if constexpr (int{dim} == 0) {
             return launch(TypeTag<PlainRows<Element>>{});
+        } else if constexpr (int{dim} == 256) {  // a thread has 16 vectors, two CTAs share a tile
+            return launch(TypeTag<RotatedRows<Element, 256, 16, 2>>{});
         } else {
-            if constexpr (int{dim} == 256)
-                if (is_hopper()) return launch(TypeTag<LargestRows<Element>>{});
             return launch(TypeTag<RotatedRows<Element, dim>>{});
         }
     });
@@ -50,21 +36,20 @@ cudaError_t launch_persistent(const QuantizeParams& params, cudaStream_t stream,
 }
 
 cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
-    const bool pdl = is_hopper();
     const cudaError_t status = launch_kernel<zero_amax_kernel>(
         ceil_div<int64_t>(scale_count(params), kZeroThreads), kZeroThreads, 0, params, stream);
     if (status != cudaSuccess) return status;
     if (params.signs == nullptr)
         return params.mean == nullptr
-                   ? reduce_columns<Columns::kAmax>(params, stream, pdl)
-                   : reduce_columns<Columns::kAmaxWithoutMean>(params, stream, pdl);
+                   ? reduce_columns<Columns::kAmax>(params, stream, true)
+                   : reduce_columns<Columns::kAmaxWithoutMean>(params, stream, true);
     return dispatch_rows(params, [&](auto tag) {
         using Rows = typename decltype(tag)::type;
         if constexpr (Rows::kDim == 0) {
             return cudaErrorInvalidValue;  // handled above
         } else {
             return launch_persistent<amax_kernel<Rows>, Rows,
-                                     WarpRowsAndMeans<typename Rows::Layout>>(params, stream, pdl);
+                                     WarpRowsAndMeans<typename Rows::Layout>>(params, stream, true);
         }
     });
 }
@@ -80,8 +65,7 @@ cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream) {
     return dispatch_rows(params, [&](auto tag) {
         using Rows = typename decltype(tag)::type;
         return launch_persistent<quantize_kernel<Rows>, Rows,
-                                 WarpRowsAndResults<typename Rows::Layout>>(params, stream,
-                                                                            second && is_hopper());
+                                 WarpRowsAndResults<typename Rows::Layout>>(params, stream, second);
     });
 }
 
@@ -90,7 +74,7 @@ cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
     return launch_kernel<mean_kernel>(int64_t{params.batch} * params.heads,
                                       kMeanGroups * params.head_dim, 0, params, stream,
-                                      {.pdl = is_hopper()});
+                                      {.pdl = true});
 }
 
 }  // namespace flash_ext

@@ -6,12 +6,10 @@
 
 namespace flash_ext::ptx {
 
-// This CTA's number in the cluster; 0 on other targets.
+// This CTA's number in the cluster.
 __device__ __forceinline__ uint32_t cta_rank() {
-    uint32_t rank = 0;
-#if __CUDA_ARCH__ >= 900
+    uint32_t rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
     return rank;
 }
 

@@ -130,7 +130,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
 template <class Rows>
 __global__ void __maxnreg__(Rows::kRegisters)
     quantize_kernel(const __grid_constant__ QuantizeParams params) {
-    if constexpr (Rows::Layout::kCtas == 1 || kCudaArch >= 900) quantize_tiles<Rows>(params);
+    if constexpr (kCudaArch >= 900) quantize_tiles<Rows>(params);
 }
 
 // Zeros for atomicMax. A kernel, since the next one may begin early after a kernel, but not after a
@@ -145,8 +145,7 @@ __global__ void __launch_bounds__(kZeroThreads)
 
 // The maxima of rotated rows, to the amax of the tensor or of the heads.
 template <class Rows>
-__global__ void __maxnreg__(Rows::kRegisters)
-    amax_kernel(const __grid_constant__ QuantizeParams params) {
+__device__ __forceinline__ void amax_of_tiles(const QuantizeParams& params) {
     __shared__ uint32_t maxima[32];
     TileStream<WarpRowsAndMeans<typename Rows::Layout>> stream(params, false);
     Rows rows(params);
@@ -176,6 +175,12 @@ __global__ void __maxnreg__(Rows::kRegisters)
     const float amax = cta_max(__uint_as_float(stream.storage.amax), maxima);
     if (threadIdx.x == 0)
         atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(amax));
+}
+
+template <class Rows>
+__global__ void __maxnreg__(Rows::kRegisters)
+    amax_kernel(const __grid_constant__ QuantizeParams params) {
+    if constexpr (kCudaArch >= 900) amax_of_tiles<Rows>(params);
 }
 
 }  // namespace flash_ext

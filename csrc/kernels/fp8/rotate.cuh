@@ -72,7 +72,7 @@ class RotatedRows {
     // An SM has registers for so many threads, half of them or more for elements. (Code for sm_80
     // needs a few more of them.)
     static constexpr int kSmThreads = kThreadVectors == 16 ? 384 : 512;
-    static constexpr int kRegisters = kThreadVectors < 16 ? 128 : kCudaArch >= 900 ? 168 : 192;
+    static constexpr int kRegisters = kThreadVectors < 16 ? 128 : 168;
 
     __device__ RotatedRows(const QuantizeParams& params)
         : at_(params, static_cast<int>(first_of(threadIdx.x % 32))) {
