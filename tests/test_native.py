@@ -403,7 +403,6 @@ def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
 
 
 SMS = 132  # of an H200
-LARGEST_CLUSTER = 16
 
 
 def query_tiles(p: Problem) -> int:
@@ -424,12 +423,11 @@ def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
 
 def splits_of(native: ModuleType, variant: str, p: Problem) -> int:
     """How many splits the keys of a dense problem have, as csrc/plan/variants.cpp has it."""
-    at_once, cluster = SMS, LARGEST_CLUSTER
+    at_once = SMS
     if variant == "fa2":
         at_once *= native.fa2_ctas_per_sm(*padded_dims(native, p), is_general(p))
-        cluster = 0
     window = (-1, 0) if p.causal else p.window
-    return native.num_splits(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once, cluster)
+    return native.num_splits(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
 
 
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
@@ -495,35 +493,6 @@ def test_splits_where_an_sm_has_two_ctas(
     """fa2's case up to head dim 128."""
     assert native.fa2_ctas_per_sm(128, 128, False) == native.fa2_ctas_per_sm(64, 64, True) == 2
     assert native.num_splits(tiles, queries, keys, *window, 2 * SMS) == splits
-
-
-@pytest.mark.parametrize(
-    "tiles, keys, splits",
-    [
-        (8, 65536, 16),
-        (8, 1024, 8),  # of no fewer than 128 keys
-        (8, 512, 4),
-        (8, 300, 1),  # they would cost more than they gain
-        (1, 4096, 16),  # where another kernel combines, there would be 32
-        (1, 65536, 126),  # 16 would leave too many SMs idle
-    ],
-)
-def test_splits_that_are_a_cluster(native: ModuleType, tiles: int, keys: int, splits: int) -> None:
-    assert native.num_splits(tiles, 1, keys, -1, -1, SMS, LARGEST_CLUSTER) == splits
-
-
-def test_columns_of_a_cluster(native: ModuleType) -> None:
-    """Each CTA combines some of them, all together each column once, in little memory."""
-    for (_, dim_v), splits in itertools.product(native.head_dims, range(2, LARGEST_CLUSTER + 1)):
-        columns = native.cluster_columns(splits, dim_v)
-        owned = [col for first, count in columns for col in range(first, first + count)]
-        assert owned == list(range(dim_v))
-        assert native.cluster_has_memory(8, splits, dim_v)
-        most = max(count for _, count in columns)
-        needed = 64 * splits * 4 * (most + 2)  # and two statistics, in float32
-        assert native.cluster_has_memory(64, splits, dim_v) == (needed <= 32 << 10)
-    assert not native.cluster_has_memory(1, LARGEST_CLUSTER + 1, 64)
-    assert not native.cluster_has_memory(65, 2, 32)
 
 
 def test_splits_make_up_the_whole(native: ModuleType) -> None:

@@ -78,8 +78,8 @@ def test_what_a_forward_keeps(native: ModuleType) -> None:
 
 
 def test_what_splits_keep(native: ModuleType) -> None:
-    """A result in float32 for each split and row, which a kernel combines; but nothing where fa3's
-    splits are a cluster, or one split has all keys."""
+    """A result in float32 for each split and row, which a kernel combines; or fa3's last split,
+    where each CTA has one tile. Splits are then counted for each Q tile and consumer."""
     p = problem(native, seqlen_q=4, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
     for variant, splits in (("fa2", 32), ("fa3", 16)):
         plan = p.forward(variant)
@@ -89,29 +89,11 @@ def test_what_splits_keep(native: ModuleType) -> None:
         if variant == "fa2":
             assert sizes(plan) == kept and plan.launches[1] == "combine_splits"
         else:
-            assert plan.has_cluster and sizes(plan) == {} and len(plan.launches) == 1
-    p.seqlen_q = 65  # more rows than a cluster combines
+            assert sizes(plan) == kept | {"counters": 8 * 2 * 8} and len(plan.launches) == 1
+    p.batch, p.heads_q = 40, 32  # more tiles than an H200 works on at a time, of packed heads
     plan = p.forward("fa3")
-    assert not plan.has_cluster and plan.launches[1] == "combine_splits, pdl"
-    p.batch, p.heads_q, p.seqlen_q = 40, 32, 4  # more tiles than an H200 works on, of packed heads
-    plan = p.forward("fa3")
-    assert plan.pack_gqa_log2 > 0 and plan.num_splits == 1
-    assert sizes(plan) == {"counters": 8} and len(plan.launches) == 1
-
-
-@pytest.mark.parametrize(
-    ("heads_k", "splits", "has_cluster"),
-    [
-        (8, 16, True),  # an H200 has room for eight clusters of 16 CTAs
-        (9, 14, False),  # but not for nine of 14
-        (1, 126, False),
-    ],
-)
-def test_clusters_that_run_at_the_same_time(
-    heads_k: int, splits: int, has_cluster: bool, native: ModuleType
-) -> None:
-    plan = problem(native, seqlen_k=65536, heads_q=8 * heads_k, heads_k=heads_k).forward("fa3")
-    assert (plan.num_splits, plan.has_cluster) == (splits, has_cluster)
+    assert plan.pack_gqa_log2 > 0 and sizes(plan)["counters"] == 8
+    assert plan.launches[1] == "combine_splits, pdl"
 
 
 def test_what_a_backward_keeps(native: ModuleType) -> None:
@@ -202,7 +184,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
             dict(
                 seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1, window_left=4095, window_right=0
             ),
-            16,
+            31,
             3,
         ),
         (dict(seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_k=8), 1, 0),
@@ -214,7 +196,7 @@ def test_splits_of_a_decoding_step(
 ) -> None:
     plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
     assert (plan.num_splits, plan.pack_gqa_log2) == (splits, pack_gqa_log2)
-    assert len(plan.launches) == 1 + (plan.num_splits > 1 and not plan.has_cluster)
+    assert len(plan.launches) == 1
 
 
 # --- Variants ---

@@ -29,10 +29,6 @@ cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
 // that runs FA3 has it.
 cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
 
-// How many clusters of this many CTAs, each of which takes an SM for itself, run at a time on the
-// current device, a Hopper GPU.
-int max_clusters(int ctas);
-
 // After a variant's backward, whose workspace they read.
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);

@@ -9,7 +9,6 @@
 
 #include "plan/head_dims.h"
 #include "problem/params.h"
-#include "schedule/split_kv.cuh"
 #include "tile/host_device.h"
 
 namespace flash_ext::tuning {
@@ -146,49 +145,43 @@ constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
     return keys >= kLongKeys ? Fa3Lengths::kLongKeys : Fa3Lengths::kUsual;
 }
 
-// Splits have no ping-pong: a tile of few rows leaves a consumer without any, which passes over
-// what the other one computes. And they need room for SplitCluster.
 struct Fa3ForwardRow {
     HeadDims head_dims;
-    Fa3Forward splits;       // also for packed GQA
-    Fa3Forward few_queries;  // also for the general form
+    Fa3Forward few_queries;  // also for splits, packed GQA and the general form
     Fa3Forward long_keys = few_queries;
     Fa3Forward usual = few_queries;
 };
 
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {32, 32},
-     .splits = {.block_kv = 128, .k_stages = 4, .v_stages = 4},
-     .few_queries = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
+     .few_queries =
+         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 4, .block_kv = 80, .k_stages = 4, .v_stages = 4},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4}},
     {.head_dims = {64, 64},
-     .splits = {.block_kv = 128, .k_stages = 4, .v_stages = 4},
-     .few_queries = {.block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
+     .few_queries =
+         {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3}},
     {.head_dims = {96, 96},
-     .splits = {.block_kv = 128, .k_stages = 3, .v_stages = 3},
-     .few_queries = {.block_kv = 128, .k_stages = 3, .v_stages = 3}},
+     .few_queries = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 3}},
     {.head_dims = {128, 128},
-     .splits = {.block_kv = 128, .q_stages = 1, .k_stages = 3, .v_stages = 2},
-     .few_queries = {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
+     .few_queries =
+         {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
     {.head_dims = {192, 128},
-     .splits = {.block_kv = 96, .q_stages = 1, .k_stages = 2, .v_stages = 2},
-     .few_queries = {.block_kv = 96, .k_stages = 2, .v_stages = 2}},
+     .few_queries = {.consumers = 2, .block_kv = 96, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 192},
-     .splits = {.block_kv = 80, .q_stages = 1, .k_stages = 2, .v_stages = 2},
-     .few_queries = {.block_kv = 80, .k_stages = 2, .v_stages = 2}},
+     .few_queries = {.consumers = 2, .block_kv = 80, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
-     .splits = {.block_kv = 64, .q_stages = 1, .k_stages = 2, .v_stages = 2},
-     .few_queries = {.block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
+     .few_queries = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 static_assert(has_all_rows(kFa3Forward));
 
 constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
-    const Fa3ForwardRow row = row_of(kFa3Forward, dims);
-    if (lengths == Fa3Lengths::kSplits) return row.splits;
-    if (features == Features::kGeneral || lengths == Fa3Lengths::kFewQueries)
+    Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    // A tile of few rows leaves a consumer without any, which skips what the other one computes.
+    if (lengths == Fa3Lengths::kSplits) row.few_queries.ping_pong = false;
+    if (features == Features::kGeneral || lengths <= Fa3Lengths::kFewQueries)
         return row.few_queries;
     return lengths == Fa3Lengths::kLongKeys ? row.long_keys : row.usual;
 }
@@ -420,9 +413,9 @@ inline constexpr int kMinFa3BackwardBlock = 64;
 
 // --- All variants ---
 
-// fa2 has no clusters.
-inline constexpr SplitCosts kFa2Splits{.least_keys = 512, .kernel = 512, .cluster = 0};
-inline constexpr SplitCosts kFa3Splits{.least_keys = 128, .kernel = 1024, .cluster = 256};
+// The fewest keys of a split of a tile with few rows. Those of fa2 are combined by another kernel.
+inline constexpr int kFa2SplitKeys = 512;
+inline constexpr int kFa3SplitKeys = 128;
 
 // The splits of the rows of a head in sink_gradient.cuh.
 inline constexpr int kSinkSplits = 32;

@@ -30,26 +30,22 @@ HeadDims head_dims(const AttentionParams& params) {
 
 // --- Workspaces ---
 
-// Do splits store results for combine_splits()?
-bool has_partial_results(const ForwardParams& params) {
-    return params.num_splits > 1 && !params.has_cluster;
+// Where the keys of a Q tile are split, or GQA is packed, each split stores its own results.
+bool has_splits(const ForwardParams& params) {
+    return params.num_splits > 1 || params.pack_gqa_log2 > 0;
 }
 
 // Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. Returns the number of
-// tiles. may_be_cluster(tiles, splits).
-template <class MayBeCluster>
-int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, const SplitCosts& costs,
-                    MayBeCluster may_be_cluster) {
+// tiles. `few_keys` as for num_splits().
+int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_keys) {
     ForwardParams& params = plan.params;
     const QueryTiles q_tiles = query_tiles(params, tuning::kForwardBlockQ, may_pack_gqa);
     const int64_t tiles = tile_count(params, q_tiles);
     params.few_tiles = tiles <= at_once;
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
-    const auto is_cluster = [&](int splits) { return may_be_cluster(tiles, splits); };
-    params.num_splits = num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1),
-                                   at_once, costs, is_cluster);
-    params.has_cluster = params.num_splits > 1 && is_cluster(params.num_splits);
-    if (has_partial_results(params)) {
+    params.num_splits =
+        num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once, few_keys);
+    if (has_splits(params)) {
         const int64_t rows = params.num_splits * statistics_rows(params);
         plan.workspace.reserve(params.o_partial, rows * head_dims(params).v);
         plan.workspace.reserve(params.statistics_partial, rows);
@@ -144,14 +140,14 @@ void plan_fa2_forward(ForwardPlan& plan, const Device& device) {
     const int fitting = (device.shared_bytes + kReserved) / (needed + kReserved);
     const int tuned = tuning::fa2_forward(dims, features_of(plan.params)).ctas_per_sm;
     plan_splits(plan, /*may_pack_gqa=*/false, device.multiprocessors * std::min(tuned, fitting),
-                tuning::kFa2Splits, [](int64_t, int) { return false; });
+                tuning::kFa2SplitKeys);
 }
 
 cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
     const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
         return fa2_forward<dim, dim_v>(params, stream);
     });
-    if (status != cudaSuccess || !has_partial_results(params)) return status;
+    if (status != cudaSuccess || !has_splits(params)) return status;
     return combine_splits(params, stream, /*pdl=*/false);
 }
 
@@ -205,15 +201,15 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     ForwardParams& params = plan.params;
     // ALiBi differs between heads, and TMA needs a positive stride between them.
     const bool may_pack_gqa = params.alibi_slopes == nullptr && params.q.head_stride > 0;
-    const auto may_be_cluster = [&](int64_t tiles, int splits) {
-        const SplitCluster cluster{splits, head_dims(params).v};
-        const int64_t rows = int64_t{params.seqlen_q} << params.pack_gqa_log2;
-        return rows <= SplitCluster::kMaxRows && cluster.has_memory_for(static_cast<int>(rows)) &&
-               tiles * splits <= device.multiprocessors && tiles <= max_clusters(splits);
-    };
     const int64_t tiles =
-        plan_splits(plan, may_pack_gqa, device.multiprocessors, tuning::kFa3Splits, may_be_cluster);
-    if (tiles > device.multiprocessors) plan.workspace.reserve(params.counters, 1);
+        plan_splits(plan, may_pack_gqa, device.multiprocessors, tuning::kFa3SplitKeys);
+    if (tiles > device.multiprocessors) {
+        plan.workspace.reserve(params.counters, 1);
+    } else if (has_splits(params)) {
+        params.combines_splits = true;
+        constexpr int kConsumers = tuning::kForwardBlockQ / 64;
+        plan.workspace.reserve(params.counters, tiles / params.num_splits * kConsumers);
+    }
 }
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -221,13 +217,14 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
         if (params.element_type == ElementType::kFloat8) {
             constexpr HeadDims kDims = tuning::fa3_forward_fp8_head_dims({dim, dim_v});
             // Splits leave results of the unpadded head dim.
-            return params.num_splits > 1 ? fa3_forward_fp8<dim, dim_v>(params, stream)
-                                         : fa3_forward_fp8<kDims.qk, kDims.v>(params, stream);
+            return has_splits(params) ? fa3_forward_fp8<dim, dim_v>(params, stream)
+                                      : fa3_forward_fp8<kDims.qk, kDims.v>(params, stream);
         }
         return fa3_forward<dim, dim_v>(params, stream);
     });
-    if (status != cudaSuccess || !has_partial_results(params)) return status;
-    return combine_splits(params, stream, /*pdl=*/true);
+    const bool combined = !has_splits(params) || params.combines_splits;
+    return status != cudaSuccess || combined ? status
+                                             : combine_splits(params, stream, /*pdl=*/true);
 }
 
 // From here on the parts of groups are heads of K and V.

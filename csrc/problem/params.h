@@ -132,13 +132,13 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
 
     // FA3 only.
-    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler
-    bool few_tiles = false;    // do the smallest Q tiles fill the GPU no more than once?
-    bool has_cluster = false;  // are the splits of a Q tile a cluster? See SplitCluster
+    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or as below
+    bool few_tiles = false;        // do the smallest Q tiles fill the GPU no more than once?
+    bool combines_splits = false;  // does the last split? counters: (Q tiles, consumers)
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: the results of splits, for combine.cuh.
+    // FA2 and FA3: the results of splits, also where GQA is packed; see combine.cuh.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
     PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)

@@ -36,12 +36,5 @@ __device__ __forceinline__ void st_async(uint32_t target, uint32_t value, uint32
         "r"(value), "r"(barrier)
         : "memory");
 }
-__device__ __forceinline__ void st_async(uint32_t target, float x, float y, uint32_t barrier) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-            target),
-        "f"(x), "f"(y), "r"(barrier)
-        : "memory");
-}
 
 }  // namespace flash_ext::ptx

@@ -43,6 +43,18 @@ __device__ __forceinline__ void wait_for_count(const int* p, int count, int nano
     while (load_acquire(p) < count) __nanosleep(nanoseconds);
 }
 
+// Adds, and returns the old value. What this thread has seen before is visible to whoever finds the
+// new one, and what others added with it.
+__device__ __forceinline__ unsigned long long atom_add_acq_rel(unsigned long long* p,
+                                                               unsigned long long value) {
+    unsigned long long before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(p), "l"(value)
+                 : "memory");
+    return before;
+}
+
 __device__ __forceinline__ void red_add_release(int* p, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }

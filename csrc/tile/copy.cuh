@@ -221,24 +221,6 @@ __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
     }
 }
 
-// The same in 4-byte stores, for few rows: to row_at(row), unless that is null. pack(x, y) rounds.
-// `cols` is a multiple of 8: the same test for all lanes takes no registers.
-template <class Accumulator, class RowAt, class Pack>
-__device__ __forceinline__ void store_rows(const Accumulator& acc, int cols, RowAt row_at,
-                                           Pack pack) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        uint16_t* row = row_at(lane_row() + 8 * i);
-        if (row == nullptr) continue;
-        row += lane_col();
-#pragma unroll
-        for (int n = 0; n < Accumulator::kN; ++n)
-            if (8 * n < cols)
-                *reinterpret_cast<uint32_t*>(row + 8 * n) =
-                    pack(acc.v[0][n][2 * i], acc.v[0][n][2 * i + 1]);
-    }
-}
-
 // All of a warp's rows in float32, all columns: to row index_of(row) of `target`, unless that is
 // negative.
 template <class Accumulator, class IndexOf>

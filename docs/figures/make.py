@@ -88,10 +88,7 @@ class Svg:
 
 
 def tunings():
-    """(name, d, dv, consumers, block_kv, q, k, v stages, ping_pong) as in csrc/plan/tuning.h.
-
-    Without those of splits, whose tiles are the same.
-    """
+    """(name, d, dv, consumers, block_kv, q, k, v stages, ping_pong) as in csrc/plan/tuning.h."""
     source = (ROOT / "csrc/plan/tuning.h").read_text()
     table = source.split("kFa3Forward[] = {")[1].split("\n};\n")[0]
     keys = f"{int(source.split('kLongKeys = ')[1].split(';')[0]):,}"
@@ -100,13 +97,12 @@ def tunings():
         "long_keys": f"from {keys} keys on",
         "usual": "otherwise",
     }
-    defaults = {"consumers": "2", "q_stages": "2", "ping_pong": "false"}
+    defaults = {"q_stages": "2", "ping_pong": "false"}
     numbers = ("consumers", "block_kv", "q_stages", "k_stages", "v_stages")
     found = []
     for row in table.split(".head_dims = ")[1:]:
         d, dv = map(int, re.match(r"\{(\d+), (\d+)\}", row).groups())
-        tiles = re.findall(r"\.(\w+) =\s+\{(\.(?:consumers|block_kv)[^}]*)\}", row)
-        tiles = [(use, fields) for use, fields in tiles if use in uses]
+        tiles = re.findall(r"\.(\w+) =\s+\{(\.consumers[^}]*)\}", row)
         for use, fields in tiles:
             tile = defaults | dict(re.findall(r"\.(\w+) = (\w+)", fields))
             name = f"{d}" if d == dv else f"{d} / {dv}"

@@ -292,30 +292,15 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.attr("long_keys") = tuning::kLongKeys;
     m.attr("many_queries") = tuning::kManyQueries;
 
-    // Of one dense sequence. Up to `cluster` splits may be a cluster.
-    m.def(
-        "num_splits",
-        [](int64_t tiles, int queries, int keys, int left, int right, int at_once, int cluster) {
-            AttentionParams params{};
-            params.batch = 1;
-            params.seqlen_q = queries;
-            params.seqlen_k = keys;
-            params.window_left = left < 0 ? BandMask::kUnlimited : left;
-            params.window_right = right < 0 ? BandMask::kUnlimited : right;
-            return num_splits(params, tiles, 1, at_once,
-                              cluster > 0 ? tuning::kFa3Splits : tuning::kFa2Splits,
-                              [&](int splits) { return splits <= cluster; });
-        },
-        py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("cluster") = 0);
-    m.def("cluster_has_memory", [](int rows, int splits, int head_dim_v) {
-        return SplitCluster{splits, head_dim_v}.has_memory_for(rows);
-    });
-    m.def("cluster_columns", [](int splits, int head_dim_v) {
-        const SplitCluster cluster{splits, head_dim_v};
-        std::vector<Pair> columns;
-        for (int cta = 0; cta < splits; ++cta)
-            columns.emplace_back(8 * cta * cluster.blocks(), 8 * cluster.blocks_of(cta));
-        return columns;
+    // Of one dense sequence.
+    m.def("num_splits", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {
+        AttentionParams params{};
+        params.batch = 1;
+        params.seqlen_q = queries;
+        params.seqlen_k = keys;
+        params.window_left = left < 0 ? BandMask::kUnlimited : left;
+        params.window_right = right < 0 ? BandMask::kUnlimited : right;
+        return num_splits(params, tiles, 1, at_once, 512);
     });
     // (pack_gqa_log2, tiles) at head dim 128 of a dense batch, or of `batch` packed sequences of
     // `queries` and `keys` in all.

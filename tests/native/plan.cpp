@@ -95,8 +95,6 @@ cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_grad
 cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
-// An H200's GPCs have 16 or 18 SMs.
-int max_clusters(int ctas) { return 6 * (16 / ctas) + 2 * (18 / ctas); }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
 unsigned long long* flag_word(uint64_t) { return nullptr; }
 cudaError_t sanitize_cu_seqlens(const BackwardParams&, int*, int*, cudaStream_t) {
@@ -156,7 +154,6 @@ struct Planned {
     int64_t bytes;
     std::vector<std::string> launches;
     int num_splits = 1;
-    bool has_cluster = false;
     int pack_gqa_log2 = 0;
 };
 
@@ -263,7 +260,6 @@ struct Problem {
                                        {"statistics_partial", &params.statistics_partial},
                                        {"counters", &params.counters}});
         found.num_splits = params.num_splits;
-        found.has_cluster = params.has_cluster;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         return found;
     }
@@ -302,7 +298,6 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
         .def_readonly("num_splits", &Planned::num_splits)
-        .def_readonly("has_cluster", &Planned::has_cluster)
         .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2);
     py::class_<Problem>(m, "Problem")
         .def(py::init<>())

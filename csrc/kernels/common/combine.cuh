@@ -1,20 +1,10 @@
-// Combines the results of splits of the keys into one, as in Flash-Decoding (Dao et al. 2023):
-//
-//     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    lse = m scale + log(l)
-//     O = sum_p 2^((m_p - m) scale) l_p / l O_p
-//
-// Split p is attention over some of the keys, in float32, with the row maxima m_p and sums l_p of
-// its softmax. A split in which a row sees no key has l_p = 0 and does not count. A warp computes a
-// row. Rows that a split has marked are recomputed (recompute_rows.cuh).
+// The kernel that combines the results of splits (combine_row.cuh): a warp computes a row.
 #pragma once
 
+#include "kernels/common/combine_row.cuh"
 #include "kernels/common/launch.cuh"
-#include "kernels/common/recompute_rows.cuh"
-#include "kernels/common/softmax.cuh"
 #include "plan/head_dims.h"
-#include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "tile/copy.cuh"
 
 namespace flash_ext {
 
@@ -24,75 +14,9 @@ template <class Element, int kHeadDimV>
 __global__ void __launch_bounds__(32 * kCombineWarps, 7)
     combine_kernel(const __grid_constant__ ForwardParams params) {
     const int64_t row = int64_t{blockIdx.x} * kCombineWarps + warp_id();
-    const int64_t rows = statistics_rows(params);
-    if (row >= rows) return;
-    const int lane = lane_id();
+    if (row >= statistics_rows(params)) return;
     ptx::wait_for_grid_before();
-
-    const float scale = exponent_scale(params);
-    float max = -INFINITY;
-    bool marked = false;
-    for (int split = lane; split < params.num_splits; split += 32) {
-        const float split_max = params.statistics_partial[split * rows + row].max;
-        max = fmaxf(max, split_max);
-        marked |= is_marked(split_max);
-    }
-    if (__any_sync(0xffffffff, marked)) [[unlikely]] {
-        const int flat_head = static_cast<int>(row / params.seqlen_q);
-        const int query = static_cast<int>(row % params.seqlen_q);
-        const Sequence sequence = sequence_at(params, flat_head / params.heads_q, query);
-        recompute_rows<Element>(params, sequence, flat_head % params.heads_q,
-                                query - sequence.q_begin, 1);
-        return;
-    }
-    max = finite_max(warp_max(max));
-    // The weight of a split: 2^((m_p - m) scale) l_p.
-    const auto share = [&](int64_t index) {
-        const PartialStatistics partial = params.statistics_partial[index];
-        return ptx::ex2((partial.max - max) * scale) * partial.sum;
-    };
-    float sum = 0.f;
-    for (int split = lane; split < params.num_splits; split += 32) sum += share(split * rows + row);
-    sum = warp_sum(sum);
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-
-    // A lane has pairs of adjacent columns.
-    constexpr int kPairs = ceil_div(kHeadDimV, 64);
-    float2 out[kPairs] = {};
-#pragma unroll 8
-    for (int split = 0; split < params.num_splits; ++split) {
-        const int64_t at = split * rows + row;
-        const float weight = share(at) * inverse;
-        const float2* source = reinterpret_cast<const float2*>(params.o_partial + at * kHeadDimV);
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            if (kHeadDimV % 64 != 0 && i * 32 + lane >= kHeadDimV / 2) continue;
-            const float2 x = source[i * 32 + lane];
-            out[i].x += weight * x.x;
-            out[i].y += weight * x.y;
-        }
-    }
-
-    if (lane == 0) params.lse[row] = log_sum_exp(max, sum, scale);
-    const int64_t flat_head = row / params.seqlen_q;
-    Element* target =
-        row_pointer<Element>(params.out, static_cast<int>(flat_head / params.heads_q),
-                             row % params.seqlen_q, static_cast<int>(flat_head % params.heads_q));
-    const bool paired =
-        params.head_dim_v % 2 == 0;  // otherwise every other row begins inside a pair
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-        const int col = 2 * (i * 32 + lane);
-        const uint32_t pair = ptx::pack<Element>(out[i].x, out[i].y);
-        if (col >= params.head_dim_v) continue;
-        if (paired) {
-            *reinterpret_cast<uint32_t*>(target + col) = pair;
-        } else {
-            auto* bits = reinterpret_cast<uint16_t*>(target + col);
-            bits[0] = static_cast<uint16_t>(pair);
-            if (col + 1 < params.head_dim_v) bits[1] = static_cast<uint16_t>(pair >> 16);
-        }
-    }
+    combine_row<Element, kHeadDimV>(params, row);
 }
 
 cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl) {

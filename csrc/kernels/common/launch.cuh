@@ -82,8 +82,6 @@ cudaError_t set_attribute(int value) {
     return status;
 }
 
-inline constexpr int kMostPortableCtas = 8;  // in a cluster
-
 struct LaunchOptions {
     // Programmatic dependent launch: the kernel may begin before the previous one has ended
     // (ptx/grid_dependency.cuh). It must then be compiled for sm_90 or later, since other code does
@@ -104,8 +102,6 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
     if (most_shared_bytes > 48 * 1024)
         status =
             set_attribute<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(most_shared_bytes);
-    if (status == cudaSuccess && options.cluster > kMostPortableCtas)
-        status = set_attribute<kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed>(1);
     if (status != cudaSuccess) return status;
     if (options.pdl || options.cluster > 1) {
         cudaLaunchAttribute attributes[2]{};

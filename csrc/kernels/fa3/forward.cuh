@@ -31,9 +31,8 @@
 // the matmuls of the other; otherwise they drift apart without it.
 //
 // Where there are few tiles, a tile is a Q tile and a split of its keys. Each split stores its
-// result in float32, and another kernel combines them (combine.cuh). Where each CTA has one tile
-// and rows are few, the splits of a Q tile may be a cluster, which combines them by itself
-// (split_exchange.cuh). Where there are few queries and
+// result in float32. If no CTA has more than one tile, the last split to be stored combines them
+// (combine_row.cuh), otherwise a kernel of its own (combine.cuh). Where there are few queries and
 // heads share keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). The
 // kernels for both load Q in boxes of eight rows, of eight heads or of eight queries: with packed
 // GQA, no more rows of a tile are adjacent in memory.
@@ -57,21 +56,19 @@
 //   full(V^T)           2: each warp that transposes         consumers, before P V
 //   full(V), FP8        1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V), FP8       2: each warp that transposes         K's producer, before the next load
-//   exchange            1: the first consumer, with the      the first consumer, before it
-//                       bytes that all splits send           combines
-//   cluster             all threads, when the CTA's          the first consumer, before it sends
-//                       barriers are initialized
+//   arrivals            1: Q's producer, when the counts     consumers, before they count
+//                       of stored splits are started
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started                          too), before it starts its own
 #pragma once
 
+#include "kernels/common/combine_row.cuh"
 #include "kernels/common/fp8_softmax.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/fa3/cta.cuh"
-#include "kernels/fa3/split_exchange.cuh"
 #include "plan/tuning.h"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -106,8 +103,6 @@ struct Fp8Storage<RowMajorVPipeline, true> {
     typename RowMajorVPipeline::Barriers barriers;
     alignas(1024) typename RowMajorVPipeline::Stages stages;
 };
-
-struct NoStorage {};
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
           tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
@@ -166,7 +161,7 @@ struct Fa3ForwardConfig {
         typename WorkTiles::Storage work_tiles;
         int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
         Fp8Storage<RowMajorVPipeline, kFp8> fp8;
-        std::conditional_t<kMayHaveSplits, SplitExchangeStorage, NoStorage> exchange;
+        uint64_t arrivals;
     };
     // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
@@ -217,8 +212,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         ptx::prefetch_tensor_map(params.q_map);
         ptx::prefetch_tensor_map(params.k_map);
         ptx::prefetch_tensor_map(params.v_map);
-        if constexpr (Config::kMayHaveSplits)
-            SplitExchange<Config::kHeadDimV>::init(storage.exchange);
+        if constexpr (Config::kMayHaveSplits) ptx::mbarrier_init(arrivals_barrier(), 1);
         q_pipeline.init(kReaders);
         k_pipeline.init(kReaders);
         if constexpr (kFp8) {
@@ -251,12 +245,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // --- Producer ---
 
     __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const {
-        if constexpr (Config::kMayHaveSplits) {  // those of a Q tile are neighbors
-            tile.split = linear % params.num_splits;
-            linear /= params.num_splits;
-        }
         WorkTile work = work_tile(linear, params.schedule);
         if constexpr (Config::kMayHaveSplits) {
+            tile.split = work.tile_index % params.num_splits;
+            work.tile_index /= params.num_splits;
+            const Schedule& schedule = params.schedule;
+            tile.number =
+                (work.batch * schedule.heads + work.head) * (schedule.tiles / params.num_splits) +
+                work.tile_index;
             if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
         }
         describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
@@ -275,8 +271,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_k() const {
         typename KPipeline::State k;
         typename RowMajorVPipeline::State v;
-        const int total =
-            cta_count(params.schedule) * (Config::kMayHaveSplits ? params.num_splits : 1);
+        const int total = cta_count(params.schedule);
         bool started = false;
         const auto fetch = [&] {
             if (!started) params.scheduler.start();
@@ -322,6 +317,12 @@ struct Fa3Forward : Fa3Cta<Config_> {
                                        q_pipeline.full(q), first);
             });
             q.advance();
+            if (counts_splits()) {
+                for (int i = 0; i < Config::kConsumers; ++i)
+                    if (query_of(tile, i * 64) < tile.sequence.seqlen_q)
+                        stored_splits(tile, i).start();
+                ptx::mbarrier_arrive(arrivals_barrier());
+            }
         });
     }
 
@@ -635,14 +636,69 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
+    // Are results stored as those of splits (also with packed GQA)? The general form decides at run
+    // time.
+    __device__ __forceinline__ bool has_splits() const {
+        return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
+    }
+
+    // --- Splits that the last one combines: where each CTA has one tile ---
+
+    __device__ __forceinline__ bool counts_splits() const {
+        return Config::kMayHaveSplits && params.combines_splits;
+    }
+
+    __device__ __forceinline__ uint32_t arrivals_barrier() const {
+        return ptx::shared_address(&storage.arrivals);
+    }
+
+    // How many splits have stored the rows of this consumer.
+    __device__ __forceinline__ EpochCounter stored_splits(const QueryTile& tile,
+                                                          int of_consumer) const {
+        return {params.counters + tile.number * Config::kConsumers + of_consumer,
+                params.scheduler.fetched.epoch};
+    }
+
+    // After store(). A warp combines every fourth row. A consumer without rows may come here, too:
+    // its count was not started, and it has nothing to combine.
+    __device__ __forceinline__ void combine_if_last(const QueryTile& tile) const {
+        ptx::barrier_sync(kSplitStored + consumer, 128);
+        bool last = false;
+        if (threadIdx.x % 128 == 0) {
+            ptx::mbarrier_wait(arrivals_barrier(), 0);
+            constexpr bool kOrdered = true;  // what all threads have stored before the barrier
+            last = stored_splits(tile, consumer).template next<kOrdered>(params.num_splits) ==
+                   params.num_splits - 1;
+        }
+        if (!ptx::barrier_any(kSplitStored + consumer, 128, last)) return;
+        const Sequence& s = tile.sequence;
+#pragma unroll 1
+        for (int i = warp_id() % 4; i < 64; i += 4) {
+            const int row = consumer * 64 + i;
+            const int query = query_of(tile, row), head = head_of(row);
+            if (query >= s.seqlen_q) return;
+            if (head >= group()) continue;
+            const int64_t at = statistics_offset(params, s, tile.head + head) + query;
+            constexpr bool kMayBeMarked = !Config::kGeneral && !kFp8;
+            if constexpr (!kFp8) {
+                combine_row<Element, Config::kHeadDimV, kMayBeMarked>(params, at);
+            } else if (params.out_type == ElementType::kFloat16) {
+                combine_row<__half, Config::kHeadDimV, kMayBeMarked>(params, at);
+            } else {
+                combine_row<__nv_bfloat16, Config::kHeadDimV, kMayBeMarked>(params, at);
+            }
+        }
+    }
+
     static __device__ __forceinline__ bool is_to_be_marked(float max, float lse) {
         return !Config::kGeneral && !kFp8 && needs_recomputing(max, lse);
     }
 
-    // O / l, and descaled.
-    __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax,
-                                              const QueryTile& tile) const {
+    // Stores O / l and lse to HBM, or the results of a split.
+    __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
+                                          const QueryTile& tile) const {
         softmax.finish();
+        const Sequence& s = tile.sequence;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float factor = softmax.inverse_sum(0, i);
@@ -653,86 +709,34 @@ struct Fa3Forward : Fa3Cta<Config_> {
             }
         }
         if constexpr (kFp8) descale_output(rO, tile);
-    }
-
-    // Of a row of a split: the first one of this thread, or the second.
-    __device__ __forceinline__ PartialStatistics partial_statistics(const Softmax& softmax,
-                                                                    int i) const {
-        const float max = softmax.max(0, i);
-        const bool marked = is_to_be_marked(max, softmax.lse(0, i, exponent_scale()));
-        return {marked ? mark_of(0) : max, softmax.sum(0, i)};
-    }
-
-    // Is this row of the tile one of its sequence and group?
-    __device__ __forceinline__ bool is_valid(const QueryTile& tile, int row) const {
-        return query_of(tile, row) < tile.sequence.seqlen_q && head_of(row) < group();
-    }
-
-    // The index of a valid row among the statistics.
-    __device__ __forceinline__ int64_t statistics_index(const QueryTile& tile, int row) const {
-        return statistics_offset(params, tile.sequence, tile.head) +
-               int64_t{head_of(row)} * params.seqlen_q + query_of(tile, row);
-    }
-
-    // A valid row of the output, of any 16-bit type, and two columns of it.
-    __device__ __forceinline__ uint16_t* out_row(const QueryTile& tile, int row) const {
-        const Sequence& s = tile.sequence;
-        return row_pointer<uint16_t>(params.out, s.batch, s.q_begin + query_of(tile, row),
-                                     tile.head + head_of(row));
-    }
-    __device__ __forceinline__ uint32_t pack_out(float x, float y) const {
-        if constexpr (!kFp8) {
-            return ptx::pack<Element>(x, y);
-        } else {
-            const uint32_t half = ptx::pack<__half>(x, y);
-            const uint32_t bfloat16 = ptx::pack<__nv_bfloat16>(x, y);
-            return params.out_type == ElementType::kFloat16 ? half : bfloat16;
-        }
-    }
-
-    // Stores O / l and lse to HBM, or the results of a split.
-    __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
-                                          const QueryTile& tile) const {
-        normalize(rO, softmax, tile);
-        const Sequence& s = tile.sequence;
         // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
         const int i = lane_id() % 2;
         const int row = lane_row() + 8 * i;
         const bool has_row = lane_id() % 4 < 2;
-        if (Config::kMayHaveSplits && params.num_splits > 1) {
-            const int64_t splits_before = tile.split * statistics_rows(params);
+        const int64_t statistics = statistics_offset(params, s, tile.head);
+        if (has_splits()) {
+            const int64_t split = tile.split * statistics_rows(params) + statistics;
             const int first_row = warp_row();
             const auto index_of = [&](int row) -> int64_t {
-                if (!is_valid(tile, first_row + row)) return -1;
-                return splits_before + statistics_index(tile, first_row + row);
+                const int query = query_of(tile, first_row + row);
+                const int head = head_of(first_row + row);
+                if (query >= s.seqlen_q || head >= group()) return -1;
+                return split + int64_t{head} * params.seqlen_q + query;
             };
             const int64_t index = index_of(row);
-            const PartialStatistics statistics = partial_statistics(softmax, i);
-            if (has_row && index >= 0) params.statistics_partial[index] = statistics;
+            float max = softmax.max(0, i);
+            if (is_to_be_marked(max, softmax.lse(0, i, exponent_scale()))) max = mark_of(0);
+            if (has_row && index >= 0) params.statistics_partial[index] = {max, softmax.sum(0, i)};
             store_rows(params.o_partial, rO, index_of);
-            return;
-        }
-        float lse = softmax.lse(0, i, exponent_scale());
-        if (is_to_be_marked(softmax.max(0, i), lse)) [[unlikely]] {
-            lse = mark_of(warp_number());
-            has_marked() = true;
-        }
-        if constexpr (Config::kMayHaveSplits) {  // packed GQA
-            const int first_row = warp_row();
-            if (has_row && is_valid(tile, first_row + row))
-                params.lse[statistics_index(tile, first_row + row)] = lse;
-            store_rows(
-                rO, params.head_dim_v,
-                [&](int row) {
-                    const bool valid = is_valid(tile, first_row + row);
-                    return valid ? out_row(tile, first_row + row) : nullptr;
-                },
-                [&](float x, float y) { return pack_out(x, y); });
         } else {
             const int first_row = tile.first_query + warp_row();
             const int rows = s.seqlen_q - first_row;
-            if (has_row && row < rows)
-                params.lse[statistics_offset(params, s, tile.head) + first_row + row] = lse;
+            float lse = softmax.lse(0, i, exponent_scale());
+            if (is_to_be_marked(softmax.max(0, i), lse)) [[unlikely]] {
+                lse = mark_of(warp_number());
+                has_marked() = true;
+            }
+            if (has_row && row < rows) params.lse[statistics + first_row + row] = lse;
             const auto store_as = [&](auto element) {
                 store_rows(
                     global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_row,
@@ -745,65 +749,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 store_as(__half{});
             } else {
                 store_as(__nv_bfloat16{});
-            }
-        }
-    }
-
-    // --- Splits of a Q tile that are a cluster: each CTA has one tile ---
-
-    __device__ __forceinline__ void begin() const {
-        if (Config::kMayHaveSplits && params.has_cluster)
-            ptx::cluster_arrive_relaxed();  // the CTA's barriers are initialized
-    }
-
-    // By the first consumer, which has all valid rows.
-    __device__ __forceinline__ void combine_in_cluster(Output& rO, Softmax& softmax,
-                                                       const QueryTile& tile) const {
-        normalize(rO, softmax, tile);
-        const Sequence& s = tile.sequence;
-        const int queries =
-            min_of(s.seqlen_q - tile.first_query, Config::kBlockQ >> pack_gqa_log2());
-        const int rows = queries << pack_gqa_log2();
-        const SplitExchange<Config::kHeadDimV> exchange(storage.exchange, params.num_splits,
-                                                        tile.split, rows);
-        if (threadIdx.x % 128 == 0)
-            exchange.expect(pack_gqa_log2() == 0 ? rows : queries * group());
-        const PartialStatistics statistics = partial_statistics(softmax, lane_id() % 2);
-        ptx::cluster_wait();  // for the barriers of all its CTAs
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = warp_row() + lane_row() + 8 * i;
-            if (is_valid(tile, row)) exchange.send(row, rO, i, statistics);
-        }
-        const int quads = exchange.own_blocks() * 2;
-        if (quads == 0) return;
-        exchange.wait();
-
-        const float scale = flash_ext::exponent_scale(params);
-#pragma unroll 1
-        for (int first = warp_row() / 16 * 32; first < rows * quads; first += 128) {
-            const int row = (first + lane_id()) / quads, quad = (first + lane_id()) % quads;
-            bool recompute = false;
-            if (row < rows && is_valid(tile, row)) {
-                const auto result = exchange.combine(row, quad, scale);
-                const int col = exchange.first_col() + 4 * quad;
-                recompute = !Config::kGeneral && !kFp8 && result.is_marked;
-                if (col < params.head_dim_v && !recompute)
-                    *reinterpret_cast<uint2*>(out_row(tile, row) + col) =
-                        uint2{pack_out(result.columns[0], result.columns[1]),
-                              pack_out(result.columns[2], result.columns[3])};
-                if (col == 0 && !recompute)
-                    params.lse[statistics_index(tile, row)] =
-                        log_sum_exp(result.max, result.sum, scale);
-                recompute &= col == 0;
-            }
-            if constexpr (!Config::kGeneral && !kFp8) {
-                uint32_t left = __ballot_sync(0xffffffff, recompute);
-                for (; left != 0; left &= left - 1) {
-                    const int marked = (first + __ffs(left) - 1) / quads;
-                    recompute_rows<Element>(params, s, tile.head + head_of(marked),
-                                            query_of(tile, marked), 1);
-                }
             }
         }
     }
@@ -1042,15 +987,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         Order::signal_next(consumer);
         if constexpr (!kFp8) finish_output(state);
-        if constexpr (Config::kMayHaveSplits) {
-            if (params.has_cluster) {
-                if (warp_row() < SplitCluster::kMaxRows)  // the first consumer
-                    combine_in_cluster(state.rO, state.softmax, work_tiles[state.tile_done]);
-                return;
-            }
-        }
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
-        if constexpr (!Config::kGeneral && !kFp8) {
+        if constexpr (Config::kMayHaveSplits)
+            if (counts_splits()) combine_if_last(work_tiles[state.tile_done]);
+        if constexpr (!Config::kGeneral && !Config::kMayHaveSplits && !kFp8) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
                 recompute_all_marked<Element>(params, warp_number());
@@ -1065,10 +1005,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.scheduler = make_dynamic_scheduler(call.counters);
+    params.scheduler = make_dynamic_scheduler(call.combines_splits ? nullptr : call.counters);
     const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
                            Config::kBlockQ >> params.pack_gqa_log2};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
+    params.schedule.tiles *= params.num_splits;
     const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
                                    params.q_map, q, params.head_dim),
@@ -1077,15 +1018,15 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                                encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(
                                    params.v_map, params.v, params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    const int total = cta_count(params.schedule) * params.num_splits;
-    if (total > multiprocessors() && params.scheduler.word == nullptr) return cudaErrorInvalidValue;
-    return launch_fa3<Fa3Forward<Config>>(params, total, stream,
-                                          {.cluster = params.has_cluster ? params.num_splits : 1});
+    const int total = cta_count(params.schedule);
+    if (total > multiprocessors() && params.scheduler.fetched.word == nullptr)
+        return cudaErrorInvalidValue;
+    return launch_fa3<Fa3Forward<Config>>(params, total, stream);
 }
 
 // What tiles depend on.
 inline tuning::Fa3Lengths fa3_lengths(const ForwardParams& params) {
-    if (params.num_splits > 1 || params.pack_gqa_log2 > 0) return tuning::Fa3Lengths::kSplits;
+    if (params.o_partial != nullptr) return tuning::Fa3Lengths::kSplits;
     const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
     return tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
                                params.few_tiles);
@@ -1129,10 +1070,11 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
         dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(fa3_lengths(params), [&](auto lengths) {
+            constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
             using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
                                             tuning::fa3_forward({kHeadDim, kHeadDimV},
                                                                 features.value, lengths),
-                                            lengths == kSplits>;
+                                            kMayHaveSplits>;
             status = launch_fa3_forward<Config>(params, stream);
         });
     });

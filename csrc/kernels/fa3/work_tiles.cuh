@@ -22,6 +22,7 @@ struct QueryTile {
     VisibleTiles kv_tiles;
     int split;       // index of the split of the keys, in the forward
     bool large_lse;  // in the backward: does any row of the call have a reference?
+    int number;      // of the Q tile among all, in the forward
 
     __device__ __forceinline__ int& first_row() { return first_query; }
 };
