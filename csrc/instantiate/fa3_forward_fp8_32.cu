@@ -1,3 +1,3 @@
-#include "kernels/fa3/forward.cuh"
+#include "kernels/fa3/forward_launch.cuh"
 
 template cudaError_t flash_ext::fa3_forward_fp8<32, 32>(flash_ext::ForwardParams, cudaStream_t);

@@ -62,111 +62,17 @@
 //                       are started                          too), before it starts its own
 #pragma once
 
-#include "kernels/common/combine_row.cuh"
 #include "kernels/common/fp8_softmax.cuh"
-#include "kernels/common/launch.cuh"
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
-#include "kernels/fa3/cta.cuh"
-#include "plan/tuning.h"
+#include "kernels/fa3/forward_config.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
-#include "schedule/dynamic_persistent_scheduler.cuh"
-#include "schedule/packed_gqa.h"
-#include "schedule/split_kv.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/tma_load.cuh"
-#include "tile/transpose.cuh"
+#include "schedule/epoch_counter.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
-
-struct Fa3ForwardParams : ForwardParams {
-    DynamicPersistentScheduler scheduler;
-    CUtensorMap q_map;
-    CUtensorMap k_map;
-    CUtensorMap v_map;
-};
-
-static __device__ const float kNoDescale = 1.f;
-
-FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
-    return {q.data, q.batch_stride, q.head_stride, q.row_stride};
-}
-
-// The pipeline of V tiles as TMA loads them, where they are then transposed.
-template <class RowMajorVPipeline, bool kFp8>
-struct Fp8Storage {};
-template <class RowMajorVPipeline>
-struct Fp8Storage<RowMajorVPipeline, true> {
-    typename RowMajorVPipeline::Barriers barriers;
-    alignas(1024) typename RowMajorVPipeline::Stages stages;
-};
-
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
-struct Fa3ForwardConfig {
-    using Element = Element_;
-    using Params = Fa3ForwardParams;
-    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // and packed GQA
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = kTuning.consumers;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
-    static constexpr int kBlockQ = kConsumers * 64;
-    static_assert(kBlockQ >= tuning::kForwardBlockQ);
-    static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
-    static constexpr int kBlockKV = kTuning.block_kv;
-    static constexpr bool kPingPong = kTuning.ping_pong;
-    // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
-    // registers for that: the softmax of one runs beside the matmuls of the others.
-    static constexpr bool kFp8 = sizeof(Element) == 1;
-    static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
-    static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // What the launch gives a CTA of this size, divided again by setmaxnreg.
-    // The warps that transpose V need more than producers.
-    static constexpr int kProducerRegisters = kFp8 ? 56 : kConsumers > 2 ? 32 : 40;
-    static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
-                                              : kConsumers == 3 ? (kFp8 ? 152 : 160)
-                                                                : (kFp8 ? 224 : 232);
-    // FP8: warps of the first warpgroup that transpose V; columns of O that one P V computes.
-    static constexpr int kTransposers = 2;
-    static constexpr int kPartialCols = kTuning.partial_cols;
-
-    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
-    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
-    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using TransposedVTile = SharedTile<Element, kHeadDimV, kBlockKV>;
-    // Rows of a TMA box. A row of K or V should be requested as a whole, not one swizzle atom of
-    // all rows first: decoding, which is bound by memory, is slower otherwise
-    // (docs/notes/009-fa3-forward.md).
-    static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // adjacent rows
-    static constexpr int kKVBoxRows = KTile::kAtoms == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
-    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
-    using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
-    using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
-    // What TMA loads; FP8 is transposed from here to a stage of VPipeline.
-    using RowMajorVPipeline = Pipeline<kFp8 ? 2 : 1, kFp8 ? VTile::kBytes : 16>;
-    using WorkTiles = WorkTilePipeline<QueryTile>;
-
-    struct SharedStorage {
-        typename QPipeline::Stages q;
-        typename KPipeline::Stages k;
-        typename VPipeline::Stages v;
-        typename QPipeline::Barriers q_barriers;
-        typename KPipeline::Barriers k_barriers;
-        typename VPipeline::Barriers v_barriers;
-        typename WorkTiles::Storage work_tiles;
-        int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
-        Fp8Storage<RowMajorVPipeline, kFp8> fp8;
-        uint64_t arrivals;
-    };
-    // matrix_descriptor() and the swizzle need aligned tiles.
-    static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
-                  VTile::kBytes % 1024 == 0);
-};
 
 template <class Config_>
 struct Fa3Forward : Fa3Cta<Config_> {
@@ -242,165 +148,19 @@ struct Fa3Forward : Fa3Cta<Config_> {
         return row & ((1 << pack_gqa_log2()) - 1);
     }
 
-    // --- Producer ---
+    // --- Producers: forward_producers.cuh ---
 
-    __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const {
-        WorkTile work = work_tile(linear, params.schedule);
-        if constexpr (Config::kMayHaveSplits) {
-            tile.split = work.tile_index % params.num_splits;
-            work.tile_index /= params.num_splits;
-            const Schedule& schedule = params.schedule;
-            tile.number =
-                (work.batch * schedule.heads + work.head) * (schedule.tiles / params.num_splits) +
-                work.tile_index;
-            if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
-        }
-        describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
-        if constexpr (Config::kMayHaveSplits)
-            tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
-        // A tile without keys takes one iteration, too: all its scores are hidden, and TMA fills K
-        // and V with zeros.
-        if (tile.kv_tiles.empty()) {
-            tile.sequence.seqlen_k = 0;
-            tile.kv_tiles = {0, 1};
-        }
-    }
-
-    // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
-    // iterations before it is needed.
-    __device__ __forceinline__ void produce_k() const {
-        typename KPipeline::State k;
-        typename RowMajorVPipeline::State v;
-        const int total = cta_count(params.schedule);
-        bool started = false;
-        const auto fetch = [&] {
-            if (!started) params.scheduler.start();
-            started = true;
-            return params.scheduler.fetch(total);
-        };
-        work_tiles.produce(
-            blockIdx.x, total, fetch,
-            [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
-            [&](const QueryTile& tile, const WorkTileState&) {
-                const Sequence& s = tile.sequence;
-                const TensorRows rows = this->key_rows(params.k, s, this->head_k(tile.head));
-                const VisibleTiles kv = tile.kv_tiles;
-                int next = 0;
-                for (int i = kv.end - 1; i >= kv.begin; --i) {
-                    if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
-                    load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
-                                                         kv.tile(i) * Config::kBlockKV);
-                    k.advance();
-                    if constexpr (kFp8) {
-                        const TensorRows v_rows =
-                            this->key_rows(params.v, s, this->head_k(tile.head));
-                        load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, v_rows,
-                                                             kv.tile(i) * Config::kBlockKV);
-                        v.advance();
-                    }
-                }
-                return next;
-            });
-    }
-
-    __device__ __forceinline__ void produce_q() const {
-        typename QPipeline::State q;
-        work_tiles.for_each([&](const QueryTile& tile) {
-            if constexpr (QPipeline::kStages == 1)  // still in use by the previous tile
-                for_each_q_load(tile, [&](const TensorRows& rows, int, int first) {
-                    rows.prefetch<QTile>(params.q_map, first);
-                });
-            q_pipeline.producer_acquire(q);
-            q_pipeline.producer_expect(q, QTile::kBytes);
-            for_each_q_load(tile, [&](const TensorRows& rows, int row, int first) {
-                rows.load_boxes<QTile>(params.q_map, q_pipeline.stage(q) + row * QTile::kPitch,
-                                       q_pipeline.full(q), first);
-            });
-            q.advance();
-            if (counts_splits()) {
-                for (int i = 0; i < Config::kConsumers; ++i)
-                    if (query_of(tile, i * 64) < tile.sequence.seqlen_q)
-                        stored_splits(tile, i).start();
-                ptx::mbarrier_arrive(arrivals_barrier());
-            }
-        });
-    }
-
-    // visit(tensor rows, row of the tile, the tensor row that is loaded to it), for each box.
-    template <class Visit>
-    __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
-        const Sequence& s = tile.sequence;
-        if (pack_gqa_log2() == 0) {
-            const TensorRows queries = this->query_rows(params.q, s, tile.head);
-#pragma unroll 1
-            for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows)
-                visit(queries, row, tile.first_query + row);
-            return;
-        }
-        // A row of the map is a head.
-        const TensorView heads_as_rows = with_heads_as_rows(params.q);
-#pragma unroll 1
-        for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
-            const int query = query_of(tile, row);
-            const TensorRows heads =
-                tensor_rows<Element>(heads_as_rows, s.batch, s.q_begin + query, tile.head, group());
-            visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // past the end: zeros
-        }
-    }
-
-    __device__ __forceinline__ void produce_v() const {
-        typename VPipeline::State v;
-        work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows = this->key_rows(params.v, s, this->head_k(tile.head));
-            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
-                load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
-                                                     tile.kv_tiles.tile(i) * Config::kBlockKV);
-        });
-    }
-
-    // FP8: transposes V tiles, by all lanes of kTransposers warps.
-    __device__ __forceinline__ void transpose_v() const {
-        const RowMajorVPipeline source = row_major_v();
-        typename RowMajorVPipeline::State from;
-        typename VPipeline::State to;
-        for (WorkTileState t;; t.advance()) {
-            work_tiles.descriptions.consumer_wait(t);
-            const QueryTile& tile = work_tiles[t];
-            if (tile.first_query < 0) return;
-            const int tiles = tile.kv_tiles.count();
-            __syncwarp();
-            release(work_tiles.descriptions, t);
-#pragma unroll 1
-            for (int i = 0; i < tiles; ++i) {
-                source.consumer_wait(from);
-                v_pipeline.producer_acquire(to);
-                transpose_fp8<VTile, typename Config::TransposedVTile, Config::kTransposers>(
-                    source.stage(from), v_pipeline.stage(to), warp_id() - 1);
-                ptx::fence_proxy_async();  // wgmma will read what was stored
-                __syncwarp();
-                if (elected) v_pipeline.producer_commit(to);
-                release_and_advance(source, from);
-                to.advance();
-            }
-        }
-    }
-
+    __device__ __forceinline__ void produce() const;
     __device__ __forceinline__ void produce_by_warps() const {
         if constexpr (kFp8)
             if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
     }
-
-    __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_k();
-            case 3:
-                return produce_q();
-            case 2:
-                if constexpr (!kFp8) return produce_v();
-        }
-    }
+    __device__ __forceinline__ void produce_k() const;
+    __device__ __forceinline__ void produce_q() const;
+    __device__ __forceinline__ void produce_v() const;
+    __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const;
+    template <class Visit>
+    __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const;
 
     // --- Consumers ---
 
@@ -478,114 +238,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         warpgroup_fence(state.rO);
     }
 
-    // FP8: O = P V or O += P V, to the end. The tensor core keeps only some 14 bits of a sum. So it
-    // computes the P V of one tile from zero, and the sum over tiles is formed in float32. The
-    // scores are not needed any more: their registers hold P V, as many columns at a time as fit.
-    __device__ __forceinline__ void add_output(State& state, const Probabilities& rP,
-                                               bool accumulate) const {
-        using Partial = RegisterTile<16, Config::kPartialCols>;
-        static_assert(sizeof(Partial) <= sizeof(Scores));
-        Partial& rPartial = reinterpret_cast<Partial&>(state.rS);
-        compile_time_for<Config::kHeadDimV / Config::kPartialCols>([&](auto i) {
-            constexpr int kFirst = i * Config::kPartialCols;
-            const KMajor<typename Config::TransposedVTile, false> v_columns(
-                v_pipeline.stage(state.v), kFirst);
-            gemm_async<Element, Config::kBlockKV>(rPartial, rP, v_columns, false);
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(rPartial);
-#pragma unroll
-            for (int n = 0; n < Partial::kN; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& sum = state.rO.v[0][kFirst / 8 + n][e];
-                    const float x = rPartial.v[0][n][e];
-                    sum = accumulate ? sum + x : x;
-                }
-        });
-    }
-
     __device__ __forceinline__ float exponent_scale() const {
         return Config::kGeneral || kFp8 ? 1.f : params.scale_log2;
-    }
-
-    // --- Descales of FP8 ---
-
-    // Those of a query head's rows, or of its KV head. A tile without keys needs none, and its
-    // sequence may have none.
-    __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
-                                                        int head_q) const {
-        if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
-        const int head = x.by_query_head ? head_q : this->head_k(head_q);
-        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
-    }
-
-    // The last block of descales, 0 where there are no blocks. Wrong offsets of sequences must not
-    // read beyond it.
-    static __device__ __forceinline__ int last_block(const float* descales, const Descale& x) {
-        return descales == &kNoDescale ? 0 : x.last_block;
-    }
-
-    // The factors of the scores of this lane's two rows, without those of the keys, and where those
-    // are.
-    __device__ __forceinline__ void begin_scales(State& state, const QueryTile& tile) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = warp_row() + lane_row() + 8 * i;
-            const int head = tile.head + min_of(head_of(row), group() - 1);
-            const float* source = descales_of(params.q_descale, tile, head);
-            const int block =
-                min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
-            state.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
-            if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
-        }
-        state.k_descales = descales_of(params.k_descale, tile, tile.head);
-        state.last_k_block = last_block(state.k_descales, params.k_descale);
-    }
-
-    // Those of the keys of the KV tile, which may reach into a second block.
-    __device__ __forceinline__ void load_k_scales(State& state) const {
-        const auto load = [&](int block) {
-            return __ldg(state.k_descales +
-                         min_of(block, state.last_k_block) * params.k_descale.last_stride);
-        };
-        const int first_key = VisibleTiles::tile(state.kv_tile) * Config::kBlockKV;
-        const int block = first_key / kDescaleRows;
-        state.k_scale[0] = load(block);
-        if constexpr (kTwoKScales) {
-            state.k_scale[1] = load(block + 1);
-            state.second_k_scale = (block + 1) * kDescaleRows - first_key;
-        }
-    }
-
-    // Applies v's to O, per head or per channel.
-    __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const {
-        const float* source = descales_of(params.v_descale, tile, tile.head);
-        const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
-        if (stride == 0) {
-            rO.scale(__ldg(source));
-            return;
-        }
-        source += lane_col() * stride;
-        const int columns = params.head_dim_v - lane_col();
-#pragma unroll
-        for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
-            if (8 * n < columns) {
-                const float x = __ldg(source), y = __ldg(source + stride);
-                rO.v[0][n][0] *= x;
-                rO.v[0][n][1] *= y;
-                rO.v[0][n][2] *= x;
-                rO.v[0][n][3] *= y;
-            }
-    }
-
-    // The index of this warp among all consumer warps of the grid.
-    __device__ __forceinline__ int warp_number() const {
-        return blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
-    }
-
-    // Has this warp marked a row? It recomputes such rows at the end (recompute_rows.cuh).
-    __device__ __forceinline__ int& has_marked() const {
-        return storage.has_marked[warp_row() / 16];
     }
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
@@ -636,122 +290,55 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
+    // --- Results: forward_output.cuh ---
+
     // Are results stored as those of splits (also with packed GQA)? The general form decides at run
     // time.
     __device__ __forceinline__ bool has_splits() const {
         return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
     }
-
-    // --- Splits that the last one combines: where each CTA has one tile ---
-
+    // Does the last split combine them? Where each CTA has one tile.
     __device__ __forceinline__ bool counts_splits() const {
         return Config::kMayHaveSplits && params.combines_splits;
     }
-
     __device__ __forceinline__ uint32_t arrivals_barrier() const {
         return ptx::shared_address(&storage.arrivals);
     }
-
-    // How many splits have stored the rows of this consumer.
-    __device__ __forceinline__ EpochCounter stored_splits(const QueryTile& tile,
-                                                          int of_consumer) const {
-        return {params.counters + tile.number * Config::kConsumers + of_consumer,
-                params.scheduler.fetched.epoch};
+    // The index of this warp among all consumer warps of the grid.
+    __device__ __forceinline__ int warp_number() const {
+        return blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
     }
 
-    // After store(). A warp combines every fourth row. A consumer without rows may come here, too:
-    // its count was not started, and it has nothing to combine.
-    __device__ __forceinline__ void combine_if_last(const QueryTile& tile) const {
-        ptx::barrier_sync(kSplitStored + consumer, 128);
-        bool last = false;
-        if (threadIdx.x % 128 == 0) {
-            ptx::mbarrier_wait(arrivals_barrier(), 0);
-            constexpr bool kOrdered = true;  // what all threads have stored before the barrier
-            last = stored_splits(tile, consumer).template next<kOrdered>(params.num_splits) ==
-                   params.num_splits - 1;
-        }
-        if (!ptx::barrier_any(kSplitStored + consumer, 128, last)) return;
-        const Sequence& s = tile.sequence;
-#pragma unroll 1
-        for (int i = warp_id() % 4; i < 64; i += 4) {
-            const int row = consumer * 64 + i;
-            const int query = query_of(tile, row), head = head_of(row);
-            if (query >= s.seqlen_q) return;
-            if (head >= group()) continue;
-            const int64_t at = statistics_offset(params, s, tile.head + head) + query;
-            constexpr bool kMayBeMarked = !Config::kGeneral && !kFp8;
-            if constexpr (!kFp8) {
-                combine_row<Element, Config::kHeadDimV, kMayBeMarked>(params, at);
-            } else if (params.out_type == ElementType::kFloat16) {
-                combine_row<__half, Config::kHeadDimV, kMayBeMarked>(params, at);
-            } else {
-                combine_row<__nv_bfloat16, Config::kHeadDimV, kMayBeMarked>(params, at);
-            }
-        }
+    // Has this warp marked a row? It recomputes such rows at the end (recompute_rows.cuh).
+    __device__ __forceinline__ int& has_marked() const {
+        return storage.has_marked[warp_row() / 16];
     }
 
     static __device__ __forceinline__ bool is_to_be_marked(float max, float lse) {
         return !Config::kGeneral && !kFp8 && needs_recomputing(max, lse);
     }
-
-    // Stores O / l and lse to HBM, or the results of a split.
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
-                                          const QueryTile& tile) const {
-        softmax.finish();
-        const Sequence& s = tile.sequence;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float factor = softmax.inverse_sum(0, i);
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n) {
-                rO.v[0][n][2 * i] *= factor;
-                rO.v[0][n][2 * i + 1] *= factor;
-            }
-        }
-        if constexpr (kFp8) descale_output(rO, tile);
-        // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
-        const int i = lane_id() % 2;
-        const int row = lane_row() + 8 * i;
-        const bool has_row = lane_id() % 4 < 2;
-        const int64_t statistics = statistics_offset(params, s, tile.head);
-        if (has_splits()) {
-            const int64_t split = tile.split * statistics_rows(params) + statistics;
-            const int first_row = warp_row();
-            const auto index_of = [&](int row) -> int64_t {
-                const int query = query_of(tile, first_row + row);
-                const int head = head_of(first_row + row);
-                if (query >= s.seqlen_q || head >= group()) return -1;
-                return split + int64_t{head} * params.seqlen_q + query;
-            };
-            const int64_t index = index_of(row);
-            float max = softmax.max(0, i);
-            if (is_to_be_marked(max, softmax.lse(0, i, exponent_scale()))) max = mark_of(0);
-            if (has_row && index >= 0) params.statistics_partial[index] = {max, softmax.sum(0, i)};
-            store_rows(params.o_partial, rO, index_of);
-        } else {
-            const int first_row = tile.first_query + warp_row();
-            const int rows = s.seqlen_q - first_row;
-            float lse = softmax.lse(0, i, exponent_scale());
-            if (is_to_be_marked(softmax.max(0, i), lse)) [[unlikely]] {
-                lse = mark_of(warp_number());
-                has_marked() = true;
-            }
-            if (has_row && row < rows) params.lse[statistics + first_row + row] = lse;
-            const auto store_as = [&](auto element) {
-                store_rows(
-                    global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_row,
-                                                   tile.head, rows, params.head_dim_v),
-                    rO);
-            };
-            if constexpr (!kFp8) {
-                store_as(Element{});
-            } else if (params.out_type == ElementType::kFloat16) {
-                store_as(__half{});
-            } else {
-                store_as(__nv_bfloat16{});
-            }
-        }
-    }
+                                          const QueryTile& tile) const;
+    __device__ __forceinline__ EpochCounter stored_splits(const QueryTile& tile,
+                                                          int of_consumer) const;
+    __device__ __forceinline__ void combine_if_last(const QueryTile& tile) const;
+
+    // --- FP8: forward_fp8.cuh ---
+
+    __device__ __forceinline__ void transpose_v() const;
+    __device__ __forceinline__ void begin_scales(State& state, const QueryTile& tile) const;
+    __device__ __forceinline__ void load_k_scales(State& state) const;
+    __device__ __forceinline__ void add_output(State& state, const Probabilities& rP,
+                                               bool accumulate) const;
+    __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const;
+    __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
+                                                        int head_q) const;
+    static __device__ __forceinline__ int last_block(const float* descales, const Descale& x);
+    template <bool kUnmasked>
+    __device__ __forceinline__ void compute_in_turn(State& state, Probabilities& rP,
+                                                    bool last) const;
+
+    // --- The loop ---
 
     // With one stage, Q is released as soon as the tile's last scores are complete; with two, when
     // the next tile begins, so that the last iteration may belong to the unmasked main loop.
@@ -892,37 +479,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (Config::kOverlap) finish();
     }
 
-    // FP8.
-    template <bool kUnmasked>
-    __device__ __forceinline__ void compute_in_turn(State& state, Probabilities& rP,
-                                                    bool last) const {
-        k_pipeline.consumer_wait(state.k, state.k_ready);
-        if constexpr (kUnmasked || kStoresBeside) {
-            state.rescaling.apply(state.rO);
-        } else {
-            settle_output(state);
-        }
-        v_pipeline.consumer_wait(state.v, state.v_ready);
-        Order::wait(consumer);
-        add_output(state, rP, kUnmasked || !state.begun);
-        issue_scores(state.rS, state.q, state.k);
-        Order::signal_next(consumer);
-        // The order decides whether ptxas serializes wgmma (docs/notes/016-fp8.md).
-        const auto v_read = state.v;
-        if (kStoresBeside) release(v_pipeline, v_read);
-        state.v.advance();
-        if (!kStoresBeside) release(v_pipeline, v_read);
-        load_k_scales(state);
-        if (kStoresBeside && last) {
-            store(state.rO, state.softmax, work_tiles[state.tile_done]);
-            this->end_work_tile(state.tile_done);
-        }
-        ptx::wgmma_wait<0>();
-        if (!kStoresBeside && last) state.done = state.softmax;
-        state.begun = state.kept = last;
-        compute_p<kUnmasked>(state, rP, last);
-    }
-
     __device__ __forceinline__ void consume() const {
         Scores rS;
         Output rO;
@@ -997,88 +553,5 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 };
-
-template <class Config>
-cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
-    Fa3ForwardParams params{call};
-    if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
-        params.k.data = params.q.data;
-        params.v.data = params.q.data;
-    }
-    params.scheduler = make_dynamic_scheduler(call.combines_splits ? nullptr : call.counters);
-    const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
-                           Config::kBlockQ >> params.pack_gqa_log2};
-    params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
-    params.schedule.tiles *= params.num_splits;
-    const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
-    for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
-                                   params.q_map, q, params.head_dim),
-                               encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
-                                   params.k_map, params.k, params.head_dim),
-                               encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(
-                                   params.v_map, params.v, params.head_dim_v)})
-        if (status != cudaSuccess) return status;
-    const int total = cta_count(params.schedule);
-    if (total > multiprocessors() && params.scheduler.fetched.word == nullptr)
-        return cudaErrorInvalidValue;
-    return launch_fa3<Fa3Forward<Config>>(params, total, stream);
-}
-
-// What tiles depend on.
-inline tuning::Fa3Lengths fa3_lengths(const ForwardParams& params) {
-    if (params.o_partial != nullptr) return tuning::Fa3Lengths::kSplits;
-    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
-    return tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
-                               params.few_tiles);
-}
-
-template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
-    using enum tuning::Fa3Lengths;
-    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-    cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen, Features::kGeneral>(
-        params, Features::kPlain, [&](auto features) {
-            const auto launch = [&](auto may_have_splits, auto usual) {
-                using Config =
-                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
-                status = launch_fa3_forward<Config>(params, stream);
-            };
-            constexpr std::true_type kYes;
-            constexpr std::false_type kNo;
-            // Tiles of more rows have a kernel of fewer beside them.
-            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
-                                       tuning::fa3_forward_fp8(kDims, true).consumers;
-            if constexpr (features == Features::kGeneral) {
-                launch(kYes, kNo);
-            } else if (fa3_lengths(params) == kSplits) {
-                launch(kYes, kNo);
-            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
-                if constexpr (kHasLarge) launch(kNo, kNo);
-            } else {
-                launch(kNo, kYes);
-            }
-        });
-    return status;
-}
-
-template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                       auto features) {
-        using enum tuning::Fa3Lengths;
-        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(fa3_lengths(params), [&](auto lengths) {
-            constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
-            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
-                                                                features.value, lengths),
-                                            kMayHaveSplits>;
-            status = launch_fa3_forward<Config>(params, stream);
-        });
-    });
-    return status;
-}
 
 }  // namespace flash_ext

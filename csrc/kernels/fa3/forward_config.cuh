@@ -1,0 +1,95 @@
+// The parameters of the FA3 forward, and its config: tiles, registers, pipelines and shared memory.
+#pragma once
+
+#include "kernels/fa3/cta.cuh"
+#include "plan/tuning.h"
+#include "schedule/dynamic_persistent_scheduler.cuh"
+
+namespace flash_ext {
+
+struct Fa3ForwardParams : ForwardParams {
+    DynamicPersistentScheduler scheduler;
+    CUtensorMap q_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+};
+
+// With packed GQA TMA loads the heads of a query as rows.
+FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
+    return {q.data, q.batch_stride, q.head_stride, q.row_stride};
+}
+
+// The pipeline of V tiles as TMA loads them, where they are then transposed.
+template <class RowMajorVPipeline, bool kFp8>
+struct Fp8Storage {};
+template <class RowMajorVPipeline>
+struct Fp8Storage<RowMajorVPipeline, true> {
+    typename RowMajorVPipeline::Barriers barriers;
+    alignas(1024) typename RowMajorVPipeline::Stages stages;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
+struct Fa3ForwardConfig {
+    using Element = Element_;
+    using Params = Fa3ForwardParams;
+    static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // and packed GQA
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = kTuning.consumers;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ >= tuning::kForwardBlockQ);
+    static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
+    static constexpr int kBlockKV = kTuning.block_kv;
+    static constexpr bool kPingPong = kTuning.ping_pong;
+    // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
+    // registers for that: the softmax of one runs beside the matmuls of the others.
+    static constexpr bool kFp8 = sizeof(Element) == 1;
+    static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
+    static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
+    // What the launch gives a CTA of this size, divided again by setmaxnreg.
+    // The warps that transpose V need more than producers.
+    static constexpr int kProducerRegisters = kFp8 ? 56 : kConsumers > 2 ? 32 : 40;
+    static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                              : kConsumers == 3 ? (kFp8 ? 152 : 160)
+                                                                : (kFp8 ? 224 : 232);
+    // FP8: warps of the first warpgroup that transpose V; columns of O that one P V computes.
+    static constexpr int kTransposers = 2;
+    static constexpr int kPartialCols = kTuning.partial_cols;
+
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using TransposedVTile = SharedTile<Element, kHeadDimV, kBlockKV>;
+    // Rows of a TMA box. A row of K or V should be requested as a whole, not one swizzle atom of
+    // all rows first: decoding, which is bound by memory, is slower otherwise
+    // (docs/notes/009-fa3-forward.md).
+    static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // adjacent rows
+    static constexpr int kKVBoxRows = KTile::kAtoms == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
+    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
+    using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
+    using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
+    // What TMA loads; FP8 is transposed from here to a stage of VPipeline.
+    using RowMajorVPipeline = Pipeline<kFp8 ? 2 : 1, kFp8 ? VTile::kBytes : 16>;
+    using WorkTiles = WorkTilePipeline<QueryTile>;
+
+    struct SharedStorage {
+        typename QPipeline::Stages q;
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;
+        typename QPipeline::Barriers q_barriers;
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename WorkTiles::Storage work_tiles;
+        int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
+        Fp8Storage<RowMajorVPipeline, kFp8> fp8;
+        uint64_t arrivals;
+    };
+    // matrix_descriptor() and the swizzle need aligned tiles.
+    static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
+                  VTile::kBytes % 1024 == 0);
+};
+
+}  // namespace flash_ext

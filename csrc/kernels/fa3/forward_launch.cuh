@@ -1,0 +1,100 @@
+// Launches the FA3 forward: tensor maps, the order of tiles, and which config a call takes.
+#pragma once
+
+#include "kernels/common/launch.cuh"
+#include "kernels/fa3/forward_fp8.cuh"
+#include "kernels/fa3/forward_output.cuh"
+#include "kernels/fa3/forward_producers.cuh"
+#include "plan/launchers.h"
+#include "plan/tuning.h"
+#include "schedule/packed_gqa.h"
+
+namespace flash_ext {
+
+template <class Config>
+cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
+    Fa3ForwardParams params{call};
+    if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
+        params.k.data = params.q.data;
+        params.v.data = params.q.data;
+    }
+    params.scheduler = make_dynamic_scheduler(call.combines_splits ? nullptr : call.counters);
+    const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
+                           Config::kBlockQ >> params.pack_gqa_log2};
+    params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
+    params.schedule.tiles *= params.num_splits;
+    const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
+    for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
+                                   params.q_map, q, params.head_dim),
+                               encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
+                                   params.k_map, params.k, params.head_dim),
+                               encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(
+                                   params.v_map, params.v, params.head_dim_v)})
+        if (status != cudaSuccess) return status;
+    const int total = cta_count(params.schedule);
+    if (total > multiprocessors() && params.scheduler.fetched.word == nullptr)
+        return cudaErrorInvalidValue;
+    return launch_fa3<Fa3Forward<Config>>(params, total, stream);
+}
+
+// What tiles depend on.
+inline tuning::Fa3Lengths fa3_lengths(const ForwardParams& params) {
+    if (params.o_partial != nullptr) return tuning::Fa3Lengths::kSplits;
+    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    return tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
+                               params.few_tiles);
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
+    using enum tuning::Fa3Lengths;
+    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
+    constexpr bool kOnlySplits = !(tuning::fa3_forward_fp8_head_dims(kDims) == kDims);
+    cudaError_t status = cudaSuccess;
+    dispatch_features<Features::kVarlen, Features::kGeneral>(
+        params, Features::kPlain, [&](auto features) {
+            const auto launch = [&](auto may_have_splits, auto usual) {
+                using Config =
+                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
+                status = launch_fa3_forward<Config>(params, stream);
+            };
+            constexpr std::true_type kYes;
+            constexpr std::false_type kNo;
+            // Tiles of more rows have a kernel of fewer beside them.
+            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
+                                       tuning::fa3_forward_fp8(kDims, true).consumers;
+            if constexpr (features == Features::kGeneral) {
+                launch(kYes, kNo);
+            } else if (fa3_lengths(params) == kSplits) {
+                launch(kYes, kNo);
+            } else if constexpr (kOnlySplits) {
+                status = cudaErrorInvalidValue;
+            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
+                if constexpr (kHasLarge) launch(kNo, kNo);
+            } else {
+                launch(kNo, kYes);
+            }
+        });
+    return status;
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        using enum tuning::Fa3Lengths;
+        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(fa3_lengths(params), [&](auto lengths) {
+            constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
+            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
+                                                                features.value, lengths),
+                                            kMayHaveSplits>;
+            status = launch_fa3_forward<Config>(params, stream);
+        });
+    });
+    return status;
+}
+
+}  // namespace flash_ext
