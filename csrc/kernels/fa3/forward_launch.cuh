@@ -62,8 +62,9 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
             constexpr std::true_type kYes;
             constexpr std::false_type kNo;
             // Tiles of more rows have a kernel of fewer beside them.
-            constexpr bool kHasLarge = tuning::fa3_forward_fp8(kDims, false).consumers >
-                                       tuning::fa3_forward_fp8(kDims, true).consumers;
+            [[maybe_unused]] constexpr bool kHasLarge =
+                tuning::fa3_forward_fp8(kDims, false).consumers >
+                tuning::fa3_forward_fp8(kDims, true).consumers;
             if constexpr (features == Features::kGeneral) {
                 launch(kYes, kNo);
             } else if (fa3_lengths(params) == kSplits) {
