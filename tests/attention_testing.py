@@ -41,6 +41,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
 import flash_ext.reference
@@ -620,14 +621,27 @@ def run(
         return _results(out, lse, inputs)
 
 
+class _ProductsOnTheCPU(TorchDispatchMode):
+    """16-bit matrix products as the CPU has them, sums in float32 rounded once, by a fast GEMM."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        x = args[0] if func is torch.ops.aten.bmm.default else None
+        if x is None or x.dtype.itemsize != 2 or x.device.type != "cpu":
+            return func(*args, **(kwargs or {}))
+        return torch.bmm(*(a.float() for a in args)).to(x.dtype)
+
+
 def standard_attention(
-    problem: Problem, inputs: Inputs, dtype: torch.dtype
+    problem: Problem, inputs: Inputs, dtype: torch.dtype, *, backward: bool = True
 ) -> dict[str, torch.Tensor]:
     """Standard attention and its gradients: everything in float64, or q, k, v in their own type."""
     if dtype != inputs.q.dtype:
         inputs = inputs.upcast(dtype)
-    out, lse = attend(problem, inputs, flash_ext.reference)
-    return _results(out, lse, inputs, allow_unused=True, materialize_grads=True)
+    with _ProductsOnTheCPU(), torch.set_grad_enabled(backward):
+        out, lse = attend(problem, inputs, flash_ext.reference)
+        if not backward:
+            return {"out": out, "lse": lse}
+        return _results(out, lse, inputs, allow_unused=True, materialize_grads=True)
 
 
 class Expected(NamedTuple):
@@ -682,6 +696,17 @@ def expected_results(problem: Problem, inputs: Inputs) -> Expected:
     """What the problem gives with these inputs."""
     ref, pt = (standard_attention(problem, inputs, x) for x in (torch.float64, problem.dtype))
     return Expected(ref, pt, sizes(problem, inputs, ref))
+
+
+def expected_forward(problem: Problem, inputs: Inputs) -> Expected:
+    """Of `expected_results` only out and lse, at a fraction of the time."""
+    ref, pt = (
+        standard_attention(problem, inputs, x, backward=False)
+        for x in (torch.float64, problem.dtype)
+    )
+    magnitudes = dataclasses.replace(inputs, v=inputs.v.detach().abs())
+    size = standard_attention(problem, magnitudes, torch.float64, backward=False)
+    return Expected(ref, pt, {"out": size["out"]})
 
 
 @functools.lru_cache(maxsize=2)
