@@ -31,12 +31,12 @@ former rules out, and tests/test_variants.py holds the kernels against both.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
@@ -96,6 +96,9 @@ UNALIGNED_LAYOUTS = ("odd_row", "odd_offset")
 
 HANDFUL = 32
 """Of fewer numbers than this the largest error is a matter of luck, and the rule with it."""
+
+SLOW_PRODUCTS = 1 << 20
+"""Products of so many terms are slow in 16 bits on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -578,7 +581,7 @@ def attend(
     return module.attention_varlen(inputs.q, inputs.k, inputs.v, *cu_seqlens, **options)
 
 
-@contextmanager
+@contextlib.contextmanager
 def nan_filled_outputs() -> Iterator[None]:
     """Fresh floating-point memory is NaN inside this block, on every device."""
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -625,10 +628,9 @@ class _ProductsOnTheCPU(TorchDispatchMode):
     """16-bit matrix products as the CPU has them, sums in float32 rounded once, by a fast GEMM."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        x = args[0] if func is torch.ops.aten.bmm.default else None
-        if x is None or x.dtype.itemsize != 2 or x.device.type != "cpu":
+        if func is not torch.ops.aten.bmm.default:
             return func(*args, **(kwargs or {}))
-        return torch.bmm(*(a.float() for a in args)).to(x.dtype)
+        return torch.bmm(*(x.float() for x in args)).to(args[0].dtype)
 
 
 def standard_attention(
@@ -637,7 +639,12 @@ def standard_attention(
     """Standard attention and its gradients: everything in float64, or q, k, v in their own type."""
     if dtype != inputs.q.dtype:
         inputs = inputs.upcast(dtype)
-    with _ProductsOnTheCPU(), torch.set_grad_enabled(backward):
+    products = problem.heads_q * problem.head_dim * sum(map(math.prod, problem.sequences()))
+    faster = dtype.itemsize == 2 and inputs.q.device.type == "cpu" and products > SLOW_PRODUCTS
+    with (
+        _ProductsOnTheCPU() if faster else contextlib.nullcontext(),
+        torch.set_grad_enabled(backward),
+    ):
         out, lse = attend(problem, inputs, flash_ext.reference)
         if not backward:
             return {"out": out, "lse": lse}
