@@ -40,7 +40,7 @@ def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> 
     folder = ROOT / "build" / "tests-native"
     library = folder / content.hexdigest()[:16] / f"{name}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # the processes of pytest-xdist compile it once
+    with open(folder / f"{name}.lock", "w") as lock:  # processes of pytest-xdist compile it once
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             partial = library.with_suffix(".partial")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -37,9 +38,11 @@ print(flash_ext.explain(q, q, q))
 """
 
 
-def python(code: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, path: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         cwd=path,
         env=os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
@@ -134,6 +137,7 @@ TIMED = """
 import gc, sys, time, torch
 gc.disable()  # a collection of torch's objects, 0.1 s, may fall into any later moment
 before = set(sys.modules)
+sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False  # of torch it is left as it is
 start = time.process_time()
 import flash_ext
 spent = 1e3 * (time.process_time() - start)
@@ -146,10 +150,9 @@ print(spent, torch.cuda.is_initialized(), *later)
 
 def test_the_import_is_quick_and_leaves_cuda_alone(tmp_path: Path) -> None:
     """Beyond torch's own. The CPU's time, and the least of some, since tests share the CPU."""
-    compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    milliseconds = []
-    for _ in range(6):
-        done = python(TIMED, PACKAGE.parent, **compiled)
+    milliseconds: list[float] = []
+    while len(milliseconds) < 6 and min(milliseconds, default=math.inf) > IMPORT_MS:
+        done = python(TIMED, PACKAGE.parent, str(tmp_path))
         assert done.returncode == 0, done.stderr
         spent, *others = done.stdout.split()
         assert others == ["False"]

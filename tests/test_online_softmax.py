@@ -7,20 +7,22 @@ for a warp by one of its rows, or that starts from a tile in which a row sees no
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from attention_testing import (
     KERNEL_DIMS,
     VARIANTS,
+    Expected,
     Inputs,
     Problem,
     assert_accurate,
     attend,
-    expected_results,
+    expected_forward,
     make_inputs,
 )
 from grids import HALF_TYPES
@@ -40,7 +42,9 @@ MASKS = (
 WHO = ("all", "some", "one")  # rows that grow; the others fall, or stay
 
 
-def growing(problem: Problem, step: int, block: int, who: str, device: str) -> Inputs:
+def growing(
+    problem: Problem, step: int, block: int, who: str, device: str
+) -> tuple[Problem, Inputs]:
     """Inputs whose scores are step · (block number) · g in base 2, and noise of about 1.
 
     g is 1 in rows that grow; of the others it is −1, 0 or 0.5. The first column of k holds the
@@ -59,7 +63,7 @@ def growing(problem: Problem, step: int, block: int, who: str, device: str) -> I
         for x, first in ((q, g), (k, keys // block)):
             used = ~x[..., 0].isnan()  # NaN stays in the rows that no sequence has
             x[..., 0] = torch.where(used, first[:, None].to(x.dtype), x[..., 0])
-    return inputs
+    return problem, inputs
 
 
 def cases() -> Iterator[tuple[Problem, int, int, str]]:
@@ -90,15 +94,26 @@ def cases() -> Iterator[tuple[Problem, int, int, str]]:
 def test_scores_that_grow(
     problem: Problem, step: int, block: int, who: str, variant: str, device: str
 ) -> None:
-    inputs = growing(problem, step, block, who, device)
-    check_forward(problem, inputs, variant)
+    check_forward(growing, variant, problem, step, block, who, device)
 
 
-def check_forward(problem: Problem, inputs: Inputs, variant: str) -> None:
-    """out and lse by the rule of attention_testing."""
+@functools.lru_cache(maxsize=2)
+def made(
+    make: Callable[..., tuple[Problem, Inputs]], *arguments: object
+) -> tuple[Problem, Inputs, Expected]:
+    """Cached because the variants are tested in turn."""
+    problem, inputs = make(*arguments)
+    return problem, inputs, expected_forward(problem, inputs)
+
+
+def check_forward(
+    make: Callable[..., tuple[Problem, Inputs]], variant: str, *arguments: object
+) -> None:
+    """out and lse by the rule of attention_testing, of what `make` makes of the arguments."""
+    problem, inputs, expected = made(make, *arguments)
     out, lse = attend(problem, inputs, variant=variant, return_lse=True)
     forward = {"out": out.detach(), "lse": lse.detach()}
-    assert_accurate(forward, expected_results(problem, inputs), problem.dtype)
+    assert_accurate(forward, expected, problem.dtype)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -109,6 +124,10 @@ def test_one_key_above_all_others(
     height: float, key: int, head_dim: int, variant: str, device: str
 ) -> None:
     """A single peak, in any tile: before it nothing may be kept, after it nothing added."""
+    check_forward(one_peak, variant, height, key, head_dim, device)
+
+
+def one_peak(height: float, key: int, head_dim: int, device: str) -> tuple[Problem, Inputs]:
     problem = Problem(1, 200, 600, head_dim=head_dim, scale=1.0, dtype=torch.float16)
     inputs = make_inputs(problem, device)
     with torch.no_grad():
@@ -116,7 +135,7 @@ def test_one_key_above_all_others(
         inputs.q[..., 0] = height / 32
         inputs.k[..., 0] = 0
         inputs.k[:, key, :, 0] = 32
-    check_forward(problem, inputs, variant)
+    return problem, inputs
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -125,30 +144,39 @@ def test_one_key_above_all_others(
 def test_a_first_tile_far_below(low: float, head_dim: int, variant: str, device: str) -> None:
     """The contribution of the first tiles vanishes next to the rest; without a rest it does not."""
     for window in ((-1, -1), (40, 0)):
-        problem = Problem(
-            1, 300, 300, head_dim=head_dim, window=window, scale=1.0, dtype=torch.float16
-        )
-        inputs = make_inputs(problem, device)
-        with torch.no_grad():
-            inputs.q /= 8
-            inputs.q[..., 0] = 16
-            inputs.k[..., 0] = 0
-            inputs.k[:, :130, :, 0] = low / 16
-        check_forward(problem, inputs, variant)
+        check_forward(far_below, variant, low, head_dim, window, device)
+
+
+def far_below(
+    low: float, head_dim: int, window: tuple[int, int], device: str
+) -> tuple[Problem, Inputs]:
+    problem = Problem(1, 300, 300, head_dim=head_dim, window=window, scale=1.0, dtype=torch.float16)
+    inputs = make_inputs(problem, device)
+    with torch.no_grad():
+        inputs.q /= 8
+        inputs.q[..., 0] = 16
+        inputs.k[..., 0] = 0
+        inputs.k[:, :130, :, 0] = low / 16
+    return problem, inputs
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_infinite_scores(dtype: torch.dtype, variant: str, device: str) -> None:
     """Keys of −inf are hidden, in whichever tile; one of +inf makes its rows NaN, as ∞ − ∞ is."""
+    check_forward(with_hidden_keys, variant, dtype, device)
+    problem, inputs = with_hidden_keys(dtype, device)
+    with torch.no_grad():
+        inputs.k[:, 350, :, 0] = torch.inf
+    out, lse = attend(problem, inputs, variant=variant, return_lse=True)
+    assert out.isnan().all() and not lse.isfinite().any()
+
+
+def with_hidden_keys(dtype: torch.dtype, device: str) -> tuple[Problem, Inputs]:
     problem = Problem(1, 70, 400, dtype=dtype, scale=1.0)
     inputs = make_inputs(problem, device)
     with torch.no_grad():
         inputs.q[..., 0] = 1
         inputs.k[:, :150, :, 0] = -torch.inf
         inputs.k[:, 300:310, :, 0] = -torch.inf
-    check_forward(problem, inputs, variant)
-    with torch.no_grad():
-        inputs.k[:, 350, :, 0] = torch.inf
-    out, lse = attend(problem, inputs, variant=variant, return_lse=True)
-    assert out.isnan().all() and not lse.isfinite().any()
+    return problem, inputs

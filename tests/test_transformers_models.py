@@ -7,8 +7,10 @@ right and refused: pytest -rP tests/test_transformers_models.py -k count
 
 from __future__ import annotations
 
-import functools
+import json
+import os
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -79,8 +81,8 @@ def difference(
     return worst
 
 
-def inputs_that_run(model: nn.Module) -> tuple[int, bool]:
-    """Which of its inputs a model takes, and whether they can be padded.
+def inputs_that_run(model: nn.Module) -> tuple[int, bool, dict[str, Tensor]]:
+    """Which of its inputs a model takes, whether they can be padded, and what it makes of them.
 
     Raises:
         Exception: the first error, where it takes none.
@@ -88,12 +90,12 @@ def inputs_that_run(model: nn.Module) -> tuple[int, bool]:
     errors = []
     for number, inputs in enumerate(transformers_models.inputs_of(model)):
         try:
-            run(model, inputs)
+            found = run(model, inputs)
         except Exception as error:
             errors.append(error)
         else:
             padded = list(transformers_models.inputs_of(model, padded=True))[number]
-            return number, "attention_mask" in padded
+            return number, "attention_mask" in padded, found
     raise errors[0] if errors else TypeError("it takes other inputs")
 
 
@@ -113,13 +115,12 @@ def is_as_sdpa(name: str, actual: dict[str, Tensor], inputs: dict, backward: boo
     return difference(actual, expected, padded=False)[0] <= TOLERANCE
 
 
-@functools.cache
 def outcome(name: str) -> Outcome:
     """Of the model of this class, with and without padding."""
     fa_ext.register()
     try:
         eager = transformers_models.build(name, "eager")
-        number, can_pad = inputs_that_run(eager)
+        number, can_pad, plain = inputs_that_run(eager)
     except Exception as error:
         return Outcome("not run", f"{type(error).__name__}: {str(error).splitlines()[0][:80]}")
     try:
@@ -130,7 +131,7 @@ def outcome(name: str) -> Outcome:
         inputs = list(transformers_models.inputs_of(eager, padded))[number]
         backward = not padded and CLASSES.index(name) % BACKWARD == 0
         try:
-            expected = run(eager, inputs, backward)
+            expected = run(eager, inputs, backward) if padded or backward else plain
         except Exception as error:
             if padded:  # it has no use for padding
                 break
@@ -154,6 +155,26 @@ def outcome(name: str) -> Outcome:
     return Outcome("right")
 
 
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """`outcome`, of which the processes of pytest-xdist find each once."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "outcomes"
+    folder.mkdir(exist_ok=True)
+
+    def find(name: str) -> Outcome:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(outcome(name)))
+            partial.replace(path)
+        return Outcome(*json.loads(path.read_text()))
+
+    return find
+
+
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     """Without a look for weights elsewhere, and what is said of configurations as these."""
@@ -166,15 +187,15 @@ def quiet(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_model(name):
-    found = outcome(name)
+def test_model(name, outcomes):
+    found = outcomes(name)
     if found.what == "not run":
         pytest.skip(found.why)
     assert found.what in ("right", "refused"), found.why
 
 
-def test_count():
-    found = {name: outcome(name) for name in CLASSES}
+def test_count(outcomes):
+    found = {name: outcomes(name) for name in CLASSES}
     counts = Counter(x.what for x in found.values())
     lines = [f"transformers {transformers.__version__}, {len(found)} classes"]
     for what in ("right", "refused", "wrong", "not run"):

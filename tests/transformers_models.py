@@ -6,6 +6,8 @@ fields, and a model's inputs follow from the signature of its forward function.
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import itertools
 import re
@@ -108,12 +110,9 @@ def small_config(cls: type, layers: int | None = LAYERS) -> Any:
     return cls(**changes)
 
 
-def build(name: str, implementation: str) -> nn.Module:
-    """The model, in float32 and in evaluation mode; the same weights for each implementation.
-
-    Raises:
-        Exception: whatever stops this architecture from being built so.
-    """
+@functools.lru_cache(maxsize=1)  # a model is built for each implementation in turn
+def _config(name: str) -> Any:
+    """Of the model of this class, if that is not too large. To be copied: models change it."""
     cls = getattr(transformers, name)
     try:
         layers: int | None = LAYERS
@@ -125,7 +124,16 @@ def build(name: str, implementation: str) -> nn.Module:
         size = sum(x.numel() for x in cls(config).parameters())
     if size > MOST_PARAMETERS:
         raise TooLarge(f"{size:,} parameters")
-    config = small_config(cls.config_class, layers)
+    return small_config(cls.config_class, layers)
+
+
+def build(name: str, implementation: str) -> nn.Module:
+    """The model, in float32 and in evaluation mode; the same weights for each implementation.
+
+    Raises:
+        Exception: whatever stops this architecture from being built so.
+    """
+    cls, config = getattr(transformers, name), copy.deepcopy(_config(name))
     config._attn_implementation = implementation
     torch.manual_seed(0)
     model = cls(config).eval()
