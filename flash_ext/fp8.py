@@ -95,7 +95,7 @@ def quantize(
 
     A scale is the largest magnitude of what shares it, divided by 448, the largest number of e4m3;
     1 where all of it is 0. Numbers that are not finite become NaN, and have no part in scales. No
-    gradient passes. On CUDA D is a multiple of 16.
+    gradient passes. On CUDA the GPU is a Hopper GPU, and D a multiple of 16.
 
     Args:
         x: (B, S, H, D), or packed (total, H, D); float16 or bfloat16, any strides with a contiguous

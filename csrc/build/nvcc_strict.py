@@ -21,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-# The warnings about spills and local memory do not name the target; parse() writes its own.
 HOPPER_FILE = re.compile(r"(fa3|fp8)_\w+\.cu")
+# The warnings about spills and local memory do not name the target; parse() writes its own.
 SPILL = re.compile(r"ptxas warning.*(Registers are spilled|Local memory used)")
 COMPLAINT = re.compile(r"ptxas.*(warning|Potential Performance Loss|serializ|setmaxnreg.*ignored)")
 STATISTICS = re.compile(r"ptxas info\s*:|^\s+\d+ bytes stack frame")
