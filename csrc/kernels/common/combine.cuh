@@ -11,12 +11,22 @@ namespace flash_ext {
 inline constexpr int kCombineWarps = 4;
 
 template <class Element, int kHeadDimV>
-__global__ void __launch_bounds__(32 * kCombineWarps, 7)
+__global__ void __launch_bounds__(32 * kCombineWarps, 6)
     combine_kernel(const __grid_constant__ ForwardParams params) {
     const int64_t row = int64_t{blockIdx.x} * kCombineWarps + warp_id();
     if (row >= statistics_rows(params)) return;
+    // The row of the tensors, across packed sequences.
+    const int64_t flat_head = row / params.seqlen_q;
+    const int batch = static_cast<int>(flat_head / params.heads_q);
+    const int head = static_cast<int>(flat_head % params.heads_q);
+    const int query = static_cast<int>(row % params.seqlen_q);
     ptx::wait_for_grid_before();
-    combine_row<Element, kHeadDimV>(params, row);
+    const int64_t rows[] = {row};
+    Element* const targets[] = {row_pointer<Element>(params.out, batch, query, head)};
+    if (combine_rows<Element, kHeadDimV, true>(params, rows, targets)) [[unlikely]] {
+        const Sequence sequence = sequence_at(params, batch, query);
+        recompute_rows<Element>(params, sequence, head, query - sequence.q_begin, 1);
+    }
 }
 
 cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl) {

@@ -4,8 +4,7 @@
 //     O = sum_p 2^((m_p - m) scale) l_p / l O_p
 //
 // Split p is attention over some of the keys, in float32, with the row maxima m_p and sums l_p of
-// its softmax. A split in which a row sees no key has l_p = 0 and does not count. Rows that a split
-// has marked are recomputed (recompute_rows.cuh).
+// its softmax. A split in which a row sees no key has l_p = 0 and does not count.
 #pragma once
 
 #include "kernels/common/recompute_rows.cuh"
@@ -15,87 +14,90 @@
 
 namespace flash_ext {
 
-// A row of the results, found by its index among the statistics. `query` counts from the first row
-// of the tensors, across packed sequences.
-struct ResultRow {
-    int batch, head, query;
-
-    __device__ __forceinline__ ResultRow(const AttentionParams& params, int64_t index) {
-        const int64_t flat_head = index / params.seqlen_q;
-        batch = static_cast<int>(flat_head / params.heads_q);
-        head = static_cast<int>(flat_head % params.heads_q);
-        query = static_cast<int>(index % params.seqlen_q);
-    }
-};
-
-// By one warp. `row` is an index of statistics.
-template <class Element, int kHeadDimV, bool kMayBeMarked = true>
-__device__ __forceinline__ void combine_row(const ForwardParams& params, int64_t row) {
+// By one warp: kRows rows at a time, since each takes several waits for loads. The results of row
+// i, with index rows[i] among the statistics, go to targets[i], unless that is null. Returns bit i
+// for a row that is marked and must be recomputed. kAnyCols: head_dim_v may be odd.
+template <class Element, int kHeadDimV, bool kAnyCols, int kRows>
+__device__ __forceinline__ uint32_t combine_rows(const ForwardParams& params,
+                                                 const int64_t (&rows)[kRows],
+                                                 Element* const (&targets)[kRows]) {
     const int lane = lane_id();
-    const int64_t rows = statistics_rows(params);
+    const int64_t stride = statistics_rows(params);
     const float scale = exponent_scale(params);
-    float max = -INFINITY;
-    bool marked = false;
-    for (int split = lane; split < params.num_splits; split += 32) {
-        const float split_max = params.statistics_partial[split * rows + row].max;
-        max = fmaxf(max, split_max);
-        marked |= is_marked(split_max);
-    }
-    if constexpr (kMayBeMarked) {
-        if (__any_sync(0xffffffff, marked)) [[unlikely]] {
-            const ResultRow at(params, row);
-            const Sequence sequence = sequence_at(params, at.batch, at.query);
-            recompute_rows<Element>(params, sequence, at.head, at.query - sequence.q_begin, 1);
-            return;
-        }
-    }
-    max = finite_max(warp_max(max));
-    // The weight of a split: 2^((m_p - m) scale) l_p.
-    const auto share = [&](int64_t index) {
-        const PartialStatistics partial = params.statistics_partial[index];
-        return ptx::ex2((partial.max - max) * scale) * partial.sum;
+    float max[kRows], sum[kRows], shares[kRows];
+    uint32_t marked = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) max[i] = -INFINITY;
+    const auto statistics = [&](int split, int i) {
+        return params.statistics_partial[split * stride + rows[i]];
     };
-    float sum = 0.f;
-    for (int split = lane; split < params.num_splits; split += 32) sum += share(split * rows + row);
-    sum = warp_sum(sum);
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-
+#pragma unroll 1
+    for (int split = lane; split < params.num_splits; split += 32)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const float split_max = statistics(split, i).max;
+            max[i] = fmaxf(max[i], split_max);
+            if (is_marked(split_max)) marked |= 1 << i;
+        }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        max[i] = finite_max(warp_max(max[i]));
+        sum[i] = 0.f;
+    }
+    marked = __reduce_or_sync(0xffffffff, marked);
     // A lane has pairs of adjacent columns.
     constexpr int kPairs = ceil_div(kHeadDimV, 64);
-    float2 out[kPairs] = {};
+    float2 out[kRows][kPairs] = {};
+#pragma unroll 1
+    for (int first = 0; first < params.num_splits; first += 32) {
+        const int splits = min_of(params.num_splits - first, 32);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {  // the weight of a split: 2^((m_p - m) scale) l_p
+            shares[i] = 0.f;
+            if (lane >= splits) continue;
+            const PartialStatistics partial = statistics(first + lane, i);
+            shares[i] = ptx::ex2((partial.max - max[i]) * scale) * partial.sum;
+            sum[i] += shares[i];
+        }
 #pragma unroll 8
-    for (int split = 0; split < params.num_splits; ++split) {
-        const int64_t index = split * rows + row;
-        const float weight = share(index) * inverse;
-        const float2* source =
-            reinterpret_cast<const float2*>(params.o_partial + index * kHeadDimV);
+        for (int split = 0; split < splits; ++split)
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            if (kHeadDimV % 64 != 0 && i * 32 + lane >= kHeadDimV / 2) continue;
-            const float2 x = source[i * 32 + lane];
-            out[i].x += weight * x.x;
-            out[i].y += weight * x.y;
+            for (int i = 0; i < kRows; ++i) {
+                const float weight = __shfl_sync(0xffffffff, shares[i], split);
+                const float2* source =
+                    reinterpret_cast<const float2*>(
+                        params.o_partial + ((first + split) * stride + rows[i]) * kHeadDimV) +
+                    lane;
+#pragma unroll
+                for (int j = 0; j < kPairs; ++j) {
+                    if (kHeadDimV % 64 != 0 && j * 32 + lane >= kHeadDimV / 2) continue;
+                    const float2 x = source[j * 32];
+                    out[i][j].x += weight * x.x;
+                    out[i][j].y += weight * x.y;
+                }
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        sum[i] = warp_sum(sum[i]);
+        if (targets[i] == nullptr || marked >> i & 1) continue;
+        const float inverse = sum[i] == 0.f ? 0.f : 1.f / sum[i];
+        if (lane == 0) params.lse[rows[i]] = log_sum_exp(max[i], sum[i], scale);
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+            const int col = 2 * (j * 32 + lane);
+            const uint32_t pair = ptx::pack<Element>(out[i][j].x * inverse, out[i][j].y * inverse);
+            if (col >= params.head_dim_v) continue;
+            if (!kAnyCols || params.head_dim_v % 2 == 0) {
+                *reinterpret_cast<uint32_t*>(targets[i] + col) = pair;
+            } else {  // every other row begins inside a pair
+                auto* bits = reinterpret_cast<uint16_t*>(targets[i] + col);
+                bits[0] = static_cast<uint16_t>(pair);
+                if (col + 1 < params.head_dim_v) bits[1] = static_cast<uint16_t>(pair >> 16);
+            }
         }
     }
-
-    if (lane == 0) params.lse[row] = log_sum_exp(max, sum, scale);
-    const ResultRow at(params, row);
-    Element* target = row_pointer<Element>(params.out, at.batch, at.query, at.head);
-    const bool paired =
-        params.head_dim_v % 2 == 0;  // otherwise every other row begins inside a pair
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-        const int col = 2 * (i * 32 + lane);
-        const uint32_t pair = ptx::pack<Element>(out[i].x, out[i].y);
-        if (col >= params.head_dim_v) continue;
-        if (paired) {
-            *reinterpret_cast<uint32_t*>(target + col) = pair;
-        } else {
-            auto* bits = reinterpret_cast<uint16_t*>(target + col);
-            bits[0] = static_cast<uint16_t>(pair);
-            if (col + 1 < params.head_dim_v) bits[1] = static_cast<uint16_t>(pair >> 16);
-        }
-    }
+    return marked;
 }
 
 }  // namespace flash_ext

@@ -319,6 +319,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
     }
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const;
+    __device__ __forceinline__ void store_group(Output& rO, Softmax& softmax,
+                                                const QueryTile& tile) const;
+    __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax,
+                                              const QueryTile& tile) const;
+    __device__ __forceinline__ uint16_t* out_row(const QueryTile& tile, int row) const;
+    __device__ __forceinline__ uint32_t pack_out(float x, float y) const;
+    __device__ __forceinline__ bool is_valid(const QueryTile& tile, int row) const;
+    __device__ __forceinline__ int64_t statistics_index(const QueryTile& tile, int row) const;
     __device__ __forceinline__ EpochCounter stored_splits(const QueryTile& tile,
                                                           int of_consumer) const;
     __device__ __forceinline__ void combine_if_last(const QueryTile& tile) const;
@@ -543,9 +551,17 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         Order::signal_next(consumer);
         if constexpr (!kFp8) finish_output(state);
-        store(state.rO, state.softmax, work_tiles[state.tile_done]);
-        if constexpr (Config::kMayHaveSplits)
-            if (counts_splits()) combine_if_last(work_tiles[state.tile_done]);
+        const QueryTile& tile = work_tiles[state.tile_done];
+        if constexpr (Config::kMayHaveSplits) {
+            if (counts_splits() && params.num_splits == 1) {
+                store_group(state.rO, state.softmax, tile);
+            } else {
+                store(state.rO, state.softmax, tile);
+                if (counts_splits()) combine_if_last(tile);
+            }
+        } else {
+            store(state.rO, state.softmax, tile);
+        }
         if constexpr (!Config::kGeneral && !Config::kMayHaveSplits && !kFp8) {
             __syncwarp();
             if (has_marked()) [[unlikely]]

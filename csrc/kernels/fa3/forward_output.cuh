@@ -1,11 +1,45 @@
-// How the FA3 forward stores O and lse: as results, or as those of splits, which the last one may
-// combine.
+// How the FA3 forward stores O and lse: as results, or as those of splits, also with packed GQA,
+// which the last one may combine.
 #pragma once
 
 #include "kernels/common/combine_row.cuh"
 #include "kernels/fa3/forward.cuh"
 
 namespace flash_ext {
+
+// Is this row of the tile one of its sequence and group?
+template <class Config>
+__device__ __forceinline__ bool Fa3Forward<Config>::is_valid(const QueryTile& tile, int row) const {
+    return query_of(tile, row) < tile.sequence.seqlen_q && head_of(row) < group();
+}
+
+// The index of a valid row among the statistics.
+template <class Config>
+__device__ __forceinline__ int64_t Fa3Forward<Config>::statistics_index(const QueryTile& tile,
+                                                                        int row) const {
+    return statistics_offset(params, tile.sequence, tile.head) +
+           int64_t{head_of(row)} * params.seqlen_q + query_of(tile, row);
+}
+
+// A valid row of the output, of any 16-bit type, and two columns of it.
+template <class Config>
+__device__ __forceinline__ uint16_t* Fa3Forward<Config>::out_row(const QueryTile& tile,
+                                                                 int row) const {
+    const Sequence& s = tile.sequence;
+    return row_pointer<uint16_t>(params.out, s.batch, s.q_begin + query_of(tile, row),
+                                 tile.head + head_of(row));
+}
+
+template <class Config>
+__device__ __forceinline__ uint32_t Fa3Forward<Config>::pack_out(float x, float y) const {
+    if constexpr (!kFp8) {
+        return ptx::pack<Element>(x, y);
+    } else {
+        const uint32_t half = ptx::pack<__half>(x, y);
+        const uint32_t bfloat16 = ptx::pack<__nv_bfloat16>(x, y);
+        return params.out_type == ElementType::kFloat16 ? half : bfloat16;
+    }
+}
 
 // How many splits have stored the rows of this consumer.
 template <class Config>
@@ -15,8 +49,8 @@ __device__ __forceinline__ EpochCounter Fa3Forward<Config>::stored_splits(const 
             params.scheduler.fetched.epoch};
 }
 
-// After store(). A warp combines every fourth row. A consumer without rows may come here, too:
-// its count was not started, and it has nothing to combine.
+// After store(). A warp combines every fourth row, two at a time. A consumer without rows may come
+// here, too: its count was not started, and it has nothing to combine.
 template <class Config>
 __device__ __forceinline__ void Fa3Forward<Config>::combine_if_last(const QueryTile& tile) const {
     ptx::barrier_sync(kSplitStored + consumer, 128);
@@ -28,31 +62,44 @@ __device__ __forceinline__ void Fa3Forward<Config>::combine_if_last(const QueryT
                params.num_splits - 1;
     }
     if (!ptx::barrier_any(kSplitStored + consumer, 128, last)) return;
-    const Sequence& s = tile.sequence;
+    constexpr int kRows = 2;
 #pragma unroll 1
-    for (int i = warp_id() % 4; i < 64; i += 4) {
-        const int row = consumer * 64 + i;
-        const int query = query_of(tile, row), head = head_of(row);
-        if (query >= s.seqlen_q) return;
-        if (head >= group()) continue;
-        const int64_t at = statistics_offset(params, s, tile.head + head) + query;
-        constexpr bool kMayBeMarked = !Config::kGeneral && !kFp8;
-        if constexpr (!kFp8) {
-            combine_row<Element, Config::kHeadDimV, kMayBeMarked>(params, at);
-        } else if (params.out_type == ElementType::kFloat16) {
-            combine_row<__half, Config::kHeadDimV, kMayBeMarked>(params, at);
+    for (int first = consumer * 64; first < consumer * 64 + 64; first += 4 * kRows) {
+        if (query_of(tile, first) >= tile.sequence.seqlen_q) return;
+        int64_t rows[kRows];
+        uint16_t* targets[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = first + 4 * i + warp_id() % 4;
+            const bool valid = is_valid(tile, row);
+            rows[i] = statistics_index(tile, valid ? row : consumer * 64);  // one that is valid
+            targets[i] = valid ? out_row(tile, row) : nullptr;
+        }
+        const auto combine = [&](auto element) {
+            using Out = decltype(element);
+            return combine_rows<Out, Config::kHeadDimV, false>(
+                params, rows, reinterpret_cast<Out* const(&)[kRows]>(targets));
+        };
+        if constexpr (kFp8) {
+            params.out_type == ElementType::kFloat16 ? combine(__half{}) : combine(__nv_bfloat16{});
         } else {
-            combine_row<__nv_bfloat16, Config::kHeadDimV, kMayBeMarked>(params, at);
+            uint32_t marked = combine(Element{});
+            if constexpr (!Config::kGeneral)
+                for (; marked != 0; marked &= marked - 1) {
+                    const int row = first + 4 * (__ffs(marked) - 1) + warp_id() % 4;
+                    if (is_valid(tile, row))
+                        recompute_row<Element>(params, tile.sequence, tile.head + head_of(row),
+                                               query_of(tile, row));
+                }
         }
     }
 }
 
-// Stores O / l and lse to HBM, or the results of a split.
+// O / l, and descaled.
 template <class Config>
-__device__ __forceinline__ void Fa3Forward<Config>::store(Output& rO, Softmax& softmax,
-                                                          const QueryTile& tile) const {
+__device__ __forceinline__ void Fa3Forward<Config>::normalize(Output& rO, Softmax& softmax,
+                                                              const QueryTile& tile) const {
     softmax.finish();
-    const Sequence& s = tile.sequence;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float factor = softmax.inverse_sum(0, i);
@@ -63,6 +110,14 @@ __device__ __forceinline__ void Fa3Forward<Config>::store(Output& rO, Softmax& s
         }
     }
     if constexpr (kFp8) descale_output(rO, tile);
+}
+
+// Stores O / l and lse to HBM, or the results of a split.
+template <class Config>
+__device__ __forceinline__ void Fa3Forward<Config>::store(Output& rO, Softmax& softmax,
+                                                          const QueryTile& tile) const {
+    normalize(rO, softmax, tile);
+    const Sequence& s = tile.sequence;
     // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
     const int i = lane_id() % 2;
     const int row = lane_row() + 8 * i;
@@ -102,6 +157,39 @@ __device__ __forceinline__ void Fa3Forward<Config>::store(Output& rO, Softmax& s
             store_as(__half{});
         } else {
             store_as(__nv_bfloat16{});
+        }
+    }
+}
+
+// With packed GQA, where no keys are split and each CTA has one tile: stores O / l and lse without
+// a detour. In store(), which the loop contains, this would cost splits time.
+template <class Config>
+__device__ __forceinline__ void Fa3Forward<Config>::store_group(Output& rO, Softmax& softmax,
+                                                                const QueryTile& tile) const {
+    normalize(rO, softmax, tile);
+    const int first_row = warp_row();
+    uint32_t left = 0;  // rows to be recomputed
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = first_row + lane_row() + 8 * i;
+        if (!is_valid(tile, row)) continue;
+        const float lse = softmax.lse(0, i, exponent_scale());
+        if (is_to_be_marked(softmax.max(0, i), lse)) left |= 1 << (lane_row() + 8 * i);
+        if (lane_col() == 0) params.lse[statistics_index(tile, row)] = lse;
+        uint16_t* target = out_row(tile, row) + lane_col();
+#pragma unroll
+        for (int n = 0; n < Output::kN; ++n)
+            if (8 * n < params.head_dim_v)  // a multiple of 8
+                *reinterpret_cast<uint32_t*>(target + 8 * n) =
+                    pack_out(rO.v[0][n][2 * i], rO.v[0][n][2 * i + 1]);
+    }
+    if constexpr (!Config::kGeneral && !kFp8) {
+        left = __reduce_or_sync(0xffffffff, left);
+        __syncwarp();  // these rows are written again, by other lanes
+        for (; left != 0; left &= left - 1) {
+            const int row = first_row + __ffs(left) - 1;
+            recompute_row<Element>(params, tile.sequence, tile.head + head_of(row),
+                                   query_of(tile, row));
         }
     }
 }
