@@ -360,15 +360,19 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .usual = {.block_q = 128, .q_stages = 3, .do_stages = 3, .ping_pong = true}},
     {.head_dims = {64, 64},
      .usual = {.block_q = 128, .q_stages = 3, .do_stages = 2, .ping_pong = true}},
+    {.head_dims = {96, 96},
+     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .ping_pong = true}},
     {.head_dims = {128, 128},
      .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2},
      .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2}},
 };
 
-inline constexpr int kManyQueries = 6144;
+// From these numbers on, without and with a mask, which leaves more of a larger tile unused.
+inline constexpr int kManyQueries = 4096, kManyMaskedQueries = 6144;
 
-constexpr bool many_queries(Features features, int queries) {
-    return features != Features::kGeneral && queries >= kManyQueries;
+constexpr bool many_queries(Features features, int queries, bool masked) {
+    return features != Features::kGeneral &&
+           queries >= (masked ? kManyMaskedQueries : kManyQueries);
 }
 
 constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {

@@ -247,7 +247,8 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
         tile_numbers(params, params.seqlen_k, tuning::fa3_backward_block_kv(dims));
     split_groups(plan, choose_group_parts(params, key_tiles, device.multiprocessors));
     if (!tuning::is_fa3_backward_wide(dims)) {
-        const bool many = tuning::many_queries(features_of(params), mean_queries(params));
+        const bool many =
+            tuning::many_queries(features_of(params), mean_queries(params), is_masked(params));
         const int block_q = tuning::fa3_backward(dims, many).block_q;
         reserve_rows(plan, workspace_block(block_q), dims.qk);
     } else {

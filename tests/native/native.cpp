@@ -290,7 +290,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
             {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
     });
     m.attr("long_keys") = tuning::kLongKeys;
-    m.attr("many_queries") = tuning::kManyQueries;
+    m.attr("many_queries") = tuning::kManyMaskedQueries;
 
     // Of one dense sequence.
     m.def("num_splits", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {

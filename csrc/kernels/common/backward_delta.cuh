@@ -59,16 +59,25 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
 
 inline constexpr int kPreprocessThreads = 256;
 
+// The lanes of a row, each with 16 bytes, and how many times the rows of a CTA pass a Q tile.
+constexpr int preprocess_lanes(int head_dim_v) {
+    return head_dim_v <= 32 ? 4 : head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32;
+}
+constexpr int preprocess_passes(int block_q, int head_dim_v) {
+    return block_q * preprocess_lanes(head_dim_v) / kPreprocessThreads;
+}
+
 // The preprocess pass, a CTA per Q tile: row statistics; where kSumCols > 0 also zeros in
 // params.dq_semaphore and, with params.dq_accum_zeroed, in dq_accum, which has kSumCols columns. A
 // row takes as many lanes as it has 16-byte chunks. Where lse is large, references (large_lse.cuh).
 template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
-__global__ void __launch_bounds__(kPreprocessThreads, kGeneral || kHeadDimV > 128 ? 2 : 4)
+__global__ void __launch_bounds__(kPreprocessThreads,
+                                  kGeneral || preprocess_passes(kBlockQ, kHeadDimV) > 5 ? 2 : 4)
     backward_preprocess_kernel(const __grid_constant__ BackwardParams params) {
-    constexpr int kLanes = kHeadDimV <= 32 ? 4 : kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
+    constexpr int kLanes = preprocess_lanes(kHeadDimV);
     static_assert(kHeadDimV <= kLanes * 8);
     constexpr int kRowsPerPass = kPreprocessThreads / kLanes;
-    constexpr int kPasses = kBlockQ / kRowsPerPass;
+    constexpr int kPasses = preprocess_passes(kBlockQ, kHeadDimV);
     ptx::launch_dependents();
     const auto [tile, head] = q_tile_index<true, kBlockQ>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
@@ -100,9 +109,13 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral || kHeadDimV > 12
         }
         if (params.dq_accum_zeroed) {
             auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);
+            constexpr int kChunks = kBlockQ * kSumCols / 4;
 #pragma unroll
-            for (int i = 0; i < kBlockQ * kSumCols / 4 / kPreprocessThreads; ++i)
-                accum[threadIdx.x + i * kPreprocessThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int i = 0; i < ceil_div(kChunks, kPreprocessThreads); ++i) {
+                const int chunk = threadIdx.x + i * kPreprocessThreads;
+                if (kChunks % kPreprocessThreads == 0 || chunk < kChunks)
+                    accum[chunk] = make_float4(0.f, 0.f, 0.f, 0.f);
+            }
         }
     }
     bool large = false;

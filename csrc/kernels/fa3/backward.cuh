@@ -24,9 +24,10 @@
 // to head dim 64 ping-pong ensures that.
 //
 // dQ sums over the keys of both consumers. So dS^T goes through shared memory, and each consumer
-// computes half of dQ: at head dim 128 half of its columns, as dQ^T, in the registers of S; at 32
-// and 64 half of its rows. dQ is summed over CTAs in float32 in HBM: each consumer writes its half
-// to shared memory, in fragment order, and a producer adds it by TMA.
+// computes half of dQ: at head dims 96 and 128 64 of its columns (the second one 32 of 96), as
+// dQ^T, in the registers of S; at 32 and 64 half of its rows. dQ is summed over CTAs in float32 in
+// HBM: each consumer writes its half to shared memory, in fragment order, and a producer adds it by
+// TMA.
 //
 // The preprocess pass computes lse and delta and zeroes dq_accum. The postprocess pass converts dQ,
 // head by head, on the SMs that have no more tiles. For short sequences, and in deterministic mode,
@@ -124,29 +125,34 @@ struct Fa3BackwardConfig {
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
     using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using DSTile = SharedTile<Element, kBlockKV, kBlockQ>;
     using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
     using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
     using KPipeline = Pipeline<1, KTile::kBytes>;
     using VPipeline = Pipeline<1, VTile::kBytes>;
-    using DQPipeline = Pipeline<1, kBlockQ * kHeadDim * 4 / kConsumers>;  // one per consumer
     using WorkTiles = WorkTilePipeline<KeyTile>;
     static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
 
-    // A consumer's half of dQ has the 64 rows of a wgmma. At head dim 128 these are rows of dQ^T,
-    // which are columns of dQ; the number of queries can then be any multiple of 8. At 32 and 64
-    // they are queries.
-    static constexpr bool kTransposeDQ = kHeadDim == 64 * kConsumers;
+    // A consumer's half of dQ has the 64 rows of a wgmma. From head dim 96 on these are rows of
+    // dQ^T, which are columns of dQ; the number of queries can then be any multiple of 8. At 32 and
+    // 64 they are queries. At 96 the last 32 rows do not exist: there wgmma reads what follows K in
+    // shared memory, and the warps that get the result do not store it.
+    static constexpr bool kTransposeDQ = kHeadDim > 64;
     static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
+    // Where dQ takes dS^T as B, rows are queries: the keys of a consumer fill atoms of 128 bytes.
+    using DSTile = std::conditional_t<kTransposeDQ, SharedTile<Element, kBlockQ, kBlockKV>,
+                                      SharedTile<Element, kBlockKV, kBlockQ>>;
     using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
+    static constexpr int kDQWarpBytes = 16 * DQ::kCols * 4;
+    static constexpr int kDQWarps = kBlockQ * kHeadDim * 4 / kDQWarpBytes;  // that store rows
+    using DQPipeline = Pipeline<1, 4 * kDQWarpBytes>;                       // one per consumer
     // Do registers hold dS^T until dK takes it? Otherwise dK reads it from shared memory.
-    static constexpr bool kHoldDS = kBlockQ <= 80 || kHeadDim <= 32;
+    static constexpr bool kHoldDS = kBlockQ <= 96 || kHeadDim <= 32;
     // Does dQ use the registers of S? With gradients of 32 columns there are enough for both.
     static constexpr bool kDQTakesScores = kHeadDim > 32;
 
     struct SharedStorage {
         typename KPipeline::Stages k;
-        typename VPipeline::Stages v;
+        typename VPipeline::Stages v;  // behind K: see kTransposeDQ
         typename QPipeline::Stages q;
         typename DOPipeline::Stages dout;
         char ds[2][DSTile::kBytes];
@@ -398,11 +404,14 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 for (int i = 0; i < Config::kConsumers; ++i) {
                     const DQPipeline pipeline = dq_pipeline(i);
                     float* half = accum + i * (DQPipeline::kStageBytes / 4);
+                    const int bytes = Config::kDQWarps == 8 ? DQPipeline::kStageBytes
+                                                            : min_of(Config::kDQWarps - 4 * i, 4) *
+                                                                  Config::kDQWarpBytes;
                     pipeline.consumer_wait(c);
                     if (stores) {
-                        ptx::bulk_store(half, pipeline.stage(c), DQPipeline::kStageBytes);
+                        ptx::bulk_store(half, pipeline.stage(c), bytes);
                     } else {
-                        ptx::bulk_add(half, pipeline.stage(c), DQPipeline::kStageBytes);
+                        ptx::bulk_add(half, pipeline.stage(c), bytes);
                     }
                     ptx::bulk_wait_read();
                     pipeline.consumer_release(c);
@@ -491,12 +500,21 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
-        const uint32_t address = ds_tile(stage) + DSTile::offset(warp_key + lane % 16, lane / 16);
+        if constexpr (Config::kTransposeDQ) {
+            const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
+                                                                     warp_key / 8 + lane / 8 % 2);
 #pragma unroll
-        for (int k = 0; k < Config::kBlockQ / 16; ++k)
-            ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerAtom * 32)) +
-                                 k / DSTile::kBlocksPerAtom * DSTile::kAtomBytes,
-                             rdS.v[k]);
+            for (int k = 0; k < Config::kBlockQ / 16; ++k)
+                ptx::stmatrix_x4_trans(address + k * 16 * DSTile::kPitch, rdS.v[k]);
+        } else {
+            const uint32_t address =
+                ds_tile(stage) + DSTile::offset(warp_key + lane % 16, lane / 16);
+#pragma unroll
+            for (int k = 0; k < Config::kBlockQ / 16; ++k)
+                ptx::stmatrix_x4((address ^ (k % DSTile::kBlocksPerAtom * 32)) +
+                                     k / DSTile::kBlocksPerAtom * DSTile::kAtomBytes,
+                                 rdS.v[k]);
+        }
         ptx::fence_proxy_async();
     }
 
@@ -511,11 +529,12 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void store_dq(const DQ& rdQ, typename DQPipeline::State& c) const {
         auto* target = reinterpret_cast<float4*>(storage.dq[consumer].bytes[c.stage]) +
                        (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
+        if (Config::kDQWarps == 8 || ptx::warp_uniform(threadIdx.x / 32) - 4 < Config::kDQWarps)
 #pragma unroll
-        for (int n = 0; n < DQ::kN; ++n) {
-            const float (&x)[4] = rdQ.v[0][n];
-            target[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
-        }
+            for (int n = 0; n < DQ::kN; ++n) {
+                const float (&x)[4] = rdQ.v[0][n];
+                target[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
+            }
         ptx::fence_proxy_async();
         __syncwarp();
         if (elected) dq_pipeline(consumer).producer_commit(c);
@@ -541,11 +560,12 @@ struct Fa3Backward : Fa3Cta<Config_> {
         const KMajor<DOTile> do_rows(do_pipeline.stages);
         const MNMajor<QTile> q_columns(q_pipeline.stages);
         const MNMajor<DOTile> do_columns(do_pipeline.stages);
-        const KMajor<DSTile> ds_rows(ds_tile(0), consumer * 64);
-        const MNMajor<DSTile> ds_columns(
-            ds_tile(0) + (Config::kTransposeDQ ? 0 : consumer * DSTile::kAtomBytes));
-        const MNMajor<KTile> k_columns(k_pipeline.stages +
-                                       (Config::kTransposeDQ ? consumer * KTile::kAtomBytes : 0));
+        const KMajor<DSTile> ds_rows(ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64);
+        const MNMajor<DSTile> ds_columns(ds_tile(0) + consumer * DSTile::kAtomBytes);
+        constexpr int kKAtoms = 64 / KTile::kAtomCols;  // of the rows of a wgmma
+        const MNMajor<KTile> k_columns(
+            k_pipeline.stages +
+            (Config::kTransposeDQ ? consumer * kKAtoms * KTile::kAtomBytes : 0));
 
         for (;; this->end_work_tile(t)) {
             work_tiles.descriptions.consumer_wait(t);
@@ -602,11 +622,12 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 // This consumer's half of dQ.
                 const auto issue_dq = [&] {
                     dq_pipeline(consumer).producer_acquire(dq);
-                    const auto dS = in_stage<DSTile::kBytes>(ds_columns, ds);
                     if constexpr (Config::kTransposeDQ) {
-                        gemm_async<Element, Config::kBlockKV>(rdQ, k_columns, dS, false);
+                        gemm_async<Element, Config::kBlockKV>(
+                            rdQ, k_columns, in_stage<DSTile::kBytes>(ds_rows, ds), false);
                     } else {
-                        gemm_async<Element, Config::kBlockKV>(rdQ, dS, k_columns, false);
+                        gemm_async<Element, Config::kBlockKV>(
+                            rdQ, in_stage<DSTile::kBytes>(ds_columns, ds), k_columns, false);
                     }
                 };
                 const auto finish_dv_dk = [&] {
@@ -750,7 +771,8 @@ cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
-        const bool many_queries = tuning::many_queries(features_of(params), mean_queries(params));
+        const bool many_queries =
+            tuning::many_queries(features_of(params), mean_queries(params), is_masked(params));
         dispatch<false, true>(many_queries, [&](auto many) {
             constexpr bool kMany = many && features.value != Features::kGeneral;
             using Config = Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,

@@ -55,9 +55,10 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     const bool stored =
         params.dq_accum_zeroed || params.dq_semaphore[1 + blockIdx.x] != 0;  // by a KV tile
     DQ rdQ;
+    const bool has_rows = warp_id() < Config::kDQWarps;
 #pragma unroll
     for (int n = 0; n < DQ::kN; ++n) {
-        if (!stored) continue;
+        if (!stored || !has_rows) continue;
         const float4 x = __ldcs(reinterpret_cast<const float4*>(accum + n * 128));
         rdQ.v[0][n][0] = x.x;
         rdQ.v[0][n][1] = x.y;
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
         const int lane = lane_id();
 #pragma unroll
         for (int n = 0; n < DQ::kN; n += 2) {
+            if (!has_rows) break;
             uint32_t blocks[4];  // of 8 columns and 8 queries
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
