@@ -21,7 +21,7 @@
 //     dQ    = dS K                 wgmma, asynchronous
 //
 // What has no matmul of the same consumer to run beside runs beside those of the other consumer. Up
-// to head dim 64 ping-pong ensures that.
+// to head dim 96 ping-pong ensures that.
 //
 // dQ sums over the keys of both consumers. So dS^T goes through shared memory, and each consumer
 // computes half of dQ: at head dims 96 and 128 64 of its columns (the second one 32 of 96), as
