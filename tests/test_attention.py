@@ -414,7 +414,7 @@ def gradients_of_fa3() -> Iterator[Problem]:
 
 
 def few_key_heads() -> Iterator[Problem]:
-    """So few KV tiles that fa3's backward cuts groups into parts (plan/group_parts.h)."""
+    """So few KV tiles that fa3's backward cuts groups into parts (plan/parts.h)."""
     options = (
         {},
         {"causal": True},
@@ -434,9 +434,28 @@ def few_key_heads() -> Iterator[Problem]:
         ).well_conditioned()  # fmt: skip
 
 
+def few_keys() -> Iterator[Problem]:
+    """Many queries to so few keys that fa3's backward cuts the queries of a head into parts."""
+    options = (
+        {},
+        {"softcap": 20.0, "sink": True},
+        {"seqused_k": (50, 0), "layout": "expanded_heads"},
+        {"scale": 40.0},  # large statistics, whose rows are computed again from K
+    )
+    several = ((4, 4, 2300, 77), (6, 2, 1100, 130), (3, 1, 4200, 257))
+    for index, ((d, dv), option) in enumerate(itertools.product(KERNEL_DIMS, options)):
+        heads_q, heads_k, queries, keys = several[index % len(several)]
+        yield Problem(
+            2, queries, keys, heads_q, heads_k, d, HALF_TYPES[index % 2], head_dim_v=dv,
+            seed=index // 2, **option,
+        ).well_conditioned()  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["fa3"])
-@pytest.mark.parametrize("problem", [*gradients_of_fa3(), *few_key_heads()], ids=str)
+@pytest.mark.parametrize(
+    "problem", [*gradients_of_fa3(), *few_key_heads(), *few_keys()], ids=str
+)
 def test_gradients_of_fa3(problem: Problem, variant: str) -> None:
     assert backward_of(variant, problem) == variant
     check(problem, variant, "cuda", deterministic=problem.seed % 2 == 1)

@@ -112,9 +112,9 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
         assert sizes(p.backward(variant)) == statistics
         p.sink = True
         assert sizes(p.backward(variant)) == statistics | of_sinks
-    p.head_dim = 96  # which fa3 pads to 128
+    p.head_dim = 96  # where fa3 has blocks of 96 queries
     assert sizes(p.backward("fa2"))["dq_accum"] == rows * 96 * 4
-    assert sizes(p.backward("fa3"))["dq_accum"] == rows * 128 * 4
+    assert sizes(p.backward("fa3"))["dq_accum"] == 2 * 4 * 4 * 96 * 96 * 4
     p.varlen = p.deterministic = True
     assert sizes(p.backward("fa2")).items() >= {"offsets_q": 12, "offsets_k": 12}.items()
 
@@ -126,31 +126,36 @@ def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:
     assert sizes(p.backward("fa3"))["delta"] == 8192 * 4
 
 
-def group_parts(p: object, found: dict[str, int]) -> int:
+def parts_of(p: object, found: dict[str, int]) -> int:
     """From the size of the parts' dK."""
     keys = p.batch * p.seqlen_k * p.heads_k * p.head_dim * 2
     return found["dk_parts"] // keys if "dk_parts" in found else 1
 
 
 @pytest.mark.parametrize(
-    ("heads_q", "heads_k", "seqlen", "window_right", "parts"),
+    ("heads_q", "heads_k", "queries", "keys", "window_right", "parts"),
     [
-        (8, 8, 1024, -1, 1),
-        (8, 1, 4096, 0, 8),  # 32 tiles for 132 SMs
-        (71, 1, 8192, 0, 71),  # 64 tiles, and 71 is a prime
-        (32, 8, 32768, 0, 1),  # 2,048 tiles
-        (32, 8, 2048, -1, 1),  # 128 tiles, which take one wave
-        (32, 8, 2304, -1, 4),  # 144 tiles, which would take two
-        (8, 1, 300, 0, 4),  # no part of fewer than 512 rows
+        (8, 8, 1024, 1024, 0, 1),
+        (8, 1, 4096, 4096, 0, 8),  # 32 tiles for 132 SMs
+        (71, 1, 8192, 8192, 0, 71),  # 64 tiles, and 71 is a prime
+        (32, 8, 32768, 32768, 0, 1),  # 2,048 tiles
+        (32, 8, 2048, 2048, -1, 1),  # 128 tiles, which take one wave
+        (32, 8, 2304, 2304, -1, 4),  # 144 tiles, which would take two
+        (8, 1, 300, 300, 0, 4),  # no part of fewer than 512 rows
+        (8, 8, 1024, 1024, -1, 2),  # without a mask the queries of a head are cut
+        (40, 40, 4096, 77, -1, 3),  # 40 tiles, and 120
+        (40, 40, 4096, 77, 0, 1),
+        (8, 2, 4096, 77, -1, 4 * 16),  # groups first
     ],
 )
-def test_groups_with_few_tiles_are_cut(
-    heads_q: int, heads_k: int, seqlen: int, window_right: int, parts: int, native: ModuleType
-) -> None:
-    lengths = {"seqlen_q": seqlen, "seqlen_k": seqlen}
+def test_heads_with_few_tiles_are_cut(
+    heads_q: int, heads_k: int, queries: int, keys: int, window_right: int, parts: int,
+    native: ModuleType,
+) -> None:  # fmt: skip
+    lengths = {"seqlen_q": queries, "seqlen_k": keys}
     p = problem(native, heads_q=heads_q, heads_k=heads_k, window_right=window_right, **lengths)
     plan = p.backward("fa3")
-    assert group_parts(p, sizes(plan)) == parts
+    assert parts_of(p, sizes(plan)) == parts
     assert ("sum_parts" in plan.launches) == (parts > 1)
     assert "dk_parts" not in p.backward("fa2").regions
 
@@ -163,7 +168,7 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
     assert found["tile_count_semaphore"] == 16 and found["dq_accum"] == 0
     tiles_q, tiles_k = -(-p.seqlen_q // 64), -(-p.seqlen_k // 64)
     tiles = tiles_q * (tiles_q + 1) // 2 if p.window_right == 0 else tiles_q * tiles_k
-    head = tiles * 64 * 64 * 2 * (p.heads_q // p.heads_k // group_parts(p, found))
+    head = tiles * 64 * 64 * 2 * (p.heads_q // p.heads_k // parts_of(p, found))
     most = min(576 << 20, p.batch * p.heads_q * p.seqlen_q * (256 + 256) * 10)
     assert ("ds" in found) == (head <= most)
     if "ds" in found:

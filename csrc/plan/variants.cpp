@@ -6,9 +6,9 @@
 #include "plan/dispatch.h"
 #include "plan/ds_workspace.cuh"
 #include "plan/flag_words.h"
-#include "plan/group_parts.h"
 #include "plan/head_dims.h"
 #include "plan/launchers.h"
+#include "plan/parts.h"
 #include "plan/tuning.h"
 #include "plan/variant_table.h"
 #include "plan/workspace_rows.cuh"
@@ -227,12 +227,13 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
                                              : combine_splits(params, stream, /*pdl=*/true);
 }
 
-// From here on the parts of groups are heads of K and V.
-void split_groups(BackwardPlan& plan, int parts) {
+// From here on the parts are heads of K and V.
+void split_heads(BackwardPlan& plan, Parts parts) {
     BackwardParams& params = plan.params;
-    if (parts == 1) return;
-    params.group_parts = parts;
-    params.heads_k *= parts;
+    params.parts = parts.groups * parts.queries;
+    if (params.parts == 1) return;
+    params.query_parts = parts.queries;
+    params.heads_k *= params.parts;
     const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_k * params.heads_k *
                          element_bytes(params.element_type);
     plan.workspace.reserve(params.dk_parts, rows * params.head_dim);
@@ -245,8 +246,9 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
     const HeadDims dims = tuning::fa3_backward_head_dims(head_dims(params));
     const int key_tiles =
         tile_numbers(params, params.seqlen_k, tuning::fa3_backward_block_kv(dims));
-    split_groups(plan, choose_group_parts(params, key_tiles, device.multiprocessors));
-    if (!tuning::is_fa3_backward_wide(dims)) {
+    const bool wide = tuning::is_fa3_backward_wide(dims);
+    split_heads(plan, choose_parts(params, key_tiles, !wide, device.multiprocessors));
+    if (!wide) {
         const bool many =
             tuning::many_queries(features_of(params), mean_queries(params), is_masked(params));
         const int block_q = tuning::fa3_backward(dims, many).block_q;
@@ -267,7 +269,7 @@ TensorView parts_view(const BackwardParams& params, void* parts, int64_t cols) {
 
 cudaError_t run_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
     BackwardParams params = call;
-    if (params.group_parts > 1) {
+    if (params.parts > 1) {
         params.dk = parts_view(params, params.dk_parts, params.head_dim);
         params.dv = parts_view(params, params.dv_parts, params.head_dim_v);
     }
@@ -279,7 +281,7 @@ cudaError_t run_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
             return fa3_backward<kDims.qk, kDims.v>(params, stream);
         }
     });
-    return status != cudaSuccess || params.group_parts == 1 ? status : sum_parts(call, stream);
+    return status != cudaSuccess || params.parts == 1 ? status : sum_parts(call, stream);
 }
 
 // --- The table, in the order of Variant ---

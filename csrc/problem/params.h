@@ -203,19 +203,28 @@ struct BackwardParams : AttentionParams {
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: the dS workspace, or null
     int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
 
-    // FA3: into how many parts the group of each KV head is cut, see plan/group_parts.h. heads_k
-    // then counts the parts.
-    int group_parts = 1;
+    // FA3: into how many parts the queries of each KV head are cut, see plan/parts.h. heads_k then
+    // counts the parts. query_parts of them share query heads, and cut the Q tiles.
+    int parts = 1;
+    int query_parts = 1;
     void* dk_parts = nullptr;  // (B, Sk, heads_k, D)
     void* dv_parts = nullptr;  // (B, Sk, heads_k, Dv)
 };
 
+// The query heads of a head of K and V, or of a part.
+FLASH_HOST_DEVICE constexpr int group_of(const ForwardParams& params) {
+    return params.heads_q / params.heads_k;
+}
+FLASH_HOST_DEVICE constexpr int group_of(const BackwardParams& params) {
+    return params.heads_q * params.query_parts / params.heads_k;
+}
+
 // The head of K and V that a query head has.
 FLASH_HOST_DEVICE constexpr int key_head(const ForwardParams& params, int head) {
-    return head / (params.heads_q / params.heads_k);
+    return head / group_of(params);
 }
 FLASH_HOST_DEVICE constexpr int key_head(const BackwardParams& params, int head) {
-    return head / (params.heads_q / params.heads_k) / params.group_parts;
+    return head / group_of(params) / (params.parts / params.query_parts);
 }
 
 }  // namespace flash_ext

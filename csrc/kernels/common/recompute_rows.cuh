@@ -81,7 +81,7 @@ __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
             softmax.template update<true>(rS, rO, scale);
             auto gV =
                 global_tile<const Element>(params.v, sequence.batch, sequence.k_begin + key,
-                                           head / (params.heads_q / params.heads_k),
+                                           head / group_of(params),
                                            sequence.seqlen_k - key, params.head_dim_v - first_col);
             gV.data += first_col;
             gemm<Element, 16>(rO, AFromRegisters<Element, decltype(rS)>{rS},

@@ -1,4 +1,4 @@
-// The sum of dK and dV over the parts of a group (plan/group_parts.h), in float32 and always in the
+// The sum of dK and dV over the parts of a head (plan/parts.h), in float32 and always in the
 // same order.
 #pragma once
 
@@ -12,8 +12,8 @@ inline constexpr int kSumThreads = 256;
 
 struct PartsSum {
     TensorView gradient;  // dK or dV
-    const void* parts;    // (B, Sk, Hk, group_parts, cols)
-    int group_parts;
+    const void* parts;    // (B, Sk, Hk, part_count, cols)
+    int part_count;
     int cols;
     int heads;
     int rows;      // Sk
@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(kSumThreads)
     const int64_t flat_row = index / sum.cols;
     const int64_t col = index % sum.cols;
     const auto* source =
-        static_cast<const Element*>(sum.parts) + flat_row * sum.group_parts * sum.cols + col;
+        static_cast<const Element*>(sum.parts) + flat_row * sum.part_count * sum.cols + col;
     float sums[8] = {};
 #pragma unroll 4
-    for (int part = 0; part < sum.group_parts; ++part, source += sum.cols) {
+    for (int part = 0; part < sum.part_count; ++part, source += sum.cols) {
         const uint4 x = __ldcs(reinterpret_cast<const uint4*>(source));
         const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kSumThreads)
 
 cudaError_t sum_parts(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const int heads = params.heads_k / params.group_parts;
+    const int heads = params.heads_k / params.parts;
     const auto add = [&](const TensorView& gradient, const void* parts, int cols) {
         const int64_t size = int64_t{tensor_batches(params)} * params.seqlen_k * heads * cols;
-        const PartsSum sum{gradient, parts, params.group_parts, cols, heads, params.seqlen_k, size};
+        const PartsSum sum{gradient, parts, params.parts, cols, heads, params.seqlen_k, size};
         dispatch_element(params.element_type, [&](auto element) {
             status = launch_kernel<sum_parts_kernel<decltype(element)>>(
                 ceil_div<int64_t>(size / 8, kSumThreads), kSumThreads, 0, sum, stream);

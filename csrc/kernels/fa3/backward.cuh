@@ -74,6 +74,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/uniform.cuh"
+#include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/tma_load.cuh"
@@ -293,7 +294,14 @@ struct Fa3Backward : Fa3Cta<Config_> {
             work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
         }
         describe<Config>(tile, params, work);
+        if (params.query_parts > 1)
+            tile.q_tiles =
+                split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
         tile.large_lse = params.large_lse.is_raised();
+    }
+
+    __device__ __forceinline__ int first_head(const KeyTile& tile) const {
+        return tile.head / params.query_parts * group();
     }
 
     // visit(query head, its first row in the workspace, first row, is it the last?) for all
@@ -303,7 +311,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void for_each_q_tile(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
-            const int head = (tile.head + 1) * group() - 1 - left;
+            const int head = first_head(tile) + group() - 1 - left;
             const int block = static_cast<int>(
                 workspace_row<Config::kWorkspaceBlock>(params, tile.sequence, head, 0) /
                 Config::kWorkspaceBlock);
@@ -419,7 +427,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 c.advance();
                 if (stores || params.deterministic) count_added(dq_semaphore);
             });
-            count_added(tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head));
+            count_added(tiles_done<Config::kBlockQ>(params, tile.sequence,
+                                                    tile.head / params.query_parts));
         });
         ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
     }
@@ -584,7 +593,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
             } else {
                 const VisibleTiles full = full_tiles(tile);
                 int iterations = q_tiles.count() * group();
-                QTilePosition at{q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
+                QTilePosition at{q_tiles.begin, ptx::warp_uniform(first_head(tile))};
                 Scores rS, rdP;
                 Operand rP, rdS;
                 DQ own_rdQ;
@@ -747,7 +756,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     // Q, dO and dQ.
     const int64_t bytes_per_head =
         bytes_of_q_do_dq<typename Config::Element>(Config::kHeadDim, Config::kHeadDimV) *
-        params.seqlen_q * (params.heads_q / params.heads_k);
+        params.seqlen_q * group_of(params);
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
         tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,

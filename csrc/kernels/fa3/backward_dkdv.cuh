@@ -88,7 +88,7 @@ struct DSWorkspace {
     template <class Element>
     __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
                                           int q_tile, int kv_tile) const {
-        const int group = params.heads_q / params.heads_k;
+        const int group = group_of(params);
         const int head = batch * params.heads_q + head_q - first_head * group;
         return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
                           DSTile<Element>::kBytes;
@@ -558,7 +558,7 @@ cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspa
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
     const bool masked = is_masked(params);
-    const int group = params.heads_q / params.heads_k;
+    const int group = group_of(params);
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV),
         Config::kStoresDS ? ds_workspace.heads : params.heads_k,

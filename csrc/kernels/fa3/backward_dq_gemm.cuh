@@ -209,7 +209,7 @@ cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWork
     Fa3BackwardStoringParams params{call};
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    const int group = params.heads_q / params.heads_k;
+    const int group = group_of(params);
     params.schedule = make_schedule(
         ceil_div(params.seqlen_q, Config::kBlockQ), params.ds_workspace.heads * group, 1,
         is_masked(params),

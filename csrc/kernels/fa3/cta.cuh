@@ -76,7 +76,7 @@ struct Fa3Cta {
     __device__ __forceinline__ void produce_by_warps() const {}
 
     // The number of query heads that share a head of K and V.
-    __device__ __forceinline__ int group() const { return params.heads_q / params.heads_k; }
+    __device__ __forceinline__ int group() const { return group_of(params); }
 
     // By all lanes of a warp that has finished reading a stage.
     template <class Pipeline>

@@ -170,7 +170,7 @@ template <class Element>
 __device__ __forceinline__ TensorRows shared_key_rows(const BackwardParams& params,
                                                       const TensorView& view, const Sequence& s,
                                                       int head) {
-    return tensor_rows<Element>(view, s.batch, head / params.group_parts, s.k_begin, s.seqlen_k);
+    return tensor_rows<Element>(view, s.batch, head / params.parts, s.k_begin, s.seqlen_k);
 }
 
 // A warp's rows of dK or dV, from row `row` of the KV tile on.
