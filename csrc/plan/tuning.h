@@ -150,6 +150,7 @@ struct Fa3ForwardRow {
     Fa3Forward few_queries;  // also for splits, packed GQA and the general form
     Fa3Forward long_keys = few_queries;
     Fa3Forward usual = few_queries;
+    Fa3Forward few_keys = usual;  // where a quarter of the keys of the usual tiles would be empty
 };
 
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
@@ -164,21 +165,32 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3}},
     {.head_dims = {96, 96},
-     .few_queries = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 3}},
+     .few_queries = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 3},
+     .few_keys = {.consumers = 2, .block_kv = 96, .k_stages = 3, .v_stages = 3}},
     {.head_dims = {128, 128},
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
     {.head_dims = {192, 128},
      .few_queries = {.consumers = 2, .block_kv = 96, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {192, 192},
-     .few_queries = {.consumers = 2, .block_kv = 80, .k_stages = 2, .v_stages = 2}},
+     .few_queries = {.consumers = 2, .block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
      .few_queries = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 static_assert(has_all_rows(kFa3Forward));
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
+constexpr bool few_keys(HeadDims dims, int keys) {
+    const Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    const auto rounded = [&](int64_t block) { return ceil_div<int64_t>(keys, block) * block; };
+    return 3 * rounded(row.usual.block_kv) >= 4 * rounded(row.few_keys.block_kv);
+}
+
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths,
+                                 bool few_keys = false) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    if (few_keys && features != Features::kGeneral && lengths != Fa3Lengths::kSplits &&
+        row.few_keys.block_kv != row.usual.block_kv)
+        return row.few_keys;
     // A tile of few rows leaves a consumer without any, which skips what the other one computes.
     if (lengths == Fa3Lengths::kSplits) row.few_queries.ping_pong = false;
     if (features == Features::kGeneral || lengths <= Fa3Lengths::kFewQueries)

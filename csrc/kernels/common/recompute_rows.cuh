@@ -79,10 +79,9 @@ __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
             auto rS = scores_of_rows<Element>(params, sequence, head, first_query, key);
             mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
             softmax.template update<true>(rS, rO, scale);
-            auto gV =
-                global_tile<const Element>(params.v, sequence.batch, sequence.k_begin + key,
-                                           head / group_of(params),
-                                           sequence.seqlen_k - key, params.head_dim_v - first_col);
+            auto gV = global_tile<const Element>(params.v, sequence.batch, sequence.k_begin + key,
+                                                 head / group_of(params), sequence.seqlen_k - key,
+                                                 params.head_dim_v - first_col);
             gV.data += first_col;
             gemm<Element, 16>(rO, AFromRegisters<Element, decltype(rS)>{rS},
                               BFromGlobalColumns<Element>{gV});

@@ -427,8 +427,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 c.advance();
                 if (stores || params.deterministic) count_added(dq_semaphore);
             });
-            count_added(tiles_done<Config::kBlockQ>(params, tile.sequence,
-                                                    tile.head / params.query_parts));
+            count_added(
+                tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head / params.query_parts));
         });
         ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
     }

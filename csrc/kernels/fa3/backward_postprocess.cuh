@@ -15,9 +15,9 @@ namespace flash_ext {
 
 inline constexpr int kFa3PassThreads = 256;
 
-// The counter of KV tiles of a head of K and V (or of the parts of the same query heads) that have
-// added all of their dQ. These counters
-// follow the counters of Q tiles in params.dq_semaphore; there are no more of them than of those.
+// The counter of KV tiles of a head of K and V (or of the parts that share query heads) that have
+// added all of their dQ. These counters follow the counters of Q tiles in params.dq_semaphore;
+// there are no more of them than of those.
 template <int kBlockQ>
 __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
                                            int head) {
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
     if (!varlen && threadIdx.x == 0) {
         const int* done = tiles_done<Config::kBlockQ>(params, sequence, head / group_of(params));
-        ptx::wait_for_count(
-            done, ceil_div(sequence.rows_k, Config::kBlockKV) * params.query_parts, 256);
+        ptx::wait_for_count(done, ceil_div(sequence.rows_k, Config::kBlockKV) * params.query_parts,
+                            256);
     }
     __syncthreads();
     if (first_query >= sequence.seqlen_q) return;

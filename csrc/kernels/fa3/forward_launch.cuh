@@ -38,9 +38,12 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
 }
 
 // What tiles depend on.
+inline int sequences_of(const ForwardParams& params) {
+    return params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+}
 inline tuning::Fa3Lengths fa3_lengths(const ForwardParams& params) {
     if (params.o_partial != nullptr) return tuning::Fa3Lengths::kSplits;
-    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
+    const int sequences = sequences_of(params);
     return tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
                                params.few_tiles);
 }
@@ -86,13 +89,18 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
-        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(fa3_lengths(params), [&](auto lengths) {
+        constexpr HeadDims kDims{kHeadDim, kHeadDimV};
+        const bool few = tuning::few_keys(kDims, params.seqlen_k / sequences_of(params));
+        const auto launch = [&](auto lengths, auto few_keys) {
             constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
-            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                            tuning::fa3_forward({kHeadDim, kHeadDimV},
-                                                                features.value, lengths),
-                                            kMayHaveSplits>;
+            using Config =
+                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                 tuning::fa3_forward(kDims, features.value, lengths, few_keys),
+                                 kMayHaveSplits>;
             status = launch_fa3_forward<Config>(params, stream);
+        };
+        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(fa3_lengths(params), [&](auto lengths) {
+            dispatch<false, true>(few, [&](auto few_keys) { launch(lengths, few_keys); });
         });
     });
     return status;
