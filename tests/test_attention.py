@@ -453,9 +453,7 @@ def few_keys() -> Iterator[Problem]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["fa3"])
-@pytest.mark.parametrize(
-    "problem", [*gradients_of_fa3(), *few_key_heads(), *few_keys()], ids=str
-)
+@pytest.mark.parametrize("problem", [*gradients_of_fa3(), *few_key_heads(), *few_keys()], ids=str)
 def test_gradients_of_fa3(problem: Problem, variant: str) -> None:
     assert backward_of(variant, problem) == variant
     check(problem, variant, "cuda", deterministic=problem.seed % 2 == 1)
