@@ -88,7 +88,7 @@ struct DSWorkspace {
     template <class Element>
     __device__ __forceinline__ char* tile(const AttentionParams& params, int batch, int head_q,
                                           int q_tile, int kv_tile) const {
-        const int group = group_of(params);
+        const int group = params.heads_q / params.heads_k;
         const int head = batch * params.heads_q + head_q - first_head * group;
         return data + (head * tiles.first(tiles.q_tiles) + tiles.first(q_tile) + kv_tile) *
                           DSTile<Element>::kBytes;
