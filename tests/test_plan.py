@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS
 from compiled import CSRC, NATIVE, python_module
+from test_attention import few_keys
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
 PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "variants")]
@@ -158,6 +159,14 @@ def test_heads_with_few_tiles_are_cut(
     assert parts_of(p, sizes(plan)) == parts
     assert ("sum_parts" in plan.launches) == (parts > 1)
     assert "dk_parts" not in p.backward("fa2").regions
+
+
+def test_gpu_problems_of_few_keys_cut_queries(native: ModuleType) -> None:
+    sizes_of = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
+    for x in few_keys():
+        p = problem(native, **{name: getattr(x, name) for name in sizes_of})
+        more_than_groups = parts_of(p, sizes(p.backward("fa3"))) > x.heads_q // x.heads_k
+        assert more_than_groups == (x.head_dim <= 128), x
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4])

@@ -179,6 +179,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
 };
 static_assert(has_all_rows(kFa3Forward));
 
+// Would the usual tiles have a third more keys, empty ones included, than those for few keys?
 constexpr bool few_keys(HeadDims dims, int keys) {
     const Fa3ForwardRow row = row_of(kFa3Forward, dims);
     const auto rounded = [&](int64_t block) { return ceil_div<int64_t>(keys, block) * block; };

@@ -37,10 +37,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     return launch_fa3<Fa3Forward<Config>>(params, total, stream);
 }
 
-// What tiles depend on.
 inline int sequences_of(const ForwardParams& params) {
     return params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
 }
+
+// What tiles depend on.
 inline tuning::Fa3Lengths fa3_lengths(const ForwardParams& params) {
     if (params.o_partial != nullptr) return tuning::Fa3Lengths::kSplits;
     const int sequences = sequences_of(params);
