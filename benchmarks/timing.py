@@ -15,7 +15,7 @@ import torch
 
 FLUSH_BYTES = 256 << 20  # several times the largest L2 (60 MB on an H200)
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
-SLOW_SECONDS, SLOW_ROUNDS = 0.02, 3  # calls that take longer differ less
+SLOW_SECONDS, SLOW_ROUNDS = 0.02, 4  # calls that take longer differ less
 SM_CLOCK_HZ = 2e9  # an upper bound; turns a waiting time into torch.cuda._sleep's cycles
 
 Around = Callable[[], AbstractContextManager[object]]
@@ -31,7 +31,8 @@ HOST_METHOD = (
 )
 
 METHOD = (
-    "One process; the providers take turns, round by round, on the same fresh random inputs. "
+    "One process; the providers take turns, round by round, in orders in which each follows every "
+    "other one equally often, on the same fresh random inputs. "
     "Before each call 256 MiB are written, so that L2 is cold, and the GPU is kept busy for "
     "longer than the CPU needs to enqueue the call (the same time for every provider), so that "
     "the two CUDA events around the call see only GPU time. Calls where the CPU still came late "
@@ -66,6 +67,20 @@ class Samples:
         if self.launch_bound:
             result["launch_bound"] = True
         return result
+
+
+def balanced_orders(names: list[str]) -> list[list[str]]:
+    """Orders in which each name comes right after every other one equally often.
+
+    A call inherits the clock, the temperature and the caches of instructions that the one before
+    has left. A Williams design: for an odd number of names each order is followed by its reverse.
+    """
+    n = len(names)
+    first = [(i + 1) // 2 if i % 2 else (n - i // 2) % n for i in range(n)]
+    orders = [[names[(x + shift) % n] for x in first] for shift in range(n)]
+    if n % 2 == 0:
+        return orders
+    return [order for pair in zip(orders, (x[::-1] for x in orders), strict=True) for order in pair]
 
 
 class Timer:
@@ -153,16 +168,15 @@ class Timer:
         pending: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event, bool]]] = {
             name: [] for name in calls
         }
-        names = list(calls)
         for name, call in calls.items():
             if estimates[name][0] <= SLOW_SECONDS:
                 call()  # the allocator may have to ask the driver for memory again
         gc.collect()
         gc.disable()  # a collection between the events would be timed
         try:
+            orders = balanced_orders(list(calls))
             for turn in range(total):
-                shift = turn % len(names)
-                for name in names[shift:] + names[:shift]:
+                for name in orders[turn % len(orders)]:
                     if (turn + 1) * counts[name] // total == turn * counts[name] // total:
                         continue
                     if self.cuda:

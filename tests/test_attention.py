@@ -139,12 +139,12 @@ def long_sequences(device: str) -> Iterator[Problem]:
     if device == "cuda":
         for d, mask, dtype in itertools.product((64, 128), MASKS, HALF_TYPES):
             yield Problem(1, 4224, 4224, 2, 1, d, dtype, **mask)
-        # From 8,192 keys on fa3 has other tiles at head dims 32 and 64, where there are enough of
-        # them, and from 8,192 queries on in the backward at 128.
+        # Of many keys fa3 has other tiles at head dims 32 and 64, where there are enough of them,
+        # and of many queries in the backward at 128.
         for mask, layout in itertools.product(MASKS, ("bshd", "packed")):
             for d, heads, loss in (
                 (32, 4, "out"),
-                (64, 4, "out"),
+                (64, 6, "out"),
                 (128, 2, "out"),
                 (128, 2, "both"),
             ):
@@ -235,10 +235,10 @@ def few_tiles(device: str) -> Iterator[Problem]:
 
 
 def many_tiles(device: str) -> Iterator[Problem]:
-    """So many tiles of 128 queries that fa3 uses larger ones at head dims 32 and 64."""
+    """So many tiles of 128 queries that fa3 uses larger ones up to head dim 96."""
     options = (
         *MASKS,
-        {"window": (300, 40)},
+        {"window": (700, 40)},
         {"seqused_k": (1010, 500, 1, 0)},
         {"sink": True, "causal": True},
         {"layout": "packed"},
@@ -247,6 +247,9 @@ def many_tiles(device: str) -> Iterator[Problem]:
     batch, heads, *lengths = (4, 8, 1000, 1010) if device == "cuda" else (4, 2, 70, 80)
     for d, dtype, option in itertools.product((24, 32, 40, 64), HALF_TYPES, options):
         yield Problem(batch, *lengths, heads, heads // 2, d, dtype, **option)
+    if device == "cuda":  # of 192 rows
+        for d, dtype, option in itertools.product((80, 96), HALF_TYPES, options):
+            yield Problem(batch, 1150, 1010, heads, heads // 2, d, dtype, **option)
 
 
 def empty(device: str) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ wrong result that is timed or called supported, and a table that does not follow
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -40,6 +41,7 @@ import numerics  # noqa: E402
 import options  # noqa: E402
 import providers  # noqa: E402
 import support  # noqa: E402
+import timing  # noqa: E402
 import train  # noqa: E402
 from report import claims  # noqa: E402
 from report import compare as compare_report  # noqa: E402
@@ -49,6 +51,14 @@ from report import support as support_report  # noqa: E402
 from report import train as train_report  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_each_call_follows_every_other_one_equally_often(n: int) -> None:
+    orders = timing.balanced_orders([str(i) for i in range(n)])
+    assert all(len(set(order)) == n for order in orders)
+    after = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(after) == n * (n - 1) and len(set(after.values())) <= 1
 
 
 def test_flops() -> None:

@@ -387,19 +387,14 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
 
 def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
     """What benchmarks/io.py predicts with. fa3's backward is not in tuning.h."""
-    long = benchmark_io.LONG_KEYS
-    assert native.long_keys == long
-    for (method, direction), sizes in benchmark_io.TILES.items():
-        for d, size in sizes.items():
-            if (method, direction) != ("fa3", "backward"):
-                assert native.tiles(d, long - 1, long - 1)[method, direction] == size
-    tiles = native.tiles(64, long, long)
-    assert tiles["fa3", "forward"] == benchmark_io.LONG_TILE
-    assert tiles["fa3", "forward with options"] == benchmark_io.SOFTCAP_TILE
-    for d in (128, 256):  # one size for all lengths
-        assert (
-            native.tiles(d, long, long)["fa3", "forward"] == native.tiles(d, 1, 1)["fa3", "forward"]
-        )
+    for case in benchmark_io.cases(benchmark_io.SEQLENS, ("fa1", "fa2", "fa3")):
+        key = case.method, case.direction
+        if key == ("fa3", "backward"):
+            continue
+        if case.method == benchmark_io.SOFTCAP:
+            key = "fa3", "forward with options"
+        tiles = native.tiles(case.d, case.heads, case.seqlen, case.seqlen)
+        assert tiles[key] == benchmark_io.tile(case), case
 
 
 SMS = 132  # of an H200
@@ -430,13 +425,24 @@ def splits_of(native: ModuleType, variant: str, p: Problem) -> int:
     return native.num_splits(query_tiles(p), p.seqlen_q, p.seqlen_k, *window, at_once)
 
 
+def fa3_tile(native: ModuleType, p: Problem) -> tuple[int, int]:
+    """Rows and keys of fa3's forward tiles, without options and splits."""
+    dims = (p.head_dim, p.head_dim_v or p.head_dim)
+    window = (-1, 0) if p.causal else p.window
+    varlen = p.layout == "packed" or p.seqused_k is not None
+    return native.fa3_tile(
+        dims, p.batch * p.heads_q, p.seqlen_q, p.seqlen_k, window, varlen or p.lengths_q is not None
+    )
+
+
 def test_gpu_problems_reach_the_tiles_for_long_sequences(native: ModuleType) -> None:
-    for d in (32, 64):
+    for d, tile in ((32, (256, 80)), (64, (192, 96))):
         reaching = [
             p for p in long_sequences("cuda")
-            if p.head_dim == d and p.seqlen_k >= native.long_keys and query_tiles(p) > SMS
+            if p.head_dim == d and fa3_tile(native, p) == tile and query_tiles(p) > SMS
         ]  # fmt: skip
         assert {p.layout for p in reaching} >= {"bshd", "packed"}
+        assert {p.causal for p in reaching} == {False, True}
     many = [p for p in long_sequences("cuda") if p.seqlen_q >= native.many_queries]
     assert {(p.layout, p.loss) for p in many if p.head_dim == 128} >= {
         ("bshd", "both"), ("packed", "both"),
@@ -598,15 +604,53 @@ def test_extraction_of_dropouts_mask_splits_the_keys(native: ModuleType) -> None
 
 
 def test_gpu_problems_reach_the_large_tiles(native: ModuleType) -> None:
+    """Rows of 128 suffice for none of them."""
+    reached = set()
     for p in many_tiles("cuda"):
         assert query_tiles(p) > SMS
-        assert native.tiles(64, p.seqlen_q, p.seqlen_k)["fa3", "forward"] == 256
         assert splits_of(native, "fa3", p) == 1
+        rows, _ = fa3_tile(native, p)
+        assert rows > 128, p
+        reached |= {(padded_dims(native, p)[0], p.layout), (p.head_dim, rows)}
+    assert reached >= {(96, "packed"), (96, "odd_row"), (24, 256), (64, 256), (80, 192)}
 
 
 @pytest.mark.parametrize(
-    "queries, rows", [(1, 128), (128, 128), (129, 256), (640, 128), (8191, 256)]
+    "head_dim, heads, queries, keys, window, tile",
+    [
+        (64, 512, 128, 1000, (-1, 0), (128, 128)),
+        (64, 512, 129, 1000, (-1, 0), (192, 96)),
+        (64, 512, 250, 1000, (-1, 0), (256, 64)),
+        (64, 512, 640, 1000, (-1, 0), (128, 128)),  # 768 in tiles of 256
+        (64, 512, 8191, 1000, (-1, 0), (256, 64)),
+        (64, 64, 16384, 16384, (127, 0), (128, 128)),  # narrow windows
+        (64, 64, 16384, 16384, (1023, 0), (256, 64)),
+        (96, 32, 16384, 16384, (127, 0), (128, 128)),
+        (96, 32, 16384, 16384, (1023, 0), (192, 64)),
+        (64, 160, 1500, 1500, (-1, -1), (192, 96)),  # 10 waves of 192 rows, 8 of 256
+        (64, 384, 512, 512, (-1, -1), (256, 64)),
+        (64, 40, 4096, 4096, (-1, -1), (256, 64)),
+        (64, 32, 16384, 16384, (-1, -1), (192, 96)),
+        (64, 32, 8192, 8192, (-1, 0), (256, 64)),
+        (80, 256, 1025, 1025, (-1, -1), (192, 64)),
+        (96, 384, 512, 512, (-1, -1), (128, 128)),  # 576 in tiles of 192
+        (32, 1024, 256, 256, (-1, -1), (256, 64)),
+        (32, 1536, 384, 384, (-1, -1), (128, 128)),
+        (32, 32, 16384, 16384, (-1, 0), (256, 80)),
+        (32, 192, 1024, 1024, (-1, 0), (256, 64)),
+        (64, 2, 8000, 8000, (-1, -1), (128, 128)),  # one wave of the smallest
+        (128, 160, 1500, 1500, (-1, -1), (128, 128)),
+    ],
 )
-def test_few_queries_get_small_tiles(native: ModuleType, queries: int, rows: int) -> None:
-    """Where tiles of 256 rows would compute more than an eighth more of them."""
-    assert native.tiles(64, queries, 1000)["fa3", "forward"] == rows
+def test_fa3_takes_the_tiles_that_measured_best(
+    head_dim: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    window: tuple[int, int],
+    tile: tuple[int, int],
+    native: ModuleType,
+) -> None:
+    """On an H200, docs/notes/009-fa3-forward.md."""
+    found = native.fa3_tile((head_dim, head_dim), heads, queries, keys, window, False)
+    assert found == tile

@@ -135,38 +135,45 @@ struct Fa3Forward {
 // packed.
 enum class Fa3Lengths { kSplits, kFewQueries, kUsual, kLongKeys };
 
-inline constexpr int kLongKeys = 8192;  // keys are long from this number on
-
-// From the lengths of a sequence. Queries are few if tiles of 256 rows would leave many more rows
-// empty than tiles of 128, or if tiles of 128 rows fill the GPU no more than once (few_tiles).
-constexpr Fa3Lengths fa3_lengths(int queries, int keys, bool few_tiles) {
-    const auto rounded = [&](int64_t rows) { return ceil_div<int64_t>(queries, rows) * rows; };
-    if (few_tiles || rounded(256) > rounded(128) + rounded(128) / 8) return Fa3Lengths::kFewQueries;
-    return keys >= kLongKeys ? Fa3Lengths::kLongKeys : Fa3Lengths::kUsual;
-}
+// A tile takes as long as percent x rows x (keys + overhead), with the empty ones of both.
+struct Fa3Cost {
+    int percent = 100;
+    int overhead = 64;
+};
+struct Fa3Costs {
+    Fa3Cost alike{};  // where all Q tiles see the same keys
+    Fa3Cost differ{};
+};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
     Fa3Forward few_queries;  // also for splits, packed GQA and the general form
-    Fa3Forward long_keys = few_queries;
     Fa3Forward usual = few_queries;
-    Fa3Forward few_keys = usual;  // where a quarter of the keys of the usual tiles would be empty
+    Fa3Forward long_keys = usual;
+    // Those of `usual` are the defaults. Measured: docs/notes/009-fa3-forward.md.
+    Fa3Costs few_queries_costs{};
+    Fa3Costs long_keys_costs{};
 };
 
 inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {32, 32},
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
+     .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4},
      .long_keys = {.consumers = 4, .block_kv = 80, .k_stages = 4, .v_stages = 4},
-     .usual = {.consumers = 4, .block_kv = 64, .k_stages = 4, .v_stages = 4}},
+     .few_queries_costs = {.alike = {110}, .differ = {110}},
+     .long_keys_costs = {.alike = {96, 72}, .differ = {96, 208}}},
     {.head_dims = {64, 64},
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
+     .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
      .long_keys = {.consumers = 3, .block_kv = 96, .k_stages = 4, .v_stages = 4},
-     .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3}},
+     .few_queries_costs = {.alike = {107}, .differ = {109, 80}},
+     .long_keys_costs = {.alike = {98}, .differ = {99, 155}}},
     {.head_dims = {96, 96},
      .few_queries = {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 3},
-     .few_keys = {.consumers = 2, .block_kv = 96, .k_stages = 3, .v_stages = 3}},
+     .usual = {.consumers = 3, .block_kv = 64, .k_stages = 5, .v_stages = 5},
+     .few_queries_costs = {.alike = {108}, .differ = {105}}},
     {.head_dims = {128, 128},
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
@@ -179,19 +186,45 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
 };
 static_assert(has_all_rows(kFa3Forward));
 
-// Would the usual tiles have a third more keys, empty ones included, than those for few keys?
-constexpr bool few_keys(HeadDims dims, int keys) {
-    const Fa3ForwardRow row = row_of(kFa3Forward, dims);
-    const auto rounded = [&](int64_t block) { return ceil_div<int64_t>(keys, block) * block; };
-    return 3 * rounded(row.usual.block_kv) >= 4 * rounded(row.few_keys.block_kv);
+// A forward pass, as far as its tiles depend on it.
+struct Fa3ForwardCall {
+    int64_t heads;  // Q heads of all sequences
+    int queries;    // of a sequence; with varlen the mean
+    int keys;
+    int window;      // the number of keys that a query may see
+    bool alike;      // do all Q tiles see the same keys?
+    bool few_tiles;  // do the smallest Q tiles fill the GPU no more than once?
+    int multiprocessors;
+};
+
+// The relative time that a call takes with such tiles. Tiles that are alike run in waves; others
+// fill the GPU to the end.
+constexpr double relative_time(const Fa3ForwardCall& call, const Fa3Forward& tile,
+                               const Fa3Costs& costs) {
+    const int rows = 64 * tile.consumers;
+    const int64_t tiles = call.heads * ceil_div(call.queries, rows);
+    const Fa3Cost cost = call.alike ? costs.alike : costs.differ;
+    const double waves = call.alike
+                             ? static_cast<double>(ceil_div<int64_t>(tiles, call.multiprocessors))
+                             : static_cast<double>(tiles) / call.multiprocessors;
+    const int64_t keys =
+        call.alike ? ceil_div(call.keys, tile.block_kv) * tile.block_kv
+                   : min_of<int64_t>(call.keys, int64_t{call.window} + rows) + tile.block_kv / 2;
+    return cost.percent * waves * rows * static_cast<double>(keys + cost.overhead);
 }
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths,
-                                 bool few_keys = false) {
+// The tiles of a call without splits: those that take the least time.
+constexpr Fa3Lengths fa3_lengths(HeadDims dims, const Fa3ForwardCall& call) {
+    const Fa3ForwardRow row = row_of(kFa3Forward, dims);
+    const double usual = relative_time(call, row.usual, {});
+    const double few_queries = relative_time(call, row.few_queries, row.few_queries_costs);
+    const double long_keys = relative_time(call, row.long_keys, row.long_keys_costs);
+    if (call.few_tiles || few_queries < min_of(usual, long_keys)) return Fa3Lengths::kFewQueries;
+    return long_keys < usual ? Fa3Lengths::kLongKeys : Fa3Lengths::kUsual;
+}
+
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
-    if (few_keys && features != Features::kGeneral && lengths != Fa3Lengths::kSplits &&
-        row.few_keys.block_kv != row.usual.block_kv)
-        return row.few_keys;
     // A tile of few rows leaves a consumer without any, which skips what the other one computes.
     if (lengths == Fa3Lengths::kSplits) row.few_queries.ping_pong = false;
     if (features == Features::kGeneral || lengths <= Fa3Lengths::kFewQueries)
@@ -256,6 +289,15 @@ static_assert(has_all_rows(kFa3ForwardFp8));
 constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, bool may_have_splits) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
     return may_have_splits ? row.splits : row.usual;
+}
+
+// Are the tiles for splits better without splits, too? They have fewer rows.
+constexpr bool few_queries_fp8(HeadDims dims, const Fa3ForwardCall& call) {
+    const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
+    if (row.usual.consumers == row.splits.consumers) return false;
+    constexpr Fa3Costs kCosts{.alike = {115}, .differ = {115}};
+    return call.few_tiles ||
+           relative_time(call, row.splits, kCosts) < relative_time(call, row.usual, {});
 }
 
 // At 96 the tiles of 128 are faster, though a quarter of them is zeros (docs/notes/016-fp8.md).

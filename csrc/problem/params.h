@@ -112,10 +112,14 @@ FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
     return scaled ? 1.f : params.scale_log2;
 }
 
-// The number of queries of a sequence; with varlen the mean.
+// The number of queries, and of keys, of a sequence; with varlen the mean.
 inline int mean_queries(const AttentionParams& params) {
     return params.cu_seqlens_q == nullptr || params.batch == 0 ? params.seqlen_q
                                                                : params.seqlen_q / params.batch;
+}
+inline int mean_keys(const AttentionParams& params) {
+    return params.cu_seqlens_k == nullptr || params.batch == 0 ? params.seqlen_k
+                                                               : params.seqlen_k / params.batch;
 }
 
 // The statistics of a row's softmax over a split of the keys.

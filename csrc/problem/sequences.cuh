@@ -91,8 +91,7 @@ FLASH_HOST_DEVICE constexpr int64_t statistics_rows(const AttentionParams& param
 
 // The largest number of keys that a query sees; of packed sequences on average.
 inline int keys_seen(const AttentionParams& params) {
-    const int sequences = params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
-    return min_of(params.seqlen_k / sequences, params.window_left + params.window_right + 1);
+    return min_of(mean_keys(params), params.window_left + params.window_right + 1);
 }
 
 }  // namespace flash_ext

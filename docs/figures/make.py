@@ -91,11 +91,10 @@ def tunings():
     """(name, d, dv, consumers, block_kv, q, k, v stages, ping_pong) as in csrc/plan/tuning.h."""
     source = (ROOT / "csrc/plan/tuning.h").read_text()
     table = source.split("kFa3Forward[] = {")[1].split("\n};\n")[0]
-    keys = f"{int(source.split('kLongKeys = ')[1].split(';')[0]):,}"
     uses = {
-        "few_queries": "few queries or options",
-        "long_keys": f"from {keys} keys on",
-        "usual": "otherwise",
+        "few_queries": "few queries, options",
+        "usual": "usual",
+        "long_keys": "long keys",
     }
     defaults = {"q_stages": "2", "ping_pong": "false"}
     numbers = ("consumers", "block_kv", "q_stages", "k_stages", "v_stages")

@@ -271,25 +271,50 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("padded_head_dims",
           [](int head_dim, int head_dim_v) { return head_dims_index({head_dim, head_dim_v}); });
 
-    // Queries or keys of the tile that says how often a plain pass reads the other side.
-    m.def("tiles", [](int head_dim, int queries, int keys) {
+    // Queries or keys of the tile that says how often a plain pass of so many heads reads the other
+    // side.
+    m.def("tiles", [](int head_dim, int heads, int queries, int keys) {
         using namespace tuning;
         const HeadDims dims{head_dim, head_dim};
         const Forward fa2 = fa2_forward(dims, Features::kPlain);
         const Backward fa1_back = fa1_backward(dims);
         const Backward fa2_back = fa2_backward(dims, Features::kPlain);
+        const Fa3ForwardCall call{.heads = heads,
+                                  .queries = queries,
+                                  .keys = keys,
+                                  .window = 2 * BandMask::kUnlimited,
+                                  .alike = true,
+                                  .multiprocessors = 132};
+        const auto rows = [&](Features features) {
+            return 64 * fa3_forward(dims, features, fa3_lengths(dims, call)).consumers;
+        };
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, fa1_forward(dims).block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
-            {{"fa3", "forward"},
-             64 * fa3_forward(dims, Features::kPlain, fa3_lengths(queries, keys, false)).consumers},
-            {{"fa3", "forward with options"},
-             64 * fa3_forward(dims, Features::kGeneral, fa3_lengths(queries, keys, false))
-                      .consumers},
+            {{"fa3", "forward"}, rows(Features::kPlain)},
+            {{"fa3", "forward with options"}, rows(Features::kGeneral)},
             {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},
             {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
     });
-    m.attr("long_keys") = tuning::kLongKeys;
+    // (rows, keys) of the tiles of FA3's forward of so many heads, sequences counted apart.
+    m.def("fa3_tile",
+          [](Pair dims, int64_t heads, int queries, int keys, Pair window, bool varlen) {
+              using namespace tuning;
+              const auto bound = [](int x) { return x < 0 ? BandMask::kUnlimited : x; };
+              const HeadDims padded = pad_head_dims({dims.first, dims.second});
+              const int left = bound(window.first), right = bound(window.second);
+              const int64_t smallest = heads * ceil_div(queries, kForwardBlockQ);
+              const Fa3Forward tile = fa3_forward(
+                  padded, Features::kVarlen,
+                  fa3_lengths(padded, {.heads = heads,
+                                       .queries = queries,
+                                       .keys = keys,
+                                       .window = left + right + 1,
+                                       .alike = !varlen && right >= keys && left >= queries,
+                                       .few_tiles = smallest <= 132,
+                                       .multiprocessors = 132}));
+              return Pair{64 * tile.consumers, tile.block_kv};
+          });
     m.attr("many_queries") = tuning::kManyMaskedQueries;
 
     // Of one dense sequence.

@@ -37,23 +37,26 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     return launch_fa3<Fa3Forward<Config>>(params, total, stream);
 }
 
-inline int sequences_of(const ForwardParams& params) {
-    return params.cu_seqlens_k == nullptr ? 1 : max_of(params.batch, 1);
-}
-
 // What tiles depend on.
-inline tuning::Fa3Lengths fa3_lengths(const ForwardParams& params) {
-    if (params.o_partial != nullptr) return tuning::Fa3Lengths::kSplits;
-    const int sequences = sequences_of(params);
-    return tuning::fa3_lengths(params.seqlen_q / sequences, params.seqlen_k / sequences,
-                               params.few_tiles);
+inline tuning::Fa3ForwardCall fa3_call(const ForwardParams& params) {
+    const bool varlen = params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
+    return {.heads = int64_t{params.heads_q} * params.batch,
+            .queries = mean_queries(params),
+            .keys = mean_keys(params),
+            .window = params.window_left + params.window_right + 1,
+            .alike = !varlen && !is_masked(params),
+            .few_tiles = params.few_tiles,
+            .multiprocessors = multiprocessors()};
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
-    using enum tuning::Fa3Lengths;
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
     constexpr bool kOnlySplits = !(tuning::fa3_forward_fp8_head_dims(kDims) == kDims);
+    [[maybe_unused]] constexpr bool kHasFewQueries =
+        tuning::fa3_forward_fp8(kDims, true).consumers !=
+        tuning::fa3_forward_fp8(kDims, false).consumers;
+    const bool has_splits = params.o_partial != nullptr;
     cudaError_t status = cudaSuccess;
     dispatch_features<Features::kVarlen, Features::kGeneral>(
         params, Features::kPlain, [&](auto features) {
@@ -65,18 +68,14 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
             };
             constexpr std::true_type kYes;
             constexpr std::false_type kNo;
-            // Tiles of more rows have a kernel of fewer beside them.
-            [[maybe_unused]] constexpr bool kHasLarge =
-                tuning::fa3_forward_fp8(kDims, false).consumers >
-                tuning::fa3_forward_fp8(kDims, true).consumers;
             if constexpr (features == Features::kGeneral) {
                 launch(kYes, kNo);
-            } else if (fa3_lengths(params) == kSplits) {
+            } else if (has_splits) {
                 launch(kYes, kNo);
             } else if constexpr (kOnlySplits) {
                 status = cudaErrorInvalidValue;
-            } else if (kHasLarge && fa3_lengths(params) == kFewQueries) {
-                if constexpr (kHasLarge) launch(kNo, kNo);
+            } else if (tuning::few_queries_fp8(kDims, fa3_call(params))) {
+                if constexpr (kHasFewQueries) launch(kNo, kNo);
             } else {
                 launch(kNo, kYes);
             }
@@ -91,17 +90,14 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
                                                                        auto features) {
         using enum tuning::Fa3Lengths;
         constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-        const bool few = tuning::few_keys(kDims, params.seqlen_k / sequences_of(params));
-        const auto launch = [&](auto lengths, auto few_keys) {
+        const auto needed =
+            params.o_partial != nullptr ? kSplits : tuning::fa3_lengths(kDims, fa3_call(params));
+        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto lengths) {
             constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
-            using Config =
-                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward(kDims, features.value, lengths, few_keys),
-                                 kMayHaveSplits>;
+            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                            tuning::fa3_forward(kDims, features.value, lengths),
+                                            kMayHaveSplits>;
             status = launch_fa3_forward<Config>(params, stream);
-        };
-        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(fa3_lengths(params), [&](auto lengths) {
-            dispatch<false, true>(few, [&](auto few_keys) { launch(lengths, few_keys); });
         });
     });
     return status;
