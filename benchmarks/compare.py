@@ -450,18 +450,19 @@ class Bench:
                 results[name] = summary | results[name]
             return
         at_once = GRAPH_CALLS if cell.graph else 1
+        steady: dict[str, Callable[[], object]] = {}
         for name, call in calls.items():
             try:
-                if cell.graph:
-                    call = self.timer.in_graph(call, at_once)
-                steady = self.timer.sustained(
-                    call, estimates[name][0], self.args.sustained, at_once
-                )
+                steady[name] = self.timer.in_graph(call, at_once) if cell.graph else call
             except Exception as error:  # a call that no graph can hold
                 results[name] = {"skipped": common.first_line(error)}
+        seconds = self.args.sustained
+        for name, times in self.timer.sustained(steady, estimates, seconds, at_once).items():
+            if "skipped" in times:
+                results[name] = times
                 continue
-            steady["tflops"] = round(cell.flops() / steady["ms"] * 1e-9, 4)
-            results[name] = steady | results[name]
+            tflops = round(cell.flops() / times["ms"] * 1e-9, 4)
+            results[name] = times | {"tflops": tflops} | results[name]
 
     def host(self) -> Json:
         """The CPU's time for one call of every provider, by HOST_ROWS."""

@@ -212,37 +212,73 @@ class Timer:
         return graph.replay
 
     def sustained(
-        self, call: Callable[[], object], estimate: float, seconds: float, calls: int = 1
-    ) -> dict[str, float]:
-        """Back to back for ``seconds``, after a third of that to warm the GPU.
+        self,
+        calls: dict[str, Callable[[], object]],
+        estimates: dict[str, tuple[float, float]],
+        seconds: float,
+        at_once: int = 1,
+    ) -> dict[str, dict[str, float | str]]:
+        """Each call back to back for ``seconds`` in all, in turns, on a GPU that is hot.
 
-        ``call`` makes ``calls`` calls; ``estimate`` is of one.
+        A turn begins with a third of its time that does not count. Each of ``calls`` makes
+        ``at_once`` calls; ``estimates`` holds what ``estimate`` returned of one.
 
-        Milliseconds per call with warm caches, and on a GPU the medians of clock, power and
-        temperature meanwhile, with the energy of a call in joules.
+        Milliseconds per call with warm caches, and on a GPU clock, power and temperature (medians
+        of the turns' medians), with the energy of a call in joules. Of a call that fails its error,
+        as "skipped".
         """
-        count = max(5, math.ceil(seconds / max(estimate * calls, 1e-7)))
+        orders = balanced_orders(list(calls))
+        if not self.cuda:
+            orders = orders[:1]
+        counts = {
+            name: max(5, math.ceil(seconds / len(orders) / max(estimates[name][0] * at_once, 1e-7)))
+            if self.cuda
+            else 5
+            for name in calls
+        }
+        milliseconds: dict[str, list[float]] = {name: [] for name in calls}
+        states: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
+        results: dict[str, dict[str, float | str]] = {}
+        log = common.ClockLog(self.device)
+        for name in (name for order in orders for name in order):
+            if name in results:
+                continue
+            try:
+                for _ in range(counts[name] // 3):
+                    calls[name]()
+                if self.cuda:
+                    torch.cuda.synchronize(self.device)
+                log.since_last()
+                total = self._back_to_back(calls[name], counts[name])
+            except Exception as error:  # most often: out of memory
+                results[name] = {"skipped": common.first_line(error)}
+                continue
+            milliseconds[name].append(total / (counts[name] * at_once))
+            states[name].append(log.since_last())
+        log.close()
+        for name in calls.keys() - results.keys():
+            mean = statistics.fmean(milliseconds[name])
+            found = [state for state in states[name] if state]
+            state = {x: statistics.median(s[x] for s in found) for x in (found[0] if found else ())}
+            energy = {"joules": round(state["power_w"] * mean * 1e-3, 6)} if state else {}
+            made = counts[name] * at_once * len(orders)
+            results[name] = {"ms": round(mean, 6), "calls": made, **state, **energy}
+        return results
+
+    def _back_to_back(self, call: Callable[[], object], count: int) -> float:
+        """Milliseconds of so many calls in a row."""
         if not self.cuda:
             start = time.perf_counter()
-            for _ in range(5):
+            for _ in range(count):
                 call()
-            return {"ms": round((time.perf_counter() - start) / 5 * 1e3, 6)}
-        log = common.ClockLog(self.device)  # nvidia-smi takes a while to begin
-        for _ in range(count // 3):
-            call()
-        torch.cuda.synchronize(self.device)
-        log.since_last()
+            return (time.perf_counter() - start) * 1e3
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(count):
             call()
         end.record()
         torch.cuda.synchronize(self.device)
-        state = log.since_last()
-        log.close()
-        milliseconds = begin.elapsed_time(end) / (count * calls)
-        energy = {"joules": round(state["power_w"] * milliseconds * 1e-3, 6)} if state else {}
-        return {"ms": round(milliseconds, 6), "calls": count * calls, **state, **energy}
+        return begin.elapsed_time(end)
 
     def _enqueue(
         self, call: Callable[[], object], sleep_cycles: int

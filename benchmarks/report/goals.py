@@ -35,6 +35,10 @@ MATMULS = (
     "supposed, not measured: without a mask cuBLAS uses wgmma, fa1 mma.sync and one matmul more,"
     " and its dQ passes through HBM in float32"
 )
+FA3_BACKWARD = (
+    "at d 128 flash-attn 4 takes fewer cycles for the same traffic, at a lower clock; instructions"
+    " are what differs (docs/notes/010-fa3-backward.md)"
+)
 OPEN = "the reason is not known yet"
 
 
@@ -52,17 +56,18 @@ def goal_rows(goal: Goal, cells: list[Json], names: dict[str, str]) -> list[list
     if not values:
         return [[every, UNKNOWN, ""]]
     whole = len(values) == GRID
+    why = FA3_BACKWARD if (goal.ours, goal.direction) == ("fa3", "backward") else OPEN
     reached, mean = sum(v >= goal.least for v in values), geometric_mean(values)
     return [
         [
             every,
             f"{min(values):.2f}× – {max(values):.2f}×, {reached} of {len(values)} cells",
-            verdict(reached == len(values)) if whole else "",
+            verdict(reached == len(values), why) if whole else "",
         ],
         [
             f"{text}, geometric mean: at least {goal.mean:g}×",
             f"{mean:.2f}×, over {len(values)} cells",
-            verdict(mean >= goal.mean) if whole else "",
+            verdict(mean >= goal.mean, why) if whole else "",
         ],
     ]
 
