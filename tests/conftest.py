@@ -16,6 +16,7 @@ import fcntl
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from attention_testing import VARIANTS, Problem  # noqa: E402
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 # The fields of a problem that decide which variants run it.
 DECISIVE = ("head_dim", "head_dim_v", "layout", "dropout_p", "bias")
+LITTLE_GPU_MEMORY = 16 << 30  # bytes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,11 +86,21 @@ def claim_gpu_memory() -> Iterator[Callable[[int], None]]:
         torch.cuda.empty_cache()
 
         def claim(size: int) -> None:
-            needed, free = size * 3 // 2, torch.cuda.mem_get_info()[0]
-            if free < needed:
-                pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+            needed, end = size * 3 // 2, time.monotonic() + 60
+            while torch.cuda.mem_get_info()[0] < needed:
+                if time.monotonic() > end:
+                    pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+                time.sleep(0.5)
 
         yield claim
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def leave_gpu_memory() -> Iterator[None]:
+    """Gives back what this process has cached where little is free: others may claim it."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < LITTLE_GPU_MEMORY:
         torch.cuda.empty_cache()
 
 
