@@ -94,7 +94,7 @@ TILES = {
     ("fa2", "backward"): {64: 128, 128: 128},
     ("fa3", "backward"): {64: 128, 128: 128},
 }
-LONG_KEYS, LONG_TILE = 8192, 192  # fa3 forward, head dim 64, of so many keys
+LONG_KEYS, LONG_TILE = 8192, 192  # fa3 forward, head dim 64, HEADS: from so many keys on
 SOFTCAP_TILE = 128
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -228,19 +229,16 @@ class Timer:
         as "skipped".
         """
         orders = balanced_orders(list(calls))
-        if not self.cuda:
-            orders = orders[:1]
+        turn = seconds / max(len(orders), 1) if self.cuda else 0
         counts = {
-            name: max(5, math.ceil(seconds / len(orders) / max(estimates[name][0] * at_once, 1e-7)))
-            if self.cuda
-            else 5
+            name: max(5, math.ceil(turn / max(estimates[name][0] * at_once, 1e-7)))
             for name in calls
         }
         milliseconds: dict[str, list[float]] = {name: [] for name in calls}
         states: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
         results: dict[str, dict[str, float | str]] = {}
         log = common.ClockLog(self.device)
-        for name in (name for order in orders for name in order):
+        for name in itertools.chain.from_iterable(orders):
             if name in results:
                 continue
             try:
@@ -256,7 +254,7 @@ class Timer:
             milliseconds[name].append(total / (counts[name] * at_once))
             states[name].append(log.since_last())
         log.close()
-        for name in calls.keys() - results.keys():
+        for name in [name for name in calls if name not in results]:
             mean = statistics.fmean(milliseconds[name])
             found = [state for state in states[name] if state]
             state = {x: statistics.median(s[x] for s in found) for x in (found[0] if found else ())}

@@ -36,8 +36,8 @@ MATMULS = (
     " and its dQ passes through HBM in float32"
 )
 FA3_BACKWARD = (
-    "at d 128 flash-attn 4 takes fewer cycles for the same traffic, at a lower clock; instructions"
-    " are what differs (docs/notes/010-fa3-backward.md)"
+    "at d 128 flash-attn 4 takes fewer cycles for the same traffic, at a lower clock; why is not"
+    " known (docs/notes/010-fa3-backward.md)"
 )
 OPEN = "the reason is not known yet"
 

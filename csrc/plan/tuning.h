@@ -291,7 +291,8 @@ constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, bool may_have_splits) {
     return may_have_splits ? row.splits : row.usual;
 }
 
-// Are the tiles for splits better without splits, too? They have fewer rows.
+// Are the tiles for splits better without splits, too? They have fewer rows, but a row and key
+// takes longer (docs/notes/016-fp8.md, d 64).
 constexpr bool few_queries_fp8(HeadDims dims, const Fa3ForwardCall& call) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
     if (row.usual.consumers == row.splits.consumers) return false;

@@ -271,28 +271,19 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("padded_head_dims",
           [](int head_dim, int head_dim_v) { return head_dims_index({head_dim, head_dim_v}); });
 
-    // Queries or keys of the tile that says how often a plain pass of so many heads reads the other
-    // side.
-    m.def("tiles", [](int head_dim, int heads, int queries, int keys) {
+    // Queries or keys of the tile that says how often a plain pass reads the other side; of FA3's
+    // forward without options see fa3_tile.
+    m.def("tiles", [](int head_dim) {
         using namespace tuning;
         const HeadDims dims{head_dim, head_dim};
         const Forward fa2 = fa2_forward(dims, Features::kPlain);
         const Backward fa1_back = fa1_backward(dims);
         const Backward fa2_back = fa2_backward(dims, Features::kPlain);
-        const Fa3ForwardCall call{.heads = heads,
-                                  .queries = queries,
-                                  .keys = keys,
-                                  .window = 2 * BandMask::kUnlimited,
-                                  .alike = true,
-                                  .multiprocessors = 132};
-        const auto rows = [&](Features features) {
-            return 64 * fa3_forward(dims, features, fa3_lengths(dims, call)).consumers;
-        };
+        const Fa3Forward fa3 = fa3_forward(dims, Features::kGeneral, Fa3Lengths::kUsual);
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, fa1_forward(dims).block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
-            {{"fa3", "forward"}, rows(Features::kPlain)},
-            {{"fa3", "forward with options"}, rows(Features::kGeneral)},
+            {{"fa3", "forward with options"}, 64 * fa3.consumers},
             {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},
             {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
     });
