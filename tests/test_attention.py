@@ -205,7 +205,7 @@ def few_queries(device: str) -> Iterator[Problem]:
         yield dataclasses.replace(problem, dtype=HALF_TYPES[queries % 2], **option)
     if device == "cuda":
         for (d, dv), option in itertools.product(dims, options[:7]):  # and split keys
-            yield Problem(1, 4, 5000, 16, 2, d, head_dim_v=dv, **option)
+            yield Problem(1, 20, 5000, 16, 2, d, head_dim_v=dv, **option)
 
 
 def few_tiles(device: str) -> Iterator[Problem]:
@@ -227,7 +227,7 @@ def few_tiles(device: str) -> Iterator[Problem]:
         {"bias": "bhqk", "sink": True},
         {"dropout_p": 0.3, "causal": True, "sink": True},
     )
-    lengths = ((1, 3000), (5, 3001), (130, 2999), (600, 5003)) if device == "cuda" else ((1, 600),)
+    lengths = ((5, 3001), (70, 3001), (130, 2999), (600, 5003)) if device == "cuda" else ((1, 600),)
     for (d, dv), pair, option in itertools.product(
         dims if device == "cuda" else dims[:1], lengths, options
     ):
@@ -452,6 +452,56 @@ def few_keys() -> Iterator[Problem]:
             2, queries, keys, heads_q, heads_k, d, HALF_TYPES[index % 2], head_dim_v=dv,
             seed=index // 2, **option,
         ).well_conditioned()  # fmt: skip
+
+
+# Batch, queries, keys, heads: what fa3's kernel for few queries takes. Keys in 8, 8, 4, 2 and 1
+# splits; 1, 2, 4 and 24 rows a tile; keys for 16 warps, and for 8.
+DECODING = (
+    (1, 1, 9000, 8, 8),
+    (1, 2, 900, 8, 8),
+    (16, 2, 1000, 4, 2),
+    (30, 1, 900, 4, 2),
+    (70, 3, 200, 4, 2),
+    (1, 12, 3000, 4, 2),
+)
+
+
+def decoding() -> Iterator[Problem]:
+    """Few queries to many keys: splits that differ in length, and some without a visible key."""
+    options = (
+        {},
+        {"causal": True},
+        {"window": (150, 0)},
+        {"window": (300, 7), "sink": True},
+        {"sink": True, "causal": True, "layout": "bhsd"},
+        {"softcap": 1.5, "causal": True},
+        {"alibi": "bh", "window": (700, 100)},
+        {"scale": 40.0},  # scores of thousands, which need no second pass here
+        {"seqused": True, "layout": "odd_row"},
+    )
+    grid = itertools.product((*KERNEL_DIMS, (40, 72), (24, 24)), DECODING, options)
+    for index, ((d, dv), (batch, *sizes), option) in enumerate(grid):
+        option = dict(option)
+        if option.pop("seqused", False):
+            option["seqused_k"] = tuple(i * 977 % (sizes[1] + 1) for i in range(batch))
+        yield Problem(
+            batch, *sizes, d, HALF_TYPES[index % 2], head_dim_v=dv, seed=index, **option
+        ).well_conditioned()  # fmt: skip
+    # Packed: a query each, or two, or none.
+    lengths_k = (700, 3, 0, 2500, 1, 900)
+    for (d, dv), lengths_q in itertools.product(KERNEL_DIMS, ((1,) * 6, (2, 0, 1, 1, 0, 2))):
+        for option in ({}, {"causal": True, "sink": True}, {"window": (600, 0)}):
+            yield Problem(
+                lengths_q=lengths_q, lengths_k=lengths_k, tail=0, heads_q=8, heads_k=2,
+                head_dim=d, head_dim_v=dv, **option,
+            )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["fa3"])
+@pytest.mark.parametrize("problem", [*decoding()], ids=str)
+def test_decoding_of_fa3(problem: Problem, variant: str) -> None:
+    check(problem, variant, "cuda")
 
 
 @pytest.mark.gpu

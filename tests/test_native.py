@@ -521,6 +521,8 @@ def test_gpu_problems_are_split(native: ModuleType, variant: str) -> None:
     for p in few_tiles("cuda"):
         if p.lengths_q is not None or unsupported_reason(variant, p, "cuda"):
             continue
+        if variant == "fa3" and p.seqlen_q * p.heads_q // p.heads_k <= 64:
+            continue  # of the kernel for few queries, see test_plan.py
         assert splits_of(native, variant, p) > 1, p
         default = Problem()
         reached |= {

@@ -477,7 +477,7 @@ def test_memory_grows_with_the_sequence_not_its_square(
 @pytest.mark.parametrize("variant", ("fa2", "fa3"))
 def test_few_tiles_take_their_keys_in_parts(variant: str, options: dict) -> None:
     """Seen by the memory that the results of splits take in float32."""
-    problem = Problem(1, 16, 4096, 4, 4, 64, **options)
+    problem = Problem(1, 70, 4096, 4, 4, 64, **options)
     inputs = make_inputs(problem, "cuda")
     tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
     torch.cuda.synchronize()
@@ -645,9 +645,10 @@ GRAPH_PROBLEMS = (
     Problem(1, 257, 300, 4, 1, 256, layout="odd_offset", dropout_p=0.17),
     Problem(2, 200, 200, 4, 2, 40, causal=True),
     Problem(2, 700, 900, 16, 4, 128, causal=True),  # more tiles than CTAs
-    Problem(2, 3, 2000, 8, 2, 128),  # splits of packed heads, which the last one combines
+    Problem(2, 3, 2000, 8, 2, 128),  # decoding
+    Problem(2, 9, 2000, 16, 2, 128),  # splits of packed heads, which the last one combines
     Problem(1, 100, 4000, 2, 2, 64, causal=True),  # the same with rows of all warps
-    Problem(40, 3, 4000, 32, 8, 64),  # packed heads, more tiles than CTAs
+    Problem(40, 20, 4000, 32, 8, 64),  # packed heads, more tiles than CTAs
     Problem(2, 200, 150, 4, 2, 64, causal=True, seqused_k=(150, 70), **EVERYTHING_ON_HOPPER),
     Problem(2, 200, 150, 4, 2, 64, causal=True, seqused_k=(150, 70), **EVERYTHING),
     PACKED,

@@ -11,9 +11,9 @@ import itertools
 from types import ModuleType
 
 import pytest
-from attention_testing import KERNEL_DIMS, VARIANTS
+from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
 from compiled import CSRC, NATIVE, python_module
-from test_attention import few_keys
+from test_attention import decoding, few_keys, few_queries, few_tiles
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
 PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "variants")]
@@ -81,17 +81,18 @@ def test_what_a_forward_keeps(native: ModuleType) -> None:
 def test_what_splits_keep(native: ModuleType) -> None:
     """A result in float32 for each split and row, which a kernel combines; or fa3's last split,
     where each CTA has one tile. Splits are then counted for each Q tile and consumer."""
-    p = problem(native, seqlen_q=4, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
+    p = problem(native, seqlen_q=70, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
     for variant, splits in (("fa2", 32), ("fa3", 16)):
         plan = p.forward(variant)
         assert plan.num_splits == splits
-        rows = splits * 8 * 4
+        rows = splits * 8 * 70
         kept = {"o_partial": rows * 128 * 4, "statistics_partial": rows * 8}
         if variant == "fa2":
             assert sizes(plan) == kept and plan.launches[1] == "combine_splits"
         else:
             assert sizes(plan) == kept | {"counters": 8 * 2 * 8} and len(plan.launches) == 1
-    p.batch, p.heads_q = 40, 32  # more tiles than an H200 works on at a time, of packed heads
+    # More tiles than an H200 works on at a time, of packed heads.
+    p.batch, p.seqlen_q, p.heads_q = 40, 9, 32
     plan = p.forward("fa3")
     assert plan.pack_gqa_log2 > 0 and sizes(plan)["counters"] == 8
     assert plan.launches[1] == "combine_splits, pdl"
@@ -192,25 +193,99 @@ def test_ds_of_wide_heads(shape: dict[str, int], native: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("fields", "splits", "pack_gqa_log2"),
     [
-        (dict(seqlen_q=4, seqlen_k=131072, heads_q=32, heads_k=8), 16, 3),
+        (dict(seqlen_q=17, seqlen_k=131072, heads_q=32, heads_k=8), 8, 3),
         (dict(seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1), 126, 0),  # one tile, by a view
         (
             dict(
-                seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1, window_left=4095, window_right=0
+                seqlen_q=1, seqlen_k=131072, heads_q=8, heads_k=1, window_left=65535, window_right=0
             ),
-            31,
+            126,
             3,
         ),
         (dict(seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_k=8), 1, 0),
-        (dict(batch=64, seqlen_q=1, seqlen_k=8192, heads_q=8, heads_k=8), 1, 0),
+    ],
+)
+def test_splits_of_128_rows(
+    fields: dict[str, int], splits: int, pack_gqa_log2: int, native: ModuleType
+) -> None:
+    plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
+    assert plan.launches == ["fa3_forward<128, 128>"]
+    assert (plan.num_splits, plan.pack_gqa_log2) == (splits, pack_gqa_log2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "splits", "pack_gqa_log2"),
+    [
+        (dict(seqlen_k=1024, heads_q=32, heads_k=8), 8, 0),
+        (dict(seqlen_k=131072, heads_q=32, heads_k=8), 8, 0),
+        (dict(seqlen_k=128, heads_q=32, heads_k=8), 1, 0),
+        (dict(seqlen_k=8192, heads_q=8, heads_k=1), 8, 0),
+        (dict(seqlen_k=1024, heads_q=32, heads_k=32), 4, 0),
+        (dict(seqlen_k=1024, heads_q=32, heads_k=8, batch=8), 2, 0),
+        (dict(seqlen_k=8192, heads_q=32, heads_k=8, batch=17), 1, 0),  # 136 tiles
+        (dict(seqlen_k=1024, heads_q=28, heads_k=4, sink=True), 8, 3),  # 7 of 8 rows
+        (dict(seqlen_k=1024, heads_q=28, heads_k=4, alibi=True), 4, 0),
+        (dict(seqlen_q=4, seqlen_k=4096, heads_q=64, heads_k=8, window_right=0), 8, 3),
+        (dict(seqlen_q=6, seqlen_k=6 * 2048, heads_q=8, heads_k=2, varlen=True, batch=6), 8, 2),
     ],
 )
 def test_splits_of_a_decoding_step(
     fields: dict[str, int], splits: int, pack_gqa_log2: int, native: ModuleType
 ) -> None:
     plan = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3")
+    assert plan.launches == ["fa3_decode<128, 128>"] and plan.bytes == 0
     assert (plan.num_splits, plan.pack_gqa_log2) == (splits, pack_gqa_log2)
-    assert len(plan.launches) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(seqlen_q=9, heads_q=8, heads_k=2),  # 36 rows
+        dict(seqlen_q=17, batch=34),  # 68 tiles of more rows than 16
+        dict(seqlen_q=40, batch=39, varlen=True),  # one sequence may have all other queries
+        dict(fp8=True),
+    ],
+)
+def test_what_is_no_decoding_step(fields: dict[str, int], native: ModuleType) -> None:
+    fields = dict(seqlen_k=1024, heads_q=2, heads_k=2) | fields
+    launches = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3").launches
+    assert launches[0] in ("fa3_forward<128, 128>", "fa3_forward_fp8<128, 128>")
+
+
+def planned(native: ModuleType, x: Problem) -> object:
+    """The plan of fa3's forward for a problem of the GPU tests."""
+    names = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "sink", "softcap")
+    fields = {name: getattr(x, name) for name in names}
+    if x.lengths_q is not None:
+        fields |= {"varlen": True, "seqlen_q": sum(x.lengths_q), "seqlen_k": sum(x.lengths_k)}
+    elif x.layout == "packed":
+        fields |= {"varlen": True, "seqlen_q": x.batch * x.seqlen_q + x.tail}
+    window = (-1, 0) if x.causal else x.window
+    fields |= {"window_left": window[0], "window_right": window[1], "alibi": bool(x.alibi)}
+    return problem(native, **fields, head_dim_v=x.head_dim_v or x.head_dim).forward("fa3")
+
+
+def test_gpu_problems_reach_the_kernel_for_few_queries(native: ModuleType) -> None:
+    """In every pair of head dims, with each number of splits; and not those meant for others."""
+    reached = set()
+    for x in decoding():
+        plan = planned(native, x)
+        # More than 16 rows need more registers than head dim 256 leaves.
+        assert plan.launches[0].startswith("fa3_decode") or (x.head_dim, x.seqlen_q) == (256, 12), x
+        if plan.launches[0].startswith("fa3_decode"):
+            reached.add((plan.launches[0], plan.num_splits))
+    kernels = {"fa3_decode<{}, {}>".format(*dims) for dims in KERNEL_DIMS}
+    assert reached == set(itertools.product(kernels, (1, 2, 4, 8)))
+    packed, split = set(), set()
+    for x in (*few_queries("cuda"), *few_tiles("cuda")):
+        if unsupported_reason("fa3", x, "cuda") or x.layout == "expanded_heads":
+            continue
+        plan = planned(native, x)
+        if not plan.launches[0].startswith("fa3_forward"):
+            continue
+        packed |= {plan.launches[0]} if plan.pack_gqa_log2 else set()
+        split |= {plan.launches[0]} if plan.num_splits > 1 else set()
+    assert packed == split == {"fa3_forward<{}, {}>".format(*dims) for dims in KERNEL_DIMS}
 
 
 # --- Variants ---

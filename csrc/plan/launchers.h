@@ -15,6 +15,8 @@ cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_decode(ForwardParams params, cudaStream_t stream);
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream);

@@ -232,6 +232,55 @@ constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths le
     return lengths == Fa3Lengths::kLongKeys ? row.long_keys : row.usual;
 }
 
+// --- FA3, decoding ---
+
+struct Fa3DecodeTile {
+    int rows = 16;
+    int warps = 8;
+    int stages;
+    int ctas_per_sm = 1;
+
+    constexpr bool operator==(const Fa3DecodeTile&) const = default;
+};
+
+// As many rows, or warps, as registers allow, and as many stages as shared memory then does.
+struct Fa3Decode {
+    HeadDims head_dims;
+    Fa3DecodeTile few_rows;
+    Fa3DecodeTile many_keys = few_rows;  // of few rows, where an SM has no more than one CTA
+    Fa3DecodeTile many_rows = few_rows;
+};
+
+inline constexpr Fa3Decode kFa3Decode[] = {
+    {.head_dims = {32, 32},
+     .few_rows = {.stages = 4, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 4},
+     .many_rows = {.rows = 64, .stages = 6}},
+    {.head_dims = {64, 64},
+     .few_rows = {.stages = 3, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 3},
+     .many_rows = {.rows = 64, .stages = 4}},
+    {.head_dims = {96, 96},
+     .few_rows = {.stages = 2, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 2},
+     .many_rows = {.rows = 48, .stages = 3}},
+    {.head_dims = {128, 128},
+     .few_rows = {.stages = 1, .ctas_per_sm = 2},
+     .many_keys = {.warps = 16, .stages = 1},
+     .many_rows = {.rows = 32, .stages = 2}},
+    {.head_dims = {192, 128}, .few_rows = {.stages = 2}, .many_rows = {.rows = 32, .stages = 2}},
+    {.head_dims = {192, 192}, .few_rows = {.stages = 2}, .many_rows = {.rows = 32, .stages = 1}},
+    {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
+};
+static_assert(has_all_rows(kFa3Decode));
+
+constexpr Fa3Decode fa3_decode(HeadDims dims) { return row_of(kFa3Decode, dims); }
+
+// The most keys of a split for which few warps are better than many.
+inline constexpr int kFewDecodeKeys = 512;
+
+// --- FA3, forward of FP8 ---
+
 // P V of partial_cols columns is in the registers of the scores.
 struct Fa3ForwardFp8Row {
     HeadDims head_dims;

@@ -139,6 +139,7 @@ struct ForwardParams : AttentionParams {
     unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or as below
     bool few_tiles = false;        // do the smallest Q tiles fill the GPU no more than once?
     bool combines_splits = false;  // does the last split? counters: (Q tiles, consumers)
+    bool decodes = false;          // by the kernel of decode.cuh
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 

@@ -13,6 +13,13 @@ __device__ __forceinline__ uint32_t cta_rank() {
     return rank;
 }
 
+// The cluster's number in the grid.
+__device__ __forceinline__ uint32_t cluster_id() {
+    uint32_t id;
+    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+    return id;
+}
+
 // The barrier of all threads of the cluster. Orders no memory accesses but initialized mbarriers
 // (mbarrier_fence_init): a release waits for all that the thread has stored to global memory.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
@@ -22,11 +29,28 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same barrier, after which all that was stored before is visible to all.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    cluster_wait();
+}
+
 // An address of this CTA's shared memory as the same place of another CTA's.
 __device__ __forceinline__ uint32_t address_in_cta(uint32_t address, uint32_t rank) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
+}
+
+// Loads from a CTA's shared memory, also this one's.
+__device__ __forceinline__ void ld_cluster(float& x, uint32_t address) {
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void ld_cluster(float4& x, uint32_t address) {
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
 }
 
 // Stores to a CTA's shared memory. Its mbarrier counts the bytes, once they are there.

@@ -38,8 +38,8 @@ inline void pack_gqa_view(ForwardParams& params) {
 // query has 2^pack_gqa_log2 rows instead: the first ones are the heads of its group, and K and V
 // are loaded once for all of them.
 struct QueryTiles {
-    int heads;
-    int queries;
+    int heads = 0;
+    int queries = 0;
     int pack_gqa_log2 = 0;
 };
 
@@ -65,6 +65,23 @@ inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool m
                                 (params.head_dim + params.head_dim_v) *
                                 element_bytes(params.element_type);
     return 2 * few <= many && results * params.head_dim_v * 8 <= saved_bytes ? packed : one_head;
+}
+
+// The queries of a sequence that decode.cuh takes.
+inline int few_queries(const AttentionParams& params) {
+    return params.cu_seqlens_q == nullptr ? params.seqlen_q : 1;
+}
+
+// Tiles for few queries: of up to block_q rows, which hold all queries and the heads of their
+// group. None (0 heads) where there are more. Packed sequences have one query, or some of them
+// none: otherwise some may be long.
+inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
+    const int group = may_pack_gqa ? params.heads_q / max_of(params.heads_k, 1) : 1;
+    int pack_gqa_log2 = 0;
+    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    if (params.cu_seqlens_q != nullptr && params.seqlen_q > params.batch) return {};
+    if (int64_t{few_queries(params)} << pack_gqa_log2 > block_q) return {};
+    return {group > 1 ? params.heads_k : params.heads_q, block_q >> pack_gqa_log2, pack_gqa_log2};
 }
 
 // The order of Q tiles. The tiles of a head share K and V, `head_dims` numbers a key.

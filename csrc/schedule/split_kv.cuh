@@ -54,4 +54,41 @@ inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_pe
     return splits;
 }
 
+inline constexpr int kMostClusterSplits = 8;  // the largest portable cluster
+
+// How many CTAs run at a time, one an SM, in clusters of `splits`. The SMs of a GPC are not a
+// multiple of four or eight, so some stay idle: 12 of an H200's 132.
+inline int most_ctas_in_clusters(int splits, int multiprocessors) {
+    return splits <= 2 ? multiprocessors : multiprocessors - multiprocessors / 11;
+}
+
+// A forward pass of few queries, as far as its splits depend on it.
+struct Decoding {
+    int64_t tiles;
+    int keys;
+    bool in_l2;    // do K and V fit in L2?
+    double alone;  // the time of 128 keys in a CTA that nothing but itself limits
+    int multiprocessors;
+    int ctas_per_sm;
+};
+
+// The relative time of decode.cuh with so many splits. Its unit is about that of 128 keys in each
+// CTA where every SM has one: then memory is the limit, or L2. More splits than a cluster has are
+// combined through global memory. Fitted to the table in docs/notes/019-few-queries.md.
+inline double decoding_time(const Decoding& call, int splits) {
+    const int64_t ctas = call.tiles * splits;
+    const bool in_cluster = splits <= kMostClusterSplits;
+    const int64_t at_once =
+        int64_t{call.ctas_per_sm} *
+        (in_cluster ? most_ctas_in_clusters(splits, call.multiprocessors) : call.multiprocessors);
+    const auto wave = [&](int64_t of_ctas) {
+        const double full = static_cast<double>(of_ctas) / call.multiprocessors;
+        return of_ctas == 0 ? 0.
+                            : 1.2 + ceil_div(call.keys, 128 * splits) *
+                                        max_of(call.alone, (call.in_l2 ? 0.6 : 0.95) * full);
+    };
+    const double combination = splits == 1 ? 0. : in_cluster ? 0.5 : 5.;
+    return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) + combination;
+}
+
 }  // namespace flash_ext

@@ -36,12 +36,14 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
     return schedule.tiles * schedule.heads * schedule.batch;
 }
 
+// The bytes that stay in L2: 32 MiB. An H100 or H200 has 50 MB, an A100 40 MB.
+inline constexpr int64_t kL2Share = 32 << 20;
+
 // Host side: the heads of an L2 swizzle group, from the bytes of the operands that the tiles of a
 // head share. A group has some `waves` waves of CTAs, at least half as many: with fewer, its last
 // tiles would leave much of the GPU idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
                               int64_t bytes_per_head, int ctas_per_sm, int waves = 2) {
-    constexpr int64_t kL2Share = 32 << 20;  // 32 MiB; an H100 or H200 has 50 MB, an A100 40 MB
     const int64_t l2_group_tiles = 128 * waves * ctas_per_sm;
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
     const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),

@@ -71,6 +71,10 @@ cudaError_t fa3_forward(ForwardParams, cudaStream_t) {
     return note("fa3_forward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_decode(ForwardParams, cudaStream_t) {
+    return note("fa3_decode", kHeadDim, kHeadDimV);
+}
+template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams, cudaStream_t) {
     return note("fa3_forward_fp8", kHeadDim, kHeadDimV);
 }
@@ -131,7 +135,8 @@ std::vector<const void*> instantiated_for_all_head_dims() {
         keep(&fa1_forward<kD, kDv>, &fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>,
              &fa1_backward<kD, kDv>, &fa2_backward<kD, kDv>, &fa1_forward_shared_bytes<kD, kDv>,
              &fa2_forward_shared_bytes<kD, kDv>, &fa1_backward_shared_bytes<kD, kDv>,
-             &fa2_backward_shared_bytes<kD, kDv>, &fa3_forward_fp8<kD, kDv>);
+             &fa2_backward_shared_bytes<kD, kDv>, &fa3_forward_fp8<kD, kDv>,
+             &fa3_decode<kD, kDv>);
         constexpr HeadDims kFa3 = tuning::fa3_backward_head_dims(kHeadDims[i]);
         if constexpr (tuning::is_fa3_backward_wide(kFa3)) {
             keep(&fa3_backward_wide<kFa3.qk, kFa3.v>);
@@ -165,7 +170,7 @@ struct Problem {
     int window_left = -1, window_right = -1;
     bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
     bool repeated_rows = false;  // of k
-    bool fp8 = false;
+    bool fp8 = false, alibi = false;
     double softcap = 0;
 
     Sizes sizes() const {
@@ -225,6 +230,7 @@ struct Problem {
         params.softcap = static_cast<float>(softcap);
         if (bias) params.bias.data = kMemory;
         if (sink) params.sink = reinterpret_cast<float*>(kMemory);
+        if (alibi) params.alibi_slopes = reinterpret_cast<float*>(kMemory);
         params.aligned = true;
     }
 
@@ -318,6 +324,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readwrite("deterministic", &Problem::deterministic)
         .def_readwrite("repeated_rows", &Problem::repeated_rows)
         .def_readwrite("fp8", &Problem::fp8)
+        .def_readwrite("alibi", &Problem::alibi)
         .def_readwrite("softcap", &Problem::softcap)
         .def("choose_forward",
              [](const Problem& p, const std::string& wanted) {

@@ -1,0 +1,424 @@
+// Decoding: few queries, whose time is that of reading K and V (Flash-Decoding, Dao et al. 2023).
+//
+// The rows of a tile are queries, or the heads of a group (packed GQA, QueryTiles): 16, the fewest
+// that tensor cores take, or a few times as many. It is computed as in fa2, by mma.sync. Its keys
+// are in splits, each the work of a CTA; the CTAs of a tile are a thread-block cluster.
+//
+// Warps share nothing until the end. The warps of a CTA take its blocks of 16 keys in turn. Each
+// has its own pipeline of K and V in shared memory, filled by cp.async, and its own softmax: so the
+// loop has no barrier, and a warp waits for nothing but its own loads. Then the results are
+// combined, as in combine_row.cuh,
+//
+//     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    O = sum_p 2^((m_p - m) scale) O_p / l
+//
+// over the warps through shared memory, and over the splits through distributed shared memory,
+// where each CTA takes a share of the elements. So there is neither a second kernel nor a
+// workspace.
+//
+// The exponent is (s - m) scale, two operations where the other kernels take one FMA, which here
+// costs nothing: no score is too large for it (kLargeExponent), and no row has to be recomputed.
+#pragma once
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/softmax.cuh"
+#include "plan/launchers.h"
+#include "plan/tuning.h"
+#include "problem/mask.cuh"
+#include "problem/score.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
+#include "schedule/packed_gqa.h"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "tile/copy.cuh"
+#include "tile/gemm.cuh"
+
+namespace flash_ext {
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3DecodeTile kTuning>
+struct Fa3DecodeConfig {
+    using Element = Element_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kRows = kTuning.rows;
+    static constexpr int kKeys = 16;  // that a warp takes at a time
+    static constexpr int kWarps = kTuning.warps;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kStages = kTuning.stages;
+    static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
+
+    using QTile = SharedTile<Element, kRows, kHeadDim>;
+    using KTile = SharedTile<Element, kKeys, kHeadDim>;
+    using VTile = SharedTile<Element, kKeys, kHeadDimV>;
+
+    // A result over some of the keys: O not divided by the sums, row maxima and sums. A row of O
+    // has eight words more, so that the eight rows that a warp stores at a time are in all banks.
+    template <int kPartialRows>
+    struct Partial {
+        float out[kPartialRows][kHeadDimV + 8];
+        float max[kPartialRows];
+        float sum[kPartialRows];
+    };
+    struct Stage {
+        char k[KTile::kBytes];
+        char v[VTile::kBytes];
+    };
+    struct SharedStorage {
+        union {
+            Stage stages[kWarps][kStages];
+            Partial<16> of_warps[kWarps];  // after the loop, 16 rows at a time
+        };
+        char q[QTile::kBytes];
+        Partial<kRows> of_split;
+    };
+    static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
+};
+
+template <class Config>
+struct Fa3Decode {
+    using Element = typename Config::Element;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using QTile = typename Config::QTile;
+    using Scores = RegisterTile<Config::kRows, Config::kKeys>;
+    using Output = RegisterTile<Config::kRows, Config::kHeadDimV>;
+    using Softmax = OnlineSoftmax<Config::kRows>;
+
+    const ForwardParams& params;
+    typename Config::SharedStorage& storage;
+    Sequence sequence;
+    int group;         // query heads that share a head of K and V
+    int head, head_k;  // of Q, the first one of the tile, and of K and V
+    int first_query;   // of the tile
+    int split;
+
+    __device__ __forceinline__ explicit Fa3Decode(const ForwardParams& p)
+        : params(p), storage(shared_storage<typename Config::SharedStorage>()) {
+        // A head of a dense batch has one tile, and packed sequences are one batch.
+        const int number = ptx::cluster_id();
+        const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
+        const bool varlen = p.cu_seqlens_q != nullptr;
+        const SequenceTile tile = tile_of<true, Rows::kQueries>(
+            p, varlen ? 0 : number / heads, varlen ? number / heads : 0, queries());
+        sequence = tile.sequence;
+        group = group_of(p);
+        head = number % heads;
+        head_k = head;
+        if (p.pack_gqa_log2 > 0) {
+            head *= group;
+        } else if (group > 1) {
+            head_k /= group;
+        }
+        first_query = tile.tile * queries();
+        split = ptx::cta_rank();
+    }
+
+    // --- The rows of the tile: queries, or the heads of a group ---
+
+    __device__ __forceinline__ int queries() const { return Config::kRows >> params.pack_gqa_log2; }
+    __device__ __forceinline__ int query_of(int row) const {
+        return first_query + (row >> params.pack_gqa_log2);
+    }
+    __device__ __forceinline__ int head_of(int row) const {
+        return head + (row & ((1 << params.pack_gqa_log2) - 1));
+    }
+    // All valid rows are before this one.
+    __device__ __forceinline__ int rows() const {
+        return min_of(sequence.seqlen_q - first_query, queries()) << params.pack_gqa_log2;
+    }
+    __device__ __forceinline__ bool is_valid(int row) const {
+        return row < rows() && (params.pack_gqa_log2 == 0 || head_of(row) < head + group);
+    }
+
+    // --- Loads ---
+
+    __device__ __forceinline__ void load_q() const {
+        constexpr int kPerRow = Config::kHeadDim / QTile::kChunk;
+        for (int i = threadIdx.x; i < Config::kRows * kPerRow; i += Config::kThreads) {
+            const int row = i / kPerRow, col = i % kPerRow * QTile::kChunk;
+            const auto* source = row_pointer<const Element>(
+                params.q, sequence.batch, sequence.q_begin + query_of(row), head_of(row));
+            ptx::cp_async_16(ptx::shared_address(storage.q) + QTile::offset(row, i % kPerRow),
+                             source + col, is_valid(row) && col < params.head_dim);
+        }
+    }
+
+    // This warp's blocks of keys, one after another, each as a group of cp.async.
+    template <class Tile>
+    struct Loads {
+        TileCursor<Tile, 32, false, Element> cursor;
+        int64_t row_stride;
+        int cols;
+        int keys;  // from the next block's first one to the end of the sequence
+        int left;  // blocks
+
+        __device__ __forceinline__ void next(const char* stage) {
+            if (left > 0)
+                cursor.template load<false>(ptx::shared_address(stage), row_stride, keys, cols,
+                                            true, -Config::kWarps);
+            ptx::cp_async_commit();
+            keys -= Config::kWarps * Tile::kRows;
+            --left;
+        }
+    };
+    template <class Tile>
+    __device__ __forceinline__ Loads<Tile> loads(const TensorView& view, int cols, int block,
+                                                 int count) const {
+        const int key = block * Config::kKeys;
+        Loads<Tile> loads{{}, view.row_stride, cols, sequence.seqlen_k - key, count};
+        loads.cursor.start(global_tile<const Element>(
+            view, sequence.batch, int64_t{sequence.k_begin} + key, head_k, 0, 0));
+        return loads;
+    }
+
+    // --- Attention over the keys of a warp ---
+
+    __device__ __forceinline__ float exponent_scale() const {
+        return Config::kGeneral ? 1.f : params.scale_log2;
+    }
+
+    __device__ __forceinline__ Softmax begin_softmax() const {
+        Softmax softmax;
+        if (params.sink == nullptr || split > 0 || warp_id() > 0 || !sequence.is_owned(params))
+            return softmax;
+#pragma unroll
+        for (int m = 0; m < Output::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = 16 * m + lane_row() + 8 * i;
+                if (is_valid(row))
+                    softmax.begin_with(params.sink[head_of(row)] * kLog2e / exponent_scale(), m, i);
+            }
+        return softmax;
+    }
+
+    // Applies the options and the mask.
+    __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
+                                                  int block) const {
+        const Interval keys = tile_interval(block, Config::kKeys);
+        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
+            ScoreFunction<Element, Rows::kQueries, false>{params, sequence, head}.apply(
+                rS, first_query, keys.begin);
+        if (!mask.is_full({first_query, first_query + queries()}, keys))
+            mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
+    }
+
+    __device__ __forceinline__ void attend(Output& rO, Softmax& softmax) const {
+        const BandMask mask{sequence.seqlen_q, sequence.seqlen_k, params.window_left,
+                            params.window_right};
+        const Interval keys = mask.keys_of({first_query, first_query + queries()});
+        const VisibleTiles blocks =
+            split_of(tiles_of(keys, Config::kKeys), split, params.num_splits);
+        int block = blocks.begin + warp_id();
+        const int count = ceil_div(blocks.end - block, Config::kWarps);
+        auto k_loads = loads<KTile>(params.k, params.head_dim, block, count);
+        auto v_loads = loads<VTile>(params.v, params.head_dim_v, block, count);
+        auto& stages = storage.stages[warp_id()];
+        constexpr int kPending = 2 * Config::kStages - 1;  // groups after the one that is needed
+        load_q();                                          // belongs to the first group
+#pragma unroll
+        for (int i = 0; i < Config::kStages; ++i) {
+            k_loads.next(stages[i].k);
+            v_loads.next(stages[i].v);
+        }
+        ptx::cp_async_wait<kPending>();
+        __syncthreads();  // all of Q has landed
+        const AFromRows<QTile> q(ptx::shared_address(storage.q));
+
+        for (int stage = 0; block < blocks.end; block += Config::kWarps) {
+            Scores rS;
+            rS.clear();
+            ptx::cp_async_wait<kPending>();
+            __syncwarp();  // the loads of all lanes have landed
+            gemm<Element, Config::kHeadDim>(rS, q,
+                                            BFromRows<KTile>(ptx::shared_address(stages[stage].k)));
+            __syncwarp();  // all lanes have read K
+            k_loads.next(stages[stage].k);
+            finish_scores(rS, mask, block);
+            softmax.template update<true>(rS, rO, exponent_scale());
+            ptx::cp_async_wait<kPending>();
+            __syncwarp();
+            gemm<Element, Config::kKeys>(rO, AFromRegisters<Element, Scores>{rS},
+                                         BFromColumns<VTile>(ptx::shared_address(stages[stage].v)));
+            __syncwarp();
+            v_loads.next(stages[stage].v);
+            if (++stage == Config::kStages) stage = 0;
+        }
+        softmax.finish();
+    }
+
+    // --- Results ---
+
+    // This warp's results of 16 rows, from row 16 m on.
+    __device__ __forceinline__ void store_partial(const Output& rO, const Softmax& softmax,
+                                                  int m) const {
+        auto& partial = storage.of_warps[warp_id()];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = lane_row() + 8 * i;
+            if (16 * m + row >= rows()) continue;
+            if (lane_col() == 0) {
+                partial.max[row] = softmax.row_max[m][i];
+                partial.sum[row] = softmax.row_sum[m][i];
+            }
+#pragma unroll
+            for (int n = 0; n < Output::kN; ++n)
+                *reinterpret_cast<float2*>(&partial.out[row][8 * n + lane_col()]) = {
+                    rO.v[m][n][2 * i], rO.v[m][n][2 * i + 1]};
+        }
+    }
+
+    // Four columns of a row.
+    struct Four {
+        float max, sum;
+        float4 out;
+    };
+
+    // Combines `parts` partial results, kParts at most. load(part, x, offset) loads from one.
+    template <class Partial, int kParts, class Load>
+    __device__ __forceinline__ Four combine(int row, int col, int parts, Load load) const {
+        float max[kParts], sum[kParts];
+        float4 out[kParts];
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {  // all loads before their first use
+            const int part = min_of(i, parts - 1);
+            load(part, max[i], offsetof(Partial, max) + 4 * row);
+            load(part, sum[i], offsetof(Partial, sum) + 4 * row);
+            load(part, out[i], row * sizeof(Partial::out[0]) + 4 * col);
+        }
+        Four all{-INFINITY, 0.f, {}};
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) all.max = fmaxf(all.max, max[i]);
+        const float finite = finite_max(all.max);
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+            const float weight = i < parts ? ptx::ex2((max[i] - finite) * exponent_scale()) : 0.f;
+            all.sum += weight * sum[i];
+            all.out.x += weight * out[i].x;
+            all.out.y += weight * out[i].y;
+            all.out.z += weight * out[i].z;
+            all.out.w += weight * out[i].w;
+        }
+        return all;
+    }
+
+    // visit(row, column) for this thread's groups of four columns of rows 0 to `rows` - 1. `shares`
+    // CTAs share them, so that a warp has neighbors.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_four(int rows, int share, int shares,
+                                                  Visit visit) const {
+        constexpr int kPerRow = Config::kHeadDimV / 4;
+        for (int i = (warp_id() * shares + share) * 32 + lane_id(); i < rows * kPerRow;
+             i += Config::kThreads * shares)
+            visit(i / kPerRow, i % kPerRow * 4);
+    }
+
+    // To those of the split.
+    __device__ __forceinline__ void combine_warps(int m) const {
+        using Partial = typename Config::template Partial<16>;
+        const auto load = [&](int warp, auto& x, int offset) {
+            const char* partial = reinterpret_cast<const char*>(&storage.of_warps[warp]);
+            x = *reinterpret_cast<const std::remove_reference_t<decltype(x)>*>(partial + offset);
+        };
+        for_each_four(min_of(rows() - 16 * m, 16), 0, 1, [&](int row, int col) {
+            const Four all = combine<Partial, Config::kWarps>(row, col, Config::kWarps, load);
+            row += 16 * m;
+            *reinterpret_cast<float4*>(&storage.of_split.out[row][col]) = all.out;
+            if (col > 0) return;
+            storage.of_split.max[row] = all.max;
+            storage.of_split.sum[row] = all.sum;
+        });
+    }
+
+    // Stores O / l and lse.
+    __device__ __forceinline__ void combine_splits() const {
+        using Partial = typename Config::template Partial<Config::kRows>;
+        const int splits = params.num_splits;
+        const auto load = [&](int of_split, auto& x, int offset) {
+            const uint32_t partial = ptx::shared_address(&storage.of_split) + offset;
+            ptx::ld_cluster(x, ptx::address_in_cta(partial, of_split));
+        };
+        for_each_four(rows(), split, splits, [&](int row, int col) {
+            const Four all = combine<Partial, kMostClusterSplits>(row, col, splits, load);
+            if (!is_valid(row)) return;
+            const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
+            const int query = query_of(row);
+            if (col == 0)
+                params.lse[statistics_offset(params, sequence, head_of(row)) + query] =
+                    log_sum_exp(all.max, all.sum, exponent_scale());
+            if (col >= params.head_dim_v) return;  // a multiple of 8
+            auto* target = row_pointer<Element>(params.out, sequence.batch,
+                                                sequence.q_begin + query, head_of(row));
+            *reinterpret_cast<uint2*>(target + col) = {
+                ptx::pack<Element>(all.out.x * factor, all.out.y * factor),
+                ptx::pack<Element>(all.out.z * factor, all.out.w * factor)};
+        });
+    }
+
+    __device__ __forceinline__ void run() const {
+        if (first_query >= sequence.seqlen_q) return;  // a padding tile, of all CTAs of the cluster
+        Output rO;
+        rO.clear();
+        Softmax softmax = begin_softmax();
+        attend(rO, softmax);
+        ptx::cp_async_wait<0>();
+#pragma unroll
+        for (int m = 0; m < Output::kM; ++m) {
+            if (16 * m >= rows()) break;
+            __syncthreads();  // no stage, or no result of 16 rows before, is in use
+            store_partial(rO, softmax, m);
+            __syncthreads();
+            combine_warps(m);
+        }
+        ptx::cluster_sync();
+        combine_splits();
+        ptx::cluster_sync();  // no CTA ends before others have read its result
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    fa3_decode_kernel(const __grid_constant__ ForwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+    Fa3Decode<Config>(params).run();
+#else
+    __trap();  // never launched on other GPUs
+#endif
+}
+
+template <int kHeadDim, int kHeadDimV>
+cudaError_t fa3_decode(ForwardParams params, cudaStream_t stream) {
+    constexpr tuning::Fa3Decode kTuning = tuning::fa3_decode({kHeadDim, kHeadDimV});
+    const bool many_rows = few_queries(params) << params.pack_gqa_log2 > kTuning.few_rows.rows;
+    const int rows = many_rows ? kTuning.many_rows.rows : kTuning.few_rows.rows;
+    const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
+                           rows >> params.pack_gqa_log2};
+    const int64_t ctas = tile_count(params, tiles) * params.num_splits;
+    const bool many_keys = ctas <= most_ctas_in_clusters(params.num_splits, multiprocessors()) &&
+                           keys_seen(params) > tuning::kFewDecodeKeys * params.num_splits;
+    cudaError_t status = cudaSuccess;
+    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
+                                                                       auto features) {
+        const auto launch = [&](auto tile) {
+            using Config =
+                Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV, features.value, tile.value>;
+            status = launch_kernel<fa3_decode_kernel<Config>>(
+                ctas, Config::kThreads, sizeof(typename Config::SharedStorage), params, stream,
+                {.cluster = params.num_splits});
+        };
+        using tuning::Fa3DecodeTile;
+        if (many_rows) {
+            launch(std::integral_constant<Fa3DecodeTile, kTuning.many_rows>{});
+        } else if (many_keys) {
+            launch(std::integral_constant<Fa3DecodeTile, kTuning.many_keys>{});
+        } else {
+            launch(std::integral_constant<Fa3DecodeTile, kTuning.few_rows>{});
+        }
+    });
+    return status;
+}
+
+}  // namespace flash_ext
