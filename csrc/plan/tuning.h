@@ -239,8 +239,6 @@ struct Fa3DecodeTile {
     int warps = 8;
     int stages;
     int ctas_per_sm = 1;
-
-    constexpr bool operator==(const Fa3DecodeTile&) const = default;
 };
 
 // As many rows, or warps, as registers allow, and as many stages as shared memory then does.

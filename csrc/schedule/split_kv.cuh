@@ -74,7 +74,7 @@ struct Decoding {
 
 // The relative time of decode.cuh with so many splits. Its unit is about that of 128 keys in each
 // CTA where every SM has one: then memory is the limit, or L2. More splits than a cluster has are
-// combined through global memory. Fitted to the table in docs/notes/019-few-queries.md.
+// combined through global memory. Fitted to the table in docs/notes/019-one-sequence.md.
 inline double decoding_time(const Decoding& call, int splits) {
     const int64_t ctas = call.tiles * splits;
     const bool in_cluster = splits <= kMostClusterSplits;
