@@ -34,11 +34,11 @@ fa3 over the best peer, the faster of cuDNN and flash-attn 4 in each cell. Where
 run, its time is cuDNN's over the ratio in results/<device>/recorded_peers.json; such results are
 marked "recorded".
 
-Results go to benchmarks/results/<device>/compare.json, those of each shape as soon as they are
-there. A run with the same device, versions and source digest adds its cells to that file or
-replaces them, each cell as a whole, because a ratio is meaningful only within one process; any
-other run starts a new file. After --minutes no shape begins: what is left out keeps what the file
-has of it.
+Results go to benchmarks/results/<device>/compare.json, those of --set fp8, which goes alone, to
+compare_fp8.json; those of each shape as soon as they are there. A run with the same device,
+versions and source digest adds its cells to that file or replaces them, each cell as a whole,
+because a ratio is meaningful only within one process; any other run starts a new file. After
+--minutes no shape begins: what is left out keeps what the file has of it.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def parse() -> argparse.Namespace:
         help="leave out what takes longer per call than this (100 ms if not said)")  # fmt: skip
     add("--brief", action="store_true", help="print speeds and mean ratios only")
     add("--seed", type=int, default=0)
-    add("--out", help="result file, default benchmarks/results/<device>/compare.json")
+    add("--out", help="result file, default benchmarks/results/<device>/compare[_fp8].json")
     args = parser.parse_args()
     if args.graph and not (args.sustained and args.device.startswith("cuda")):
         parser.error("--graph is for --sustained on a GPU")
@@ -863,14 +863,18 @@ def main() -> int:
     cells = [] if args.host else list(grid(args))
     if not cells and not args.host:
         raise SystemExit("no cell left: see --filter, --causal, --full, --fwd, --bwd")
+    only_fp8 = bool(cells) and all(c.dtype == FP8 for c in cells)
+    if not only_fp8 and any(c.dtype == FP8 for c in cells):
+        raise SystemExit("--set fp8 goes alone: its results have a file of their own")
     args.variants = args.variants or running(torch.device(args.device))
     peers = [p for p in args.peers if p in HOST_PEERS] if args.host else args.peers
     providers, missing = collect(args.variants, peers)
-    providers[:0] = FP8_PROVIDERS if any(c.dtype == FP8 for c in cells) else ()
+    providers[:0] = FP8_PROVIDERS if only_fp8 else ()
     if args.host:
         providers.insert(0, variant("auto"))
     bench = Bench(args, providers)
-    path = common.result_path(bench.device, "compare.json", args.out)
+    name = "compare_fp8.json" if only_fp8 else "compare.json"
+    path = common.result_path(bench.device, name, args.out)
     result = common.describe_setup(bench.device) | {
         "method": METHOD,
         "extra_bytes": common.EXTRA_MEMORY,

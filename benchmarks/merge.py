@@ -3,7 +3,7 @@
     python benchmarks/merge.py FOLDER      # FOLDER/<device>/*.json, as in benchmarks/results
 
 For benchmarks that ran at the same time on several GPUs, each in a checkout of its own
-(evidence.sh). Cells of compare.json and train.json with the same device, versions and source are
+(evidence.sh). Cells of compare*.json and train.json with the same device, versions and source are
 added to those here, or replace them if they are newer. Any other file replaces the one here if it
 is newer.
 """
@@ -18,7 +18,7 @@ import common
 from common import Json, say
 from compare import key
 
-WITH_CELLS = ("compare.json", "train.json")
+WITH_CELLS = ("compare.json", "compare_fp8.json", "train.json")
 
 
 def with_cells(here: Json, other: Json) -> Json:

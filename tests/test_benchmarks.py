@@ -1181,7 +1181,7 @@ def test_fp8_errors_and_a_trained_model_and_their_tables(
         if cell["d"] == 256:
             cell["providers"]["fa3_fp8"] = {"skipped": "too wide.", "refused": True}
     compared = {"cells": cells, "labels": {}, "versions": {"cudnn_fp8": "1.2.3"}}
-    (folder / "compare.json").write_text(json.dumps(setup | compared))
+    (folder / "compare_fp8.json").write_text(json.dumps(setup | compared))
     text = fp8_report.fp8_section()
     assert "d 128, geometric mean: at least 1.08× | 1.25×, of 8 cells, 1.25× – 1.25× | holds |" in (
         text
@@ -1200,8 +1200,5 @@ def test_fp8_errors_and_a_trained_model_and_their_tables(
     speed, error = claims.fp8_speed(loaded), claims.fp8_error(loaded)
     assert speed is not None and error is not None
     assert speed.figure.endswith("TFLOP/s") and "d 32, 256 keys" in error.conditions
-    (folder / "tests.json").unlink()
-    text = compare_report.results_section()
-    assert "few heads or queries" not in text and "fp8" not in text, "no part of the other tables"
-    loaded["compare"]["cells"] = []
+    loaded["compare_fp8"]["cells"] = []
     assert claims.fp8_speed(loaded) is None

@@ -450,7 +450,7 @@ def fp8_speed(results: Results) -> Finding | None:
     name = FP8_PROVIDERS[0].name
     found = [
         (c["providers"][name]["tflops"], c)
-        for c in fp8_cells(results.get("compare", {}).get("cells", []))
+        for c in fp8_cells(results.get("compare_fp8", {}).get("cells", []))
         if "tflops" in c["providers"].get(name, {})
     ]
     if not found:

@@ -24,7 +24,6 @@ from compare import (
     shape_name,
     with_best,
 )
-from fp8_providers import FP8
 from models import SHAPES
 from providers import BEST, BEST_LABEL
 from support import BOTH
@@ -228,8 +227,7 @@ def results_section() -> str:
         compare = common.read_json(folder / "compare.json")
         if compare is not None:
             recorded = common.read_json(folder / "recorded_peers.json")
-            cells = [c for c in compare["cells"] if c["dtype"] != FP8]  # they have their own part
-            compare["cells"] = with_best(cells, recorded)
+            compare["cells"] = with_best(compare["cells"], recorded)
         memory = common.read_json(folder / "memory.json")
         tests = common.read_json(folder / "tests.json")
         device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
@@ -240,8 +238,8 @@ def results_section() -> str:
         parts += speed_parts(compare, folder, newest=True)
         whole = common.read_json(folder / "compare_full.json")
         if whole is not None and whole["digest"] != compare["digest"]:
-            cells = [c for c in whole["cells"] if c["dtype"] != FP8]
-            whole["cells"] = with_best(cells, common.read_json(folder / "recorded_peers.json"))
+            recorded = common.read_json(folder / "recorded_peers.json")
+            whole["cells"] = with_best(whole["cells"], recorded)
             parts.append("#### The last run of everything")
             parts += speed_parts(whole, folder, newest=False)
     return "\n\n".join(parts) or NOWHERE

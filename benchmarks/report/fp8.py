@@ -185,13 +185,13 @@ def model_part(train: Json) -> list[str]:
 
 def of_gpu(folder: Path) -> Iterator[str]:
     """The parts of one GPU; what was not measured is said to be so."""
-    names = ("compare", "numerics", "train_fp8")
+    names = ("compare_fp8", "numerics", "train_fp8")
     compare, numerics, train = (common.read_json(folder / f"{name}.json") for name in names)
     device = next((r["device"] for r in (compare, numerics, train) if r), folder.name)
     errors, model = ((r or {}).get("fp8") for r in (numerics, train))
     rows = list(goal_rows(compare, errors, model))
     yield table([f"goal, {device}", "measured", ""], rows, words=3)
-    if compare and fp8_cells(compare["cells"]):
+    if compare:
         yield from speed_part(compare)
     if numerics and errors:
         yield from errors_part(numerics)
