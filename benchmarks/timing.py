@@ -70,6 +70,11 @@ class Samples:
         return result
 
 
+# Seconds of one call back to back. With 0.07, at the power limit, flash-attn 4's backward ran at
+# 1,710 MHz beside others that take less power, and with 0.2 at 1,605 MHz (docs/notes/010).
+LEAST_TURN = 0.4
+
+
 def balanced_orders(names: list[str]) -> list[list[str]]:
     """Orders in which each name comes right after every other one equally often.
 
@@ -221,14 +226,16 @@ class Timer:
     ) -> dict[str, dict[str, float | str]]:
         """Each call back to back for ``seconds`` in all, in turns, on a GPU that is hot.
 
-        A turn begins with a third of its time that does not count. Each of ``calls`` makes
-        ``at_once`` calls; ``estimates`` holds what ``estimate`` returned of one.
+        A turn begins with a third of its time that does not count. No turn is shorter than
+        ``LEAST_TURN``, or the power limit would follow the mean of all calls. Each of ``calls``
+        makes ``at_once`` calls; ``estimates`` holds what ``estimate`` returned of one.
 
         Milliseconds per call with warm caches, and on a GPU clock, power and temperature (medians
         of the turns' medians), with the energy of a call in joules. Of a call that fails its error,
         as "skipped".
         """
         orders = balanced_orders(list(calls))
+        orders = orders[: max(1, int(seconds / LEAST_TURN))]
         turn = seconds / max(len(orders), 1) if self.cuda else 0
         counts = {
             name: max(5, math.ceil(turn / max(estimates[name][0] * at_once, 1e-7)))
