@@ -9,8 +9,8 @@ namespace flash_ext::ptx {
 // Copies 16 bytes, or writes 16 zero bytes and reads nothing when `valid` is false.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
     const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-                 "r"(bytes)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
+                 "l"(global), "r"(bytes)
                  : "memory");
 }
 

@@ -135,8 +135,7 @@ std::vector<const void*> instantiated_for_all_head_dims() {
         keep(&fa1_forward<kD, kDv>, &fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>,
              &fa1_backward<kD, kDv>, &fa2_backward<kD, kDv>, &fa1_forward_shared_bytes<kD, kDv>,
              &fa2_forward_shared_bytes<kD, kDv>, &fa1_backward_shared_bytes<kD, kDv>,
-             &fa2_backward_shared_bytes<kD, kDv>, &fa3_forward_fp8<kD, kDv>,
-             &fa3_decode<kD, kDv>);
+             &fa2_backward_shared_bytes<kD, kDv>, &fa3_forward_fp8<kD, kDv>, &fa3_decode<kD, kDv>);
         constexpr HeadDims kFa3 = tuning::fa3_backward_head_dims(kHeadDims[i]);
         if constexpr (tuning::is_fa3_backward_wide(kFa3)) {
             keep(&fa3_backward_wide<kFa3.qk, kFa3.v>);
