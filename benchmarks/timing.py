@@ -235,7 +235,7 @@ class Timer:
         as "skipped".
         """
         orders = balanced_orders(list(calls))
-        orders = orders[: max(1, int(seconds / LEAST_TURN))]
+        orders = orders[: max(1, int(seconds / LEAST_TURN + 1e-6))]  # 1.2 / 0.4 is below 3
         turn = seconds / max(len(orders), 1) if self.cuda else 0
         counts = {
             name: max(5, math.ceil(turn / max(estimates[name][0] * at_once, 1e-7)))

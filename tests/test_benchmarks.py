@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -59,6 +60,17 @@ def test_each_call_follows_every_other_one_equally_often(n: int) -> None:
     assert all(len(set(order)) == n for order in orders)
     after = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(after) == n * (n - 1) and len(set(after.values())) <= 1
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.1, 1), (0.8, 2), (1.2, 3), (60.0, 6)])
+def test_no_turn_of_sustained_load_is_short(seconds: float, turns: int) -> None:
+    made: list[str] = []
+    calls = {name: functools.partial(made.append, name) for name in "abc"}
+    timer = timing.Timer(torch.device("cpu"))
+    results = timer.sustained(calls, dict.fromkeys(calls, (1.0, 0.0)), seconds)
+    order = [name for name, _ in itertools.groupby(made)]
+    assert collections.Counter(made) == dict.fromkeys(calls, turns * 6), "five, and one before"
+    assert len(order) >= 2 * turns + 1 and all(r["calls"] == 5 * turns for r in results.values())
 
 
 def test_flops() -> None:
