@@ -82,9 +82,9 @@ def cases() -> Iterator[tuple[Problem, str, bool]]:
                 yield dataclasses.replace(parts, heads_k=2), variant, True
                 yield dataclasses.replace(parts, seqlen_q=20, sink=True, causal=True), variant, True
                 yield dataclasses.replace(parts, seqlen_q=1, seqlen_k=4200), variant, True
-                parts = dataclasses.replace(base, heads_q=8, seqlen_q=9, seqlen_k=2100)
-                yield dataclasses.replace(parts, sink=True, causal=True), variant, True
-                yield dataclasses.replace(parts, softcap=2.0), variant, True
+                packed = dataclasses.replace(base, heads_q=8, seqlen_q=9, seqlen_k=2100)
+                yield dataclasses.replace(packed, sink=True, causal=True), variant, True
+                yield dataclasses.replace(packed, softcap=2.0), variant, True
                 yield dataclasses.replace(base, heads_q=4, seqlen_q=300), variant, False  # in parts
 
 

@@ -1042,6 +1042,12 @@ def test_fp8_is_measured(
     assert "fa3 in FP8 over cuDNN, FP8, d 128, geometric mean: at least 1.08×: not meas" in shown
 
 
+def test_fp8_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--device", "cpu", "--set", "fp8", "decode", "--variants", "fa2")
+    with pytest.raises(SystemExit, match="alone"):
+        run(compare.main, *arguments, monkeypatch=monkeypatch)
+
+
 def test_fp8_without_cudnn_or_where_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

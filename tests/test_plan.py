@@ -257,7 +257,8 @@ def planned(native: ModuleType, x: Problem) -> object:
     names = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "sink", "softcap")
     fields = {name: getattr(x, name) for name in names}
     if x.lengths_q is not None:
-        fields |= {"varlen": True, "seqlen_q": sum(x.lengths_q), "seqlen_k": sum(x.lengths_k)}
+        fields |= {"varlen": True, "seqlen_q": sum(x.lengths_q) + x.tail}
+        fields |= {"seqlen_k": sum(x.lengths_k) + x.tail}
     elif x.layout == "packed":
         fields |= {"varlen": True, "seqlen_q": x.batch * x.seqlen_q + x.tail}
     window = (-1, 0) if x.causal else x.window

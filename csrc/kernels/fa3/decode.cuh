@@ -15,8 +15,8 @@
 // where each CTA takes a share of the elements. So there is neither a second kernel nor a
 // workspace.
 //
-// The exponent is (s - m) scale, two operations where the other kernels take one FMA, which here
-// costs nothing: no score is too large for it (kLargeExponent), and no row has to be recomputed.
+// The exponent is (s - m) scale, two operations where the other kernels take one FMA: no score is
+// too large for it (kLargeExponent), so no row has to be recomputed.
 #pragma once
 
 #include "kernels/common/launch.cuh"
