@@ -455,7 +455,8 @@ def few_keys() -> Iterator[Problem]:
 
 
 # Batch, queries, keys, heads: what fa3's kernel for few queries takes. Keys in 8, 8, 4, 2 and 1
-# splits; 1, 2, 4, 6 and 24 rows a tile; keys for 16 warps, and for 8.
+# splits, and in those of several clusters; 1, 2, 4, 6, 24 and 16 rows a tile; keys for 16 warps, and
+# for 8.
 DECODING = (
     (1, 1, 9000, 8, 8),
     (1, 2, 900, 8, 8),
@@ -463,6 +464,7 @@ DECODING = (
     (30, 1, 900, 4, 2),
     (70, 3, 200, 4, 2),
     (1, 12, 3000, 4, 2),
+    (1, 4, 20000, 4, 1),
 )
 
 

@@ -131,9 +131,8 @@ struct Fa3Forward {
     int partial_cols = 0;  // FP8: columns of O that one P V computes
 };
 
-// What tiles depend on, apart from head dims and form. kSplits: the keys are split, or GQA is
-// packed.
-enum class Fa3Lengths { kSplits, kFewQueries, kUsual, kLongKeys };
+// The tiles of a pair of head dims and a form. kSplits: the keys are split, or GQA is packed.
+enum class Fa3ForwardTile { kSplits, kFewQueries, kUsual, kLongKeys };
 
 // A tile takes as long as percent x rows x (keys + overhead), with the empty ones of both.
 struct Fa3Cost {
@@ -214,27 +213,28 @@ constexpr double relative_time(const Fa3ForwardCall& call, const Fa3Forward& til
 }
 
 // The tiles of a call without splits: those that take the least time.
-constexpr Fa3Lengths fa3_lengths(HeadDims dims, const Fa3ForwardCall& call) {
+constexpr Fa3ForwardTile fa3_forward_tile(HeadDims dims, const Fa3ForwardCall& call) {
     const Fa3ForwardRow row = row_of(kFa3Forward, dims);
     const double usual = relative_time(call, row.usual, {});
     const double few_queries = relative_time(call, row.few_queries, row.few_queries_costs);
     const double long_keys = relative_time(call, row.long_keys, row.long_keys_costs);
-    if (call.few_tiles || few_queries < min_of(usual, long_keys)) return Fa3Lengths::kFewQueries;
-    return long_keys < usual ? Fa3Lengths::kLongKeys : Fa3Lengths::kUsual;
+    if (call.few_tiles || few_queries < min_of(usual, long_keys))
+        return Fa3ForwardTile::kFewQueries;
+    return long_keys < usual ? Fa3ForwardTile::kLongKeys : Fa3ForwardTile::kUsual;
 }
 
-constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3Lengths lengths) {
+constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     // A tile of few rows leaves a consumer without any, which skips what the other one computes.
-    if (lengths == Fa3Lengths::kSplits) row.few_queries.ping_pong = false;
-    if (features == Features::kGeneral || lengths <= Fa3Lengths::kFewQueries)
+    if (tile == Fa3ForwardTile::kSplits) row.few_queries.ping_pong = false;
+    if (features == Features::kGeneral || tile <= Fa3ForwardTile::kFewQueries)
         return row.few_queries;
-    return lengths == Fa3Lengths::kLongKeys ? row.long_keys : row.usual;
+    return tile == Fa3ForwardTile::kLongKeys ? row.long_keys : row.usual;
 }
 
 // --- FA3, decoding ---
 
-struct Fa3DecodeTile {
+struct Fa3DecodeShape {
     int rows = 16;
     int warps = 8;
     int stages;
@@ -242,14 +242,14 @@ struct Fa3DecodeTile {
 };
 
 // As many rows, or warps, as registers allow, and as many stages as shared memory then does.
-struct Fa3Decode {
+struct Fa3DecodeRow {
     HeadDims head_dims;
-    Fa3DecodeTile few_rows;
-    Fa3DecodeTile many_keys = few_rows;  // of few rows, where an SM has no more than one CTA
-    Fa3DecodeTile many_rows = few_rows;
+    Fa3DecodeShape few_rows;
+    Fa3DecodeShape many_keys = few_rows;  // of few rows, where an SM has no more than one CTA
+    Fa3DecodeShape many_rows = few_rows;
 };
 
-inline constexpr Fa3Decode kFa3Decode[] = {
+inline constexpr Fa3DecodeRow kFa3Decode[] = {
     {.head_dims = {32, 32},
      .few_rows = {.stages = 4, .ctas_per_sm = 2},
      .many_keys = {.warps = 16, .stages = 4},
@@ -267,15 +267,26 @@ inline constexpr Fa3Decode kFa3Decode[] = {
      .many_keys = {.warps = 16, .stages = 1},
      .many_rows = {.rows = 32, .stages = 2}},
     {.head_dims = {192, 128}, .few_rows = {.stages = 2}, .many_rows = {.rows = 32, .stages = 2}},
-    {.head_dims = {192, 192}, .few_rows = {.stages = 2}, .many_rows = {.rows = 32, .stages = 1}},
+    {.head_dims = {192, 192}, .few_rows = {.stages = 2}},
     {.head_dims = {256, 256}, .few_rows = {.stages = 1}},
 };
 static_assert(has_all_rows(kFa3Decode));
 
-constexpr Fa3Decode fa3_decode(HeadDims dims) { return row_of(kFa3Decode, dims); }
+constexpr Fa3DecodeShape fa3_decode(HeadDims dims, DecodeTile tile) {
+    const Fa3DecodeRow row = row_of(kFa3Decode, dims);
+    return tile == DecodeTile::kManyRows   ? row.many_rows
+           : tile == DecodeTile::kManyKeys ? row.many_keys
+                                           : row.few_rows;
+}
 
 // The most keys of a split for which few warps are better than many.
 inline constexpr int kFewDecodeKeys = 512;
+
+// What 128 keys take in a CTA that nothing but itself limits, see decoding_time(). Fitted to the
+// table in docs/notes/019-one-sequence.md.
+constexpr double decoding_time_alone(DecodeTile tile) {
+    return tile == DecodeTile::kManyRows ? 0.6 : 0.36;
+}
 
 // --- FA3, forward of FP8 ---
 

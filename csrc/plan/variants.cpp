@@ -32,7 +32,8 @@ HeadDims head_dims(const AttentionParams& params) {
 
 // Where the keys of a Q tile are split, or GQA is packed, each split stores its own results.
 bool has_splits(const ForwardParams& params) {
-    return !params.decodes && (params.num_splits > 1 || params.pack_gqa_log2 > 0);
+    return params.decode_tile == DecodeTile::kNone &&
+           (params.num_splits > 1 || params.pack_gqa_log2 > 0);
 }
 
 // Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. Returns the number of
@@ -197,22 +198,21 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     return "";
 }
 
-// By the kernel for few queries, unless others take less time. The splits of a tile are a cluster.
+// By the kernel for few queries, if they are. The splits of a tile are a cluster, or several.
 bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const Device& device) {
     ForwardParams& params = plan.params;
     if (params.element_type == ElementType::kFloat8) return false;
-    const tuning::Fa3Decode tuned = tuning::fa3_decode(head_dims(params));
-    tuning::Fa3DecodeTile tile = tuned.few_rows;
-    QueryTiles q_tiles = few_query_tiles(params, tile.rows, may_pack_gqa);
-    const bool many_rows = q_tiles.heads == 0;
-    if (many_rows) {
-        tile = tuned.many_rows;
-        q_tiles = few_query_tiles(params, tile.rows, may_pack_gqa);
-    }
+    const auto shape = [&](DecodeTile tile) { return tuning::fa3_decode(head_dims(params), tile); };
+    const auto query_tiles = [&](DecodeTile tile) {
+        return few_query_tiles(params, shape(tile).rows, may_pack_gqa);
+    };
+    DecodeTile tile = DecodeTile::kFewRows;
+    if (query_tiles(tile).heads == 0) tile = DecodeTile::kManyRows;
+    const QueryTiles q_tiles = query_tiles(tile);
     if (q_tiles.heads == 0) return false;
     const int64_t tiles = tile_count(params, q_tiles);
     // Many tiles with many rows: not only memory is the limit.
-    if (many_rows && 2 * tiles > device.multiprocessors) return false;
+    if (tile == DecodeTile::kManyRows && 2 * tiles > device.multiprocessors) return false;
 
     const int keys = keys_seen(params);
     const int64_t bytes = int64_t{params.batch} * keys * params.heads_k *
@@ -221,18 +221,27 @@ bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const Device& device)
     const Decoding call{.tiles = tiles,
                         .keys = keys,
                         .in_l2 = bytes <= kL2Share,
-                        .alone = many_rows ? 0.6 : 0.36,
+                        .alone = tuning::decoding_time_alone(tile),
                         .multiprocessors = device.multiprocessors,
-                        .ctas_per_sm = tile.ctas_per_sm};
+                        .ctas_per_sm = shape(tile).ctas_per_sm};
     int best = 1;
-    for (int splits = 2; splits <= kMostClusterSplits; splits *= 2)
+    const auto consider = [&](int splits) {
         if (decoding_time(call, splits) < decoding_time(call, best)) best = splits;
-    const int more = num_splits(params, tiles, 1, device.multiprocessors, tuning::kFa3SplitKeys);
-    if (more > kMostClusterSplits && decoding_time(call, more) < decoding_time(call, best))
-        return false;
+    };
+    for (int splits = 2; splits < kMostClusterSplits; splits *= 2) consider(splits);
+    for (int clusters = 1; clusters <= kMostClusters; ++clusters)
+        consider(clusters * kMostClusterSplits);
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits = best;
-    params.decodes = true;
+    if (decode_clusters(best) > 1) {
+        const int64_t rows = tiles * decode_clusters(best) * shape(tile).rows;
+        plan.workspace.reserve(params.o_partial, rows * decode_row_floats(head_dims(params).v));
+        plan.workspace.reserve(params.counters, tiles * kMostClusterSplits);
+    }
+    const bool one_cta_per_sm = tiles * best <= most_ctas_in_clusters(best, device.multiprocessors);
+    if (tile == DecodeTile::kFewRows && one_cta_per_sm && keys > tuning::kFewDecodeKeys * best)
+        tile = DecodeTile::kManyKeys;
+    params.decode_tile = tile;
     return true;
 }
 
@@ -260,7 +269,7 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
             return has_splits(params) ? fa3_forward_fp8<dim, dim_v>(params, stream)
                                       : fa3_forward_fp8<kDims.qk, kDims.v>(params, stream);
         }
-        if (params.decodes) return fa3_decode<dim, dim_v>(params, stream);
+        if (params.decode_tile != DecodeTile::kNone) return fa3_decode<dim, dim_v>(params, stream);
         return fa3_forward<dim, dim_v>(params, stream);
     });
     const bool combined = !has_splits(params) || params.combines_splits;

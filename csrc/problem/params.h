@@ -128,6 +128,9 @@ struct alignas(8) PartialStatistics {
     float sum;
 };
 
+// The tiles of the kernel for few queries, decode.cuh; plan/tuning.h says when each is best.
+enum class DecodeTile : uint8_t { kNone, kFewRows, kManyKeys, kManyRows };
+
 struct ForwardParams : AttentionParams {
     TensorView q;    // (B, Sq, Hq, D)
     TensorView k;    // (B, Sk, Hk, D)
@@ -136,14 +139,15 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
 
     // FA3 only.
-    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or as below
+    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or of splits
     bool few_tiles = false;        // do the smallest Q tiles fill the GPU no more than once?
     bool combines_splits = false;  // does the last split? counters: (Q tiles, consumers)
-    bool decodes = false;          // by the kernel of decode.cuh
+    DecodeTile decode_tile = DecodeTile::kNone;  // otherwise by decode.cuh
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: the results of splits, also where GQA is packed; see combine.cuh.
+    // FA2 and FA3: the results of splits, also where GQA is packed; see combine.cuh. In decode.cuh
+    // those of clusters of splits.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
     PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)

@@ -55,6 +55,16 @@ inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_pe
 }
 
 inline constexpr int kMostClusterSplits = 8;  // the largest portable cluster
+inline constexpr int kMostClusters = 15;      // of a tile: an H200 holds no more at a time
+
+// The clusters of a tile with so many splits: one, or full ones.
+FLASH_HOST_DEVICE constexpr int decode_clusters(int splits) {
+    return ceil_div(splits, kMostClusterSplits);
+}
+
+// Of a row of a result of decode.cuh: O, eight words so that the rows that a warp stores at a time
+// are in all banks, the maximum and the sum.
+FLASH_HOST_DEVICE constexpr int decode_row_floats(int head_dim_v) { return head_dim_v + 8 + 2; }
 
 // How many CTAs run at a time, one an SM, in clusters of `splits`. The SMs of a GPC are not a
 // multiple of four or eight, so some stay idle: 12 of an H200's 132.
@@ -73,21 +83,19 @@ struct Decoding {
 };
 
 // The relative time of decode.cuh with so many splits. Its unit is about that of 128 keys in each
-// CTA where every SM has one: then memory is the limit, or L2. More splits than a cluster has are
-// combined through global memory. Fitted to the table in docs/notes/019-one-sequence.md.
+// CTA where every SM has one: then memory is the limit, or L2. Several clusters combine their
+// results through global memory. Fitted to the table in docs/notes/019-one-sequence.md.
 inline double decoding_time(const Decoding& call, int splits) {
     const int64_t ctas = call.tiles * splits;
-    const bool in_cluster = splits <= kMostClusterSplits;
     const int64_t at_once =
-        int64_t{call.ctas_per_sm} *
-        (in_cluster ? most_ctas_in_clusters(splits, call.multiprocessors) : call.multiprocessors);
+        int64_t{call.ctas_per_sm} * most_ctas_in_clusters(splits, call.multiprocessors);
     const auto wave = [&](int64_t of_ctas) {
         const double full = static_cast<double>(of_ctas) / call.multiprocessors;
         return of_ctas == 0 ? 0.
                             : 1.2 + ceil_div(call.keys, 128 * splits) *
                                         max_of(call.alone, (call.in_l2 ? 0.6 : 0.95) * full);
     };
-    const double combination = splits == 1 ? 0. : in_cluster ? 0.5 : 5.;
+    const double combination = splits == 1 ? 0. : decode_clusters(splits) == 1 ? 0.5 : 1.7;
     return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) + combination;
 }
 

@@ -279,7 +279,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const Forward fa2 = fa2_forward(dims, Features::kPlain);
         const Backward fa1_back = fa1_backward(dims);
         const Backward fa2_back = fa2_backward(dims, Features::kPlain);
-        const Fa3Forward fa3 = fa3_forward(dims, Features::kGeneral, Fa3Lengths::kUsual);
+        const Fa3Forward fa3 = fa3_forward(dims, Features::kGeneral, Fa3ForwardTile::kUsual);
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, fa1_forward(dims).block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
@@ -297,13 +297,13 @@ PYBIND11_MODULE(flash_ext_native, m) {
               const int64_t smallest = heads * ceil_div(queries, kForwardBlockQ);
               const Fa3Forward tile = fa3_forward(
                   padded, Features::kVarlen,
-                  fa3_lengths(padded, {.heads = heads,
-                                       .queries = queries,
-                                       .keys = keys,
-                                       .window = left + right + 1,
-                                       .alike = !varlen && right >= keys && left >= queries,
-                                       .few_tiles = smallest <= 132,
-                                       .multiprocessors = 132}));
+                  fa3_forward_tile(padded, {.heads = heads,
+                                            .queries = queries,
+                                            .keys = keys,
+                                            .window = left + right + 1,
+                                            .alike = !varlen && right >= keys && left >= queries,
+                                            .few_tiles = smallest <= 132,
+                                            .multiprocessors = 132}));
               return Pair{64 * tile.consumers, tile.block_kv};
           });
     m.attr("many_queries") = tuning::kManyMaskedQueries;

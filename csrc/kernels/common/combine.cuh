@@ -1,7 +1,7 @@
-// The kernel that combines the results of splits (combine_row.cuh): a warp computes a row.
+// The kernel that combines the results of splits (combine_rows.cuh): a warp computes a row.
 #pragma once
 
-#include "kernels/common/combine_row.cuh"
+#include "kernels/common/combine_rows.cuh"
 #include "kernels/common/launch.cuh"
 #include "plan/head_dims.h"
 #include "ptx/grid_dependency.cuh"

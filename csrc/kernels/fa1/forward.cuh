@@ -161,7 +161,7 @@ struct Fa1Forward {
 
     __device__ __forceinline__ void load_kv(int kv_tile) const {
         const int first_key = kv_tile * Config::kBlockKV;
-        const int head_k = head / (params.heads_q / params.heads_k);
+        const int head_k = key_head(params, head);
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.seqlen_k - first_key;
         const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,

@@ -161,9 +161,7 @@ struct Fa2Forward {
         return work_tile(linear, params.schedule).tile_index % params.num_splits;
     }
 
-    __device__ __forceinline__ int head_k() const {
-        return head / (params.heads_q / params.heads_k);
-    }
+    __device__ __forceinline__ int head_k() const { return key_head(params, head); }
 
     // The KV tiles that the CTA takes.
     __device__ __forceinline__ VisibleTiles kv_tiles() const {

@@ -7,13 +7,14 @@
 // Warps share nothing until the end. The warps of a CTA take its blocks of 16 keys in turn. Each
 // has its own pipeline of K and V in shared memory, filled by cp.async, and its own softmax: so the
 // loop has no barrier, and a warp waits for nothing but its own loads. Then the results are
-// combined, as in combine_row.cuh,
+// combined, as in combine_rows.cuh,
 //
 //     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    O = sum_p 2^((m_p - m) scale) O_p / l
 //
 // over the warps through shared memory, and over the splits through distributed shared memory,
-// where each CTA takes a share of the elements. So there is neither a second kernel nor a
-// workspace.
+// where each CTA takes a share of the elements. More splits than a cluster has are several
+// clusters: their results go through global memory, and of the CTAs with the same share the one
+// that is last combines them. So there is no second kernel.
 //
 // The exponent is (s - m) scale, two operations where the other kernels take one FMA: no score is
 // too large for it (kLargeExponent), so no row has to be recomputed.
@@ -28,6 +29,7 @@
 #include "problem/sequences.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
+#include "schedule/epoch_counter.cuh"
 #include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -37,7 +39,7 @@
 namespace flash_ext {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3DecodeTile kTuning>
+          tuning::Fa3DecodeShape kTuning>
 struct Fa3DecodeConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
@@ -54,14 +56,14 @@ struct Fa3DecodeConfig {
     using KTile = SharedTile<Element, kKeys, kHeadDim>;
     using VTile = SharedTile<Element, kKeys, kHeadDimV>;
 
-    // A result over some of the keys: O not divided by the sums, row maxima and sums. A row of O
-    // has eight words more, so that the eight rows that a warp stores at a time are in all banks.
+    // A result over some of the keys: O not divided by the sums, row maxima and sums.
     template <int kPartialRows>
     struct Partial {
         float out[kPartialRows][kHeadDimV + 8];
         float max[kPartialRows];
         float sum[kPartialRows];
     };
+    static_assert(sizeof(Partial<kRows>) == 4 * kRows * decode_row_floats(kHeadDimV));
     struct Stage {
         char k[KTile::kBytes];
         char v[VTile::kBytes];
@@ -73,8 +75,13 @@ struct Fa3DecodeConfig {
         };
         char q[QTile::kBytes];
         Partial<kRows> of_split;
+        bool last;  // is this CTA the last one to store its share?
     };
     static_assert((sizeof(SharedStorage) + 1024) * kCtasPerSm <= 228 * 1024);
+};
+
+struct Fa3DecodeParams : ForwardParams {
+    unsigned long long epoch;  // of the counters
 };
 
 template <class Config>
@@ -87,18 +94,19 @@ struct Fa3Decode {
     using Output = RegisterTile<Config::kRows, Config::kHeadDimV>;
     using Softmax = OnlineSoftmax<Config::kRows>;
 
-    const ForwardParams& params;
+    using Partial = typename Config::template Partial<Config::kRows>;
+
+    const Fa3DecodeParams& params;
     typename Config::SharedStorage& storage;
     Sequence sequence;
     int group;         // query heads that share a head of K and V
     int head, head_k;  // of Q, the first one of the tile, and of K and V
     int first_query;   // of the tile
-    int split;
 
-    __device__ __forceinline__ explicit Fa3Decode(const ForwardParams& p)
+    __device__ __forceinline__ explicit Fa3Decode(const Fa3DecodeParams& p)
         : params(p), storage(shared_storage<typename Config::SharedStorage>()) {
         // A head of a dense batch has one tile, and packed sequences are one batch.
-        const int number = ptx::cluster_id();
+        const int number = tile_number();
         const int heads = p.pack_gqa_log2 > 0 ? p.heads_k : p.heads_q;
         const bool varlen = p.cu_seqlens_q != nullptr;
         const SequenceTile tile = tile_of<true, Rows::kQueries>(
@@ -113,8 +121,21 @@ struct Fa3Decode {
             head_k /= group;
         }
         first_query = tile.tile * queries();
-        split = ptx::cta_rank();
     }
+
+    // --- The splits of the tile: each a CTA of one of its clusters ---
+
+    __device__ __forceinline__ int clusters() const { return decode_clusters(params.num_splits); }
+    __device__ __forceinline__ int ctas() const {
+        return min_of(params.num_splits, kMostClusterSplits);
+    }
+    __device__ __forceinline__ int tile_number() const {
+        return clusters() == 1 ? ptx::cluster_id() : ptx::cluster_id() / clusters();
+    }
+    __device__ __forceinline__ int cluster() const {
+        return clusters() == 1 ? 0 : ptx::cluster_id() % clusters();
+    }
+    __device__ __forceinline__ int split() const { return cluster() * ctas() + ptx::cta_rank(); }
 
     // --- The rows of the tile: queries, or the heads of a group ---
 
@@ -182,7 +203,7 @@ struct Fa3Decode {
 
     __device__ __forceinline__ Softmax begin_softmax() const {
         Softmax softmax;
-        if (params.sink == nullptr || split > 0 || warp_id() > 0 || !sequence.is_owned(params))
+        if (params.sink == nullptr || split() > 0 || warp_id() > 0 || !sequence.is_owned(params))
             return softmax;
 #pragma unroll
         for (int m = 0; m < Output::kM; ++m)
@@ -211,7 +232,7 @@ struct Fa3Decode {
                             params.window_right};
         const Interval keys = mask.keys_of({first_query, first_query + queries()});
         const VisibleTiles blocks =
-            split_of(tiles_of(keys, Config::kKeys), split, params.num_splits);
+            split_of(tiles_of(keys, Config::kKeys), split(), params.num_splits);
         int block = blocks.begin + warp_id();
         const int count = ceil_div(blocks.end - block, Config::kWarps);
         auto k_loads = loads<KTile>(params.k, params.head_dim, block, count);
@@ -278,16 +299,16 @@ struct Fa3Decode {
     };
 
     // Combines `parts` partial results, kParts at most. load(part, x, offset) loads from one.
-    template <class Partial, int kParts, class Load>
+    template <class OfPart, int kParts, class Load>
     __device__ __forceinline__ Four combine(int row, int col, int parts, Load load) const {
         float max[kParts], sum[kParts];
         float4 out[kParts];
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {  // all loads before their first use
             const int part = min_of(i, parts - 1);
-            load(part, max[i], offsetof(Partial, max) + 4 * row);
-            load(part, sum[i], offsetof(Partial, sum) + 4 * row);
-            load(part, out[i], row * sizeof(Partial::out[0]) + 4 * col);
+            load(part, max[i], offsetof(OfPart, max) + 4 * row);
+            load(part, sum[i], offsetof(OfPart, sum) + 4 * row);
+            load(part, out[i], row * sizeof(OfPart::out[0]) + 4 * col);
         }
         Four all{-INFINITY, 0.f, {}};
 #pragma unroll
@@ -316,50 +337,91 @@ struct Fa3Decode {
             visit(i / kPerRow, i % kPerRow * 4);
     }
 
+    template <class T>
+    static __device__ __forceinline__ void load_from(const void* partial, T& x, int offset) {
+        x = *reinterpret_cast<const T*>(static_cast<const char*>(partial) + offset);
+    }
+    static __device__ __forceinline__ void store_four(Partial& partial, int row, int col,
+                                                      const Four& four) {
+        *reinterpret_cast<float4*>(&partial.out[row][col]) = four.out;
+        if (col > 0) return;
+        partial.max[row] = four.max;
+        partial.sum[row] = four.sum;
+    }
+
     // To those of the split.
     __device__ __forceinline__ void combine_warps(int m) const {
-        using Partial = typename Config::template Partial<16>;
         const auto load = [&](int warp, auto& x, int offset) {
-            const char* partial = reinterpret_cast<const char*>(&storage.of_warps[warp]);
-            x = *reinterpret_cast<const std::remove_reference_t<decltype(x)>*>(partial + offset);
+            load_from(&storage.of_warps[warp], x, offset);
         };
         for_each_four(min_of(rows() - 16 * m, 16), 0, 1, [&](int row, int col) {
-            const Four all = combine<Partial, Config::kWarps>(row, col, Config::kWarps, load);
-            row += 16 * m;
-            *reinterpret_cast<float4*>(&storage.of_split.out[row][col]) = all.out;
-            if (col > 0) return;
-            storage.of_split.max[row] = all.max;
-            storage.of_split.sum[row] = all.sum;
+            using OfWarp = typename Config::template Partial<16>;
+            store_four(storage.of_split, 16 * m + row, col,
+                       combine<OfWarp, Config::kWarps>(row, col, Config::kWarps, load));
         });
     }
 
-    // Stores O / l and lse.
+    // O / l and lse, to HBM.
+    __device__ __forceinline__ void store_result(int row, int col, const Four& all) const {
+        if (!is_valid(row)) return;
+        const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
+        const int query = query_of(row);
+        if (col == 0)
+            params.lse[statistics_offset(params, sequence, head_of(row)) + query] =
+                log_sum_exp(all.max, all.sum, exponent_scale());
+        if (col >= params.head_dim_v) return;  // a multiple of 8
+        auto* target = row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query,
+                                            head_of(row));
+        *reinterpret_cast<uint2*>(target + col) = {
+            ptx::pack<Element>(all.out.x * factor, all.out.y * factor),
+            ptx::pack<Element>(all.out.z * factor, all.out.w * factor)};
+    }
+
+    // This CTA's share of the elements, over the splits of the cluster.
     __device__ __forceinline__ void combine_splits() const {
-        using Partial = typename Config::template Partial<Config::kRows>;
-        const int splits = params.num_splits;
-        const auto load = [&](int of_split, auto& x, int offset) {
+        const auto load = [&](int of_cta, auto& x, int offset) {
             const uint32_t partial = ptx::shared_address(&storage.of_split) + offset;
-            ptx::ld_cluster(x, ptx::address_in_cta(partial, of_split));
+            ptx::ld_cluster(x, ptx::address_in_cta(partial, of_cta));
         };
-        for_each_four(rows(), split, splits, [&](int row, int col) {
-            const Four all = combine<Partial, kMostClusterSplits>(row, col, splits, load);
-            if (!is_valid(row)) return;
-            const float factor = all.sum == 0.f ? 0.f : 1.f / all.sum;
-            const int query = query_of(row);
-            if (col == 0)
-                params.lse[statistics_offset(params, sequence, head_of(row)) + query] =
-                    log_sum_exp(all.max, all.sum, exponent_scale());
-            if (col >= params.head_dim_v) return;  // a multiple of 8
-            auto* target = row_pointer<Element>(params.out, sequence.batch,
-                                                sequence.q_begin + query, head_of(row));
-            *reinterpret_cast<uint2*>(target + col) = {
-                ptx::pack<Element>(all.out.x * factor, all.out.y * factor),
-                ptx::pack<Element>(all.out.z * factor, all.out.w * factor)};
+        for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
+            const Four all = combine<Partial, kMostClusterSplits>(row, col, ctas(), load);
+            if (clusters() == 1) {
+                store_result(row, col, all);
+            } else {
+                store_four(of_clusters()[cluster()], row, col, all);
+            }
+        });
+    }
+
+    // --- Several clusters ---
+
+    __device__ __forceinline__ Partial* of_clusters() const {
+        return reinterpret_cast<Partial*>(params.o_partial) + int64_t{tile_number()} * clusters();
+    }
+    // How many clusters have stored this CTA's share.
+    __device__ __forceinline__ EpochCounter stored() const {
+        return {params.counters + int64_t{tile_number()} * ctas() + ptx::cta_rank(), params.epoch};
+    }
+
+    // The share of this CTA, over the clusters, if it is the last one to store it.
+    __device__ __forceinline__ void combine_clusters() const {
+        bool& last = storage.last;
+        __syncthreads();  // all threads have stored
+        if (threadIdx.x == 0) last = stored().template next<true>(clusters()) == clusters() - 1;
+        __syncthreads();
+        if (!last) return;
+        const Partial* partials = of_clusters();
+        const auto load = [&](int of_cluster, auto& x, int offset) {
+            load_from(partials + of_cluster, x, offset);
+        };
+        for_each_four(rows(), ptx::cta_rank(), ctas(), [&](int row, int col) {
+            store_result(row, col, combine<Partial, kMostClusters>(row, col, clusters(), load));
         });
     }
 
     __device__ __forceinline__ void run() const {
         if (first_query >= sequence.seqlen_q) return;  // a padding tile, of all CTAs of the cluster
+        if (clusters() > 1 && threadIdx.x == 0) stored().start();
         Output rO;
         rO.clear();
         Softmax softmax = begin_softmax();
@@ -375,13 +437,14 @@ struct Fa3Decode {
         }
         ptx::cluster_sync();
         combine_splits();
+        if (clusters() > 1) combine_clusters();
         ptx::cluster_sync();  // no CTA ends before others have read its result
     }
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    fa3_decode_kernel(const __grid_constant__ ForwardParams params) {
+    fa3_decode_kernel(const __grid_constant__ Fa3DecodeParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     Fa3Decode<Config>(params).run();
 #else
@@ -390,33 +453,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_decode(ForwardParams params, cudaStream_t stream) {
-    constexpr tuning::Fa3Decode kTuning = tuning::fa3_decode({kHeadDim, kHeadDimV});
-    const bool many_rows = few_queries(params) << params.pack_gqa_log2 > kTuning.few_rows.rows;
-    const int rows = many_rows ? kTuning.many_rows.rows : kTuning.few_rows.rows;
-    const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
-                           rows >> params.pack_gqa_log2};
-    const int64_t ctas = tile_count(params, tiles) * params.num_splits;
-    const bool many_keys = ctas <= most_ctas_in_clusters(params.num_splits, multiprocessors()) &&
-                           keys_seen(params) > tuning::kFewDecodeKeys * params.num_splits;
+cudaError_t fa3_decode(ForwardParams call, cudaStream_t stream) {
+    const Fa3DecodeParams params{call, launch_epoch()};
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
-        const auto launch = [&](auto tile) {
-            using Config =
-                Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV, features.value, tile.value>;
+        using enum DecodeTile;
+        dispatch<kFewRows, kManyKeys, kManyRows>(params.decode_tile, [&](auto tile) {
+            using Config = Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                           tuning::fa3_decode({kHeadDim, kHeadDimV}, tile)>;
+            const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
+                                   Config::kRows >> params.pack_gqa_log2};
             status = launch_kernel<fa3_decode_kernel<Config>>(
-                ctas, Config::kThreads, sizeof(typename Config::SharedStorage), params, stream,
-                {.cluster = params.num_splits});
-        };
-        using tuning::Fa3DecodeTile;
-        if (many_rows) {
-            launch(std::integral_constant<Fa3DecodeTile, kTuning.many_rows>{});
-        } else if (many_keys) {
-            launch(std::integral_constant<Fa3DecodeTile, kTuning.many_keys>{});
-        } else {
-            launch(std::integral_constant<Fa3DecodeTile, kTuning.few_rows>{});
-        }
+                tile_count(params, tiles) * params.num_splits, Config::kThreads,
+                sizeof(typename Config::SharedStorage), params, stream,
+                {.cluster = min_of(params.num_splits, kMostClusterSplits)});
+        });
     });
     return status;
 }

@@ -32,7 +32,7 @@
 //
 // Where there are few tiles, a tile is a Q tile and a split of its keys. Each split stores its
 // result in float32. If no CTA has more than one tile, the last split to be stored combines them
-// (combine_row.cuh), otherwise a kernel of its own (combine.cuh). Where there are few queries and
+// (combine_rows.cuh), otherwise a kernel of its own (combine.cuh). Where there are few queries and
 // heads share keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). Their
 // results go the way of splits; with one split and one tile a CTA they are written at once. The
 // kernels for both load Q in boxes of eight rows, of eight heads or of eight queries: with packed

@@ -88,15 +88,16 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
-        using enum tuning::Fa3Lengths;
+        using enum tuning::Fa3ForwardTile;
         constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-        const auto needed =
-            params.o_partial != nullptr ? kSplits : tuning::fa3_lengths(kDims, fa3_call(params));
-        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto lengths) {
-            constexpr bool kMayHaveSplits = lengths == kSplits || features == Features::kGeneral;
-            using Config = Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                            tuning::fa3_forward(kDims, features.value, lengths),
-                                            kMayHaveSplits>;
+        const auto needed = params.o_partial != nullptr
+                                ? kSplits
+                                : tuning::fa3_forward_tile(kDims, fa3_call(params));
+        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto tile) {
+            constexpr bool kMayHaveSplits = tile == kSplits || features == Features::kGeneral;
+            using Config =
+                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+                                 tuning::fa3_forward(kDims, features.value, tile), kMayHaveSplits>;
             status = launch_fa3_forward<Config>(params, stream);
         });
     });

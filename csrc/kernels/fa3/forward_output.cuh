@@ -2,7 +2,7 @@
 // which the last one may combine.
 #pragma once
 
-#include "kernels/common/combine_row.cuh"
+#include "kernels/common/combine_rows.cuh"
 #include "kernels/fa3/forward.cuh"
 
 namespace flash_ext {
