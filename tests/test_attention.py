@@ -455,8 +455,8 @@ def few_keys() -> Iterator[Problem]:
 
 
 # Batch, queries, keys, heads: what fa3's kernel for few queries takes. Keys in 8, 8, 4, 2 and 1
-# splits, and in those of several clusters; 1, 2, 4, 6, 24 and 16 rows a tile; keys for 16 warps, and
-# for 8.
+# splits, and in those of several clusters; 1, 2, 4, 6, 24 and 16 rows a tile; keys for 16 warps
+# and for 8.
 DECODING = (
     (1, 1, 9000, 8, 8),
     (1, 2, 900, 8, 8),
