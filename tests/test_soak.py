@@ -23,6 +23,7 @@ AT_ONCE = 100  # hypothesis counts examples; the clock is looked at in between
 def test_soak(variant: str, device: str, pytestconfig: pytest.Config) -> None:
     stop = time.monotonic() + pytestconfig.option.soak
     done = 0
+    failed = False  # then hypothesis calls again, also when time is over
 
     @settings(
         max_examples=AT_ONCE,
@@ -33,10 +34,15 @@ def test_soak(variant: str, device: str, pytestconfig: pytest.Config) -> None:
     )
     @given(drawn=problems(LONGEST[device]), deterministic=st.booleans())
     def some(drawn: Problem, deterministic: bool) -> None:
-        nonlocal done
-        if time.monotonic() < stop:
+        nonlocal done, failed
+        if time.monotonic() >= stop and not failed:
+            return
+        try:
             check(runnable(variant, drawn), variant, device, deterministic=deterministic)
-            done += 1
+        except Exception:
+            failed = True
+            raise
+        done += 1
 
     while time.monotonic() < stop:
         seed(time.time_ns())(some)()
