@@ -139,7 +139,8 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
 
     // FA3 only.
-    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or of splits
+    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or of splits:
+                                             // below, and in decode.cuh (tiles, 8)
     bool few_tiles = false;        // do the smallest Q tiles fill the GPU no more than once?
     bool combines_splits = false;  // does the last split? counters: (Q tiles, consumers)
     DecodeTile decode_tile = DecodeTile::kNone;  // otherwise by decode.cuh
