@@ -19,7 +19,7 @@ EMULATION = "standard attention, P in e4m3"  # where no variant takes a call
 
 
 class Quantized(NamedTuple):
-    """FP8 numbers and what they are multiplied by, as `flash_ext.attention` takes them."""
+    """8-bit numbers and what they are multiplied by, as `flash_ext.attention` takes them."""
 
     q: Tensor
     k: Tensor
@@ -69,6 +69,7 @@ class Method:
     scales_v: str
     rotated: bool = False
     smooth: bool = False  # is the mean of k subtracted?
+    qk_dtype: torch.dtype = torch.float8_e4m3fn
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, seed: int = 0) -> Quantized:
         """Quantize; the rotation's signs are the seed's."""
@@ -78,8 +79,8 @@ class Method:
             signs = fp8.random_signs(q.shape[-1], generator=generator).to(q.device)
         mean = fp8.token_mean(k) if self.smooth else None
         pairs = (
-            fp8.quantize(q, scales=self.scales, signs=signs),
-            fp8.quantize(k, scales=self.scales, signs=signs, mean=mean),
+            fp8.quantize(q, self.qk_dtype, scales=self.scales, signs=signs),
+            fp8.quantize(k, self.qk_dtype, scales=self.scales, signs=signs, mean=mean),
             fp8.quantize(v, scales=self.scales_v),
         )
         numbers, descales = zip(*pairs, strict=True)
@@ -87,7 +88,8 @@ class Method:
 
 
 PER_TENSOR = "one scale per tensor"
-OURS = "flash_ext.fp8.attention: the same, with v by channels"
+OURS_IN_FP8 = "flash_ext.fp8.attention in FP8: the same, with v by channels"
+OURS = "flash_ext.fp8.attention: the same, with q and k in int8"
 METHODS = {
     PER_TENSOR: Method("tensor", "tensor"),
     "one scale per tensor, rotation": Method("tensor", "tensor", rotated=True),
@@ -95,5 +97,6 @@ METHODS = {
     "blocks of q and k, v by heads": Method("block", "head"),
     "blocks and rotation": Method("block", "head", rotated=True),
     "blocks and rotation, mean of k subtracted": Method("block", "head", True, True),
-    OURS: Method("block", "channel", rotated=True, smooth=True),
+    OURS_IN_FP8: Method("block", "channel", rotated=True, smooth=True),
+    OURS: Method("block", "channel", rotated=True, smooth=True, qk_dtype=torch.int8),
 }

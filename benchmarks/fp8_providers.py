@@ -51,12 +51,15 @@ class Fp8Variant(Fp8Provider):
     """
 
     blocks: bool = True
+    int8: bool = False  # q and k, with the scale of a tensor too
 
     @property
     def ours(self) -> bool:
         return True
 
     def prepare(self, x: Quantized, causal: bool) -> Callable[[], Tensor]:
+        if self.int8:
+            x = with_int8(x)
         batch, _, kv_heads, _ = x.k.shape
         assert x.q_descale is not None and x.k_descale is not None and x.v_descale is not None
         options = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
@@ -72,6 +75,17 @@ class Fp8Variant(Fp8Provider):
             raise Refused(reason)
         q, k, v = x[:3]
         return lambda: flash_ext.attention(q, k, v, causal=causal, variant="fa3", **options)
+
+
+def with_int8(x: Quantized) -> Quantized:
+    """The same with q and k rounded to int8."""
+    numbers, descales = [], []
+    for y, descale in ((x.q, x.q_descale), (x.k, x.k_descale)):
+        assert descale is not None
+        factor = y.float().abs().max() / torch.iinfo(torch.int8).max
+        numbers.append((y.float() / factor).round().to(torch.int8))
+        descales.append(descale * factor)
+    return Quantized(*numbers, x.v, *descales, x.v_descale)
 
 
 @functools.cache
@@ -162,6 +176,7 @@ class CudnnFp8(Fp8Provider):
 FP8_PROVIDERS: tuple[Fp8Provider, ...] = (
     Fp8Variant("fa3_fp8", "flash_ext fa3, FP8"),
     Fp8Variant("fa3_fp8_tensor", "flash_ext fa3, FP8, one scale per tensor", blocks=False),
+    Fp8Variant("fa3_int8", "flash_ext fa3, q and k in int8", int8=True),
     CudnnFp8("cudnn_fp8", "cuDNN, FP8", limits=(1e-1, 3e-1)),  # its output is rounded as well
 )
 

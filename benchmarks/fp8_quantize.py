@@ -52,11 +52,12 @@ class Kind:
     scales: str  # or "mean", which is token_mean
     rotated: bool = False
     smooth: bool = False
+    int8: bool = False
 
     @property
     def name(self) -> str:
         """For tables."""
-        more = (("rotation", self.rotated), ("mean subtracted", self.smooth))
+        more = (("int8", self.int8), ("rotation", self.rotated), ("mean subtracted", self.smooth))
         return ", ".join((self.scales, *(name for name, on in more if on)))
 
     @property
@@ -71,6 +72,8 @@ KINDS = (
     Kind("block"),
     Kind("block", rotated=True),
     Kind("block", rotated=True, smooth=True),
+    Kind("block", rotated=True, int8=True),
+    Kind("block", rotated=True, smooth=True, int8=True),
     Kind("channel"),
     Kind("head"),
     Kind("tensor"),
@@ -84,6 +87,8 @@ def call_of(kind: Kind, x: Tensor) -> Callable[[], Any]:
     if kind.scales == "mean":
         return lambda: fp8.token_mean(x)
     options: dict[str, Any] = {"scales": kind.scales}
+    if kind.int8:
+        options["dtype"] = torch.int8
     if kind.rotated:
         generator = torch.Generator().manual_seed(0)
         options["signs"] = fp8.random_signs(x.shape[-1], generator=generator).to(x.device)

@@ -8,7 +8,7 @@
 
 `flash_ext.fp8` quantizes. `flash_ext.reference` is standard attention, `flash_ext.tiled` the
 papers' algorithms in torch. VARIANTS are the generations, oldest first, CPU_VARIANTS those that run
-on a CPU too (and with FP8 inputs fa3 does). KERNEL_DIMS are the head dims for which CUDA kernels
+on a CPU too (and with 8-bit inputs fa3 does). KERNEL_DIMS are the head dims for which CUDA kernels
 are compiled; others are padded to these.
 """
 

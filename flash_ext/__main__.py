@@ -22,11 +22,11 @@ from torch import Tensor
 from . import __version__, ops
 from .explanation import Explanation, explain
 from .ops import torch_private
-from .ops.options import ABOUT, FIELDS, TENSOR_OPTIONS, table
+from .ops.options import ABOUT, FIELDS, FP8, TENSOR_OPTIONS, table
 
 _SHAPE = ("B", "S", "H", "D")
 _SCALARS = tuple(n for n in FIELDS if n not in {*TENSOR_OPTIONS, "window_left", "window_right"})
-_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8")
 
 
 def usable_device(text: str) -> str:
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--q", default=(2, 1024, 16, 64), **shape, help="queries; default: 2 1024 16 64")
     add("--k", **shape, help="keys; default: as q")
     add("--v", **shape, help="values; default: as k")
-    add("--dtype", default="bfloat16", choices=_DTYPES)
+    add("--dtype", default="bfloat16", choices=_DTYPES, help="with int8 v is float8_e4m3fn")
     add("--device", type=usable_device, help="default: cuda where there is a GPU, else cpu")
     add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1))
     for name in _SCALARS:
@@ -99,7 +99,8 @@ def _explained(args: argparse.Namespace) -> Explanation:
         return torch.empty(shape, device=device, dtype=dtype)
 
     shape_k = args.k or args.q
-    q, k, v = (tensor(*shape, dtype=dtype) for shape in (args.q, shape_k, args.v or shape_k))
+    q, k = (tensor(*shape, dtype=dtype) for shape in (args.q, shape_k))
+    v = tensor(*(args.v or shape_k), dtype=FP8 if dtype == torch.int8 else dtype)
     _, rows, heads, _ = q.shape
     return explain(
         q,

@@ -1,13 +1,13 @@
-"""FP8 (e4m3) attention from bfloat16 and float16: quantization, and calls that do all of it.
+"""Attention in 8 bits from bfloat16 and float16: quantization, and calls that do all of it.
 
     out = flash_ext.fp8.attention(q, k, v, causal=True)  # quantizes q, k and v, then attends
 
 Or step by step, for example to quantize k and v once for many calls:
 
     signs = flash_ext.fp8.random_signs(q.shape[-1], device=q.device)
-    q8, q_descale = flash_ext.fp8.quantize(q, scales="block", signs=signs)
+    q8, q_descale = flash_ext.fp8.quantize(q, torch.int8, signs=signs)
     k8, k_descale = flash_ext.fp8.quantize(
-        k, scales="block", signs=signs, mean=flash_ext.fp8.token_mean(k)
+        k, torch.int8, signs=signs, mean=flash_ext.fp8.token_mean(k)
     )
     v8, v_descale = flash_ext.fp8.quantize(v, scales="channel")
     out = flash_ext.attention(
@@ -21,9 +21,13 @@ section 3.3). The *mean* over tokens of k, which is large in many models, is sub
 all scores of a query by the same number, which the softmax does not see (Zhang et al.,
 "SageAttention", 2024).
 
+v is in FP8 (e4m3), q and k are in FP8 or int8. Once rotated, their elements are nearly normal: then
+int8, whose steps are all alike, has a third of the error of e4m3, at the same speed of the tensor
+cores. So `attention` takes int8 unless it is told otherwise. (SageAttention does, too.)
+
 `quantize` passes no gradient. `attention` and `attention_varlen` are differentiable: the backward
 pass is that of the inputs' own dtype, from the inputs as they were given, with out and lse of the
-FP8 forward pass. So there is no second forward pass, and gradients have errors like those of out.
+8-bit forward pass. So there is no second forward pass, and gradients have errors like those of out.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ from typing_extensions import Unpack
 from . import functional
 from .functional import AttentionOptions, attention_options
 from .ops.call import is_real
-from .ops.checks import refuse, require_tensors
+from .ops.checks import refuse, require_dtype, require_tensors
+from .ops.options import QK_8_BITS
 from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
 from .ops.schemas import bwd
 
@@ -83,6 +88,7 @@ def token_mean(
 
 def quantize(
     x: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
     *,
     scales: str = "block",
     signs: Tensor | None = None,
@@ -91,15 +97,17 @@ def quantize(
     seqused: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x as FP8 and its scales: x - mean, rotated, is x_fp8 * descale up to rounding.
+    """x in 8 bits and its scales: x - mean, rotated, is x_8bit * descale up to rounding.
 
-    A scale is the largest magnitude of what shares it, divided by 448, the largest number of e4m3;
-    1 where all of it is 0. Numbers that are not finite become NaN, and have no part in scales. No
-    gradient passes. On CUDA the GPU is a Hopper GPU, and D a multiple of 16.
+    A scale is the largest magnitude of what shares it, divided by 448, the largest number of e4m3,
+    or by 127, that of int8; 1 where all of it is 0. In e4m3 numbers that are not finite become NaN,
+    and have no part in scales. int8 has no NaN: there the scale becomes NaN, and all that shares
+    it. No gradient passes. On CUDA the GPU is a Hopper GPU, and D a multiple of 16.
 
     Args:
         x: (B, S, H, D), or packed (total, H, D); float16 or bfloat16, any strides with a contiguous
             last dimension. D up to 256.
+        dtype: of the result, float8_e4m3fn, or int8 for q and k with scales="block".
         scales: what shares a scale, with the shape of descale: "tensor", (); "head", (B, H);
             "block", 128 rows of a head, (B, H, ceil(S / 128)); "channel", a column of a head,
             (B, H, D). `flash_ext.attention` takes blocks for q and k, channels for v, the others
@@ -117,10 +125,11 @@ def quantize(
             dimension of descale is ceil(max_seqlen / 128). None takes the number of all rows.
 
     Returns:
-        x_fp8, float8_e4m3fn, contiguous, of x's shape; descale, float32, contiguous.
+        x_8bit in dtype, contiguous, of x's shape; descale, float32, contiguous.
     """
     require_tensors(x=x)
     check_scales(scales)
+    require_dtype("dtype", dtype)
     blocks = 0
     if scales == "block":
         longest = x.shape[1] if cu_seqlens is None and x.dim() == 4 else x.shape[0]
@@ -135,6 +144,7 @@ def quantize(
         cu_seqlens=cu_seqlens,
         seqused=seqused,
         blocks=blocks,
+        dtype=dtype,
     )
 
 
@@ -166,13 +176,13 @@ def _seeded_signs(dim: int, seed: int, x: Tensor) -> Tensor:
 
 
 def _refuse_option(name: str, why: str) -> NoReturn:
-    raise ValueError(f"flash_ext: FP8 attention has no {name}: {why}")
+    raise ValueError(f"flash_ext: 8-bit attention has no {name}: {why}")
 
 
 _KNOWN_OPTIONS = frozenset(AttentionOptions.__annotations__)
 _NEVER_GIVEN = {
-    "bias": "no variant that takes float8_e4m3fn has one",
-    "rng_state": "no variant that takes float8_e4m3fn has dropout",
+    "bias": "no variant that takes 8-bit inputs has one",
+    "rng_state": "no variant that takes 8-bit inputs has dropout",
     "q_descale": "quantization makes it",
     "k_descale": "quantization makes it",
     "v_descale": "quantization makes it",
@@ -185,16 +195,16 @@ def _check(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
     q = tensors["q"]
     for name, x in tensors.items():
         if x.dtype not in (torch.float16, torch.bfloat16):
-            refuse(name, "float16 or bfloat16 (FP8 inputs are for flash_ext.attention)", x.dtype)
+            refuse(name, "float16 or bfloat16 (8-bit inputs are for flash_ext.attention)", x.dtype)
         if x.dtype != q.dtype:
             refuse(name, f"of q's dtype {str(q.dtype).removeprefix('torch.')}", x.dtype)
     for name, value in options.items():
         if name not in _KNOWN_OPTIONS:
-            raise TypeError(f"FP8 attention got an unexpected keyword argument '{name}'")
+            raise TypeError(f"8-bit attention got an unexpected keyword argument '{name}'")
         if name in _NEVER_GIVEN and value is not None:
             _refuse_option(name, _NEVER_GIVEN[name])
     if options.get("dropout_p", 0.0) != 0:
-        _refuse_option("dropout", "no variant that takes float8_e4m3fn has it")
+        _refuse_option("dropout", "no variant that takes 8-bit inputs has it")
 
 
 def _smooths(smooth_k: bool | None, softcap: float, sink: Tensor | None) -> bool:
@@ -229,6 +239,7 @@ class Options(AttentionOptions, total=False):
     Those of `flash_ext.attention`, of which some are refused, and what quantization has.
     """
 
+    qk_dtype: torch.dtype
     smooth_k: bool | None
     incoherent: bool
     signs: Tensor | None
@@ -244,6 +255,7 @@ def _attend(
     cu_seqlens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     max_seqlens: tuple[int | None, int | None] = (None, None),
     return_lse: bool = False,
+    qk_dtype: torch.dtype = torch.int8,
     smooth_k: bool | None = None,
     incoherent: bool = True,
     signs: Tensor | None = None,
@@ -253,6 +265,8 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` and `attention_varlen`, whose options are described there."""
     _check({"q": q, "k": k, "v": v}, options)
+    if require_dtype("qk_dtype", qk_dtype) not in QK_8_BITS:
+        refuse("qk_dtype", "int8 or float8_e4m3fn", qk_dtype)
     if not incoherent and signs is not None:
         refuse("signs", "None with incoherent=False", "a tensor")
     if incoherent and signs is None:
@@ -262,7 +276,7 @@ def _attend(
         else:
             signs = random_signs(dim, generator=generator, device=q.device)
     smooths = _smooths(smooth_k, options.get("softcap", 0.0), options.get("sink"))
-    quantization = _Quantization(cu_seqlens, max_seqlens, signs, smooths)
+    quantization = _Quantization(cu_seqlens, max_seqlens, qk_dtype, signs, smooths)
     sink = options.get("sink")
     needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, sink))
     if torch.is_grad_enabled() and needs_grad:
@@ -276,6 +290,7 @@ class _Quantization(NamedTuple):
 
     cu_seqlens: tuple[Tensor, Tensor] | tuple[None, None]
     max_seqlens: tuple[int | None, int | None]
+    qk_dtype: torch.dtype
     signs: Tensor | None
     smooths_k: bool
 
@@ -288,15 +303,15 @@ def _attend_without_gradient(
     return_lse: bool,
     options: dict[str, Any],
 ) -> Any:
-    (cu_seqlens_q, cu_seqlens_k), max_seqlens, signs, smooths_k = quantization
+    (cu_seqlens_q, cu_seqlens_k), max_seqlens, dtype, signs, smooths_k = quantization
     of_k: dict[str, Any] = {"cu_seqlens": cu_seqlens_k, "seqused": options.get("seqused_k")}
     mean = token_mean(k, **of_k) if smooths_k else None
 
-    q_fp8, q_descale = quantize(
-        q, scales="block", signs=signs, cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlens[0]
+    q_8bit, q_descale = quantize(
+        q, dtype, signs=signs, cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlens[0]
     )
-    k_fp8, k_descale = quantize(
-        k, scales="block", signs=signs, mean=mean, max_seqlen=max_seqlens[1], **of_k
+    k_8bit, k_descale = quantize(
+        k, dtype, signs=signs, mean=mean, max_seqlen=max_seqlens[1], **of_k
     )
     v_fp8, v_descale = quantize(v, scales="channel", **of_k)
     options = options | {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
@@ -309,18 +324,18 @@ def _attend_without_gradient(
     else:
         attend = functional.attention
     if not return_lse:
-        return attend(q_fp8, k_fp8, v_fp8, **options)
-    out, lse = attend(q_fp8, k_fp8, v_fp8, return_lse=True, **options)
+        return attend(q_8bit, k_8bit, v_fp8, **options)
+    out, lse = attend(q_8bit, k_8bit, v_fp8, return_lse=True, **options)
     if mean is not None:
         lse = lse + _shift(q.detach(), mean, options.get("scale"), cu_seqlens_q)
     return out, lse
 
 
 class _Attend(torch.autograd.Function):
-    """FP8 forward, backward in the inputs' dtype from the inputs.
+    """Forward in 8 bits, backward in the inputs' dtype from the inputs.
 
     P = exp(S - lse), with lse of the forward pass that ran, and delta from its out. Its lse differs
-    from that of S by the errors of the FP8 scores, so rows of P add up to 1 up to these.
+    from that of S by the errors of the 8-bit scores, so rows of P add up to 1 up to these.
     """
 
     @staticmethod
@@ -376,7 +391,7 @@ def _with_options(function: _F) -> _F:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_ext.attention` in FP8: quantizes q and k by blocks, v by channels, and attends.
+    """`flash_ext.attention` in 8 bits: quantizes q and k by blocks, v by channels, and attends.
 
     Every call quantizes k and v; where they are used more than once without gradients, call
     `quantize` yourself. Gradients are those of `flash_ext.attention` in the inputs' dtype, with out
@@ -388,8 +403,11 @@ def attention(
             `flash_ext.attention`.
         variant: of the forward pass, as in `flash_ext.attention`.
         deterministic: of the gradients, as in `flash_ext.attention`.
-        bias, dropout_p, rng_state: refused: no variant has them in FP8.
+        bias, dropout_p, rng_state: refused: no variant has them in 8 bits.
         q_descale, k_descale, v_descale: refused: `quantize` makes them.
+        qk_dtype: of q and k, int8 or float8_e4m3fn. int8 is more accurate, and at most head dims a
+            little slower. A number that is not finite spoils what sees its block of 128 rows; in
+            float8_e4m3fn only what sees its row.
         smooth_k: subtract the mean over tokens from k. None does it unless there is a softcap or a
             sink: with these the result would change, and True is refused. lse has what the scores
             lack of it added again.

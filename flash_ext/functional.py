@@ -180,19 +180,21 @@ def attention(
     such rows, or a tensor is empty, fa2's kernels compute the gradients: `flash_ext.explain` says
     which kernels do.
 
-    FP8: q, k and v in float8_e4m3fn are q_descale · q and so on, where quantization has divided
-    them by the descales (FlashAttention-3 §3.3). Only "fa3" has them, and only forward, with rows
-    on 16-byte boundaries (so D and Dv are multiples of 16). P is rounded to float8_e4m3fn too,
-    after a factor of 2^8; scores, softmax and sums are float32. Descales are finite and above 0,
-    which is not checked.
+    8 bits: q, k and v in float8_e4m3fn are q_descale · q and so on, where quantization has divided
+    them by the descales (FlashAttention-3 §3.3). q and k may also be int8, with v in float8_e4m3fn:
+    the error of their scores is a third (cf. Zhang et al., "SageAttention", 2024). Only "fa3" has
+    them, and only forward, with rows on 16-byte boundaries (so D and Dv are multiples of 16). P is
+    rounded to float8_e4m3fn too, after a factor of 2^8; softmax and sums are float32, and scores of
+    int8 are exact. Descales are finite and above 0, which is not checked.
 
     Args:
-        q: queries (B, Sq, Hq, D), float16, bfloat16 or float8_e4m3fn; on CPU also float32 and
+        q: queries (B, Sq, Hq, D), float16, bfloat16, float8_e4m3fn or int8; on CPU also float32 and
             float64. D is 1 to 256. Any strides with a contiguous last dimension, as for k and v.
         k: keys (B, Sk, Hk, D), of q's dtype and device, as all tensors below unless they say
             otherwise. Hq is a multiple of Hk: query head h reads key head h // (Hq / Hk)
             (grouped-query attention).
-        v: values (B, Sk, Hk, Dv). Dv is 1 to 256 and may differ from D.
+        v: values (B, Sk, Hk, Dv); float8_e4m3fn where q is int8. Dv is 1 to 256 and may differ from
+            D.
         scale: τ, the factor of the scores, below 2^127 in magnitude, and below 2^127 c with a
             softcap c; None is 1 / sqrt(D).
         causal: hide the keys after each query. Aligned bottom-right: the last query sees all keys.
@@ -213,16 +215,16 @@ def attention(
         dropout_p: the probability of dropping an entry of P after the softmax, in [0, 1).
         rng_state: int64 of shape (2,): seed and offset of the dropout mask
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
-        q_descale: float32, of FP8 inputs only; None is 1. One number (0-dim or (1,)); (B, Hk): of
+        q_descale: float32, of 8-bit inputs only; None is 1. One number (0-dim or (1,)); (B, Hk): of
             each batch element and key head; or (B, Hq, ⌈Sq / 128⌉): of blocks of 128 queries. Any
             strides. A constant: it gets no gradient.
         k_descale: the same, by blocks (B, Hk, ⌈Sk / 128⌉) of 128 keys.
         v_descale: the same, but by channels (B, Hk, Dv) in place of blocks.
-        out_dtype: the dtype of out: with FP8 inputs bfloat16 (None) or float16, otherwise q's.
+        out_dtype: the dtype of out: with 8-bit inputs bfloat16 (None) or float16, otherwise q's.
         deterministic: gradients that repeat bit by bit. None follows
             `torch.are_deterministic_algorithms_enabled()`.
         variant: "fa1", "fa2", "fa3", or "auto" for the fastest that runs: fa3 where it can, fa2
-            elsewhere (on a CPU with larger tiles than the paper's). FP8 inputs have only fa3. It
+            elsewhere (on a CPU with larger tiles than the paper's). 8-bit inputs have only fa3. It
             chooses without a warning: the result is as exact, and `flash_ext.explain` says what
             runs and why not the others. A named one runs or raises with the reason.
         return_lse: return lse too.

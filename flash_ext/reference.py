@@ -18,7 +18,7 @@ from .cpu.mask import band
 from .cpu.sequences import Span, spans
 from .dropout import keep_mask, keep_scale
 from .ops.checks import result_dtype, statistics_dtype
-from .ops.options import FP8
+from .ops.options import QK_8_BITS
 
 
 def attention(
@@ -44,7 +44,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Standard attention (FlashAttention, Algorithm 0), in q's dtype, differentiable repeatedly.
 
-    With FP8 inputs everything is in float32, but P, relative to its row's maximum, is rounded to
+    With 8-bit inputs everything is in float32, but P, relative to its row's maximum, is rounded to
     FP8, as the variants round it. With an out_dtype of float32 or float64 everything is in that
     dtype, and nothing is rounded to FP8.
 
@@ -53,7 +53,7 @@ def attention(
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk.
         scale, causal, window, softcap, alibi_slopes, bias, sink, seqused_k, dropout_p, rng_state,
             q_descale, k_descale, v_descale: as in `flash_ext.attention`.
-        out_dtype: of out, with FP8 inputs; None is bfloat16. Above.
+        out_dtype: of out, with 8-bit inputs; None is bfloat16. Above.
         first_batch: the batch index that dropout gives to q[0].
 
     Returns:
@@ -80,8 +80,8 @@ def attention(
             dropout_p=dropout_p,
             rng_state=rng_state,
         )
-    out_dtype, has_fp8 = result_dtype(q.dtype, out_dtype), q.dtype == FP8
-    if has_fp8:
+    out_dtype, has_8_bits = result_dtype(q.dtype, out_dtype), q.dtype in QK_8_BITS
+    if has_8_bits:
         dtype = statistics_dtype(out_dtype)
         q, k = (
             x.to(dtype) * row_factors(descale, x) for x, descale in ((q, q_descale), (k, k_descale))
@@ -121,7 +121,7 @@ def attention(
     P = S.softmax(dim=-1).masked_fill(dead, 0)
     lse = S.to(torch.promote_types(S.dtype, torch.float32)).logsumexp(dim=-1)
     lse = lse.masked_fill(dead.squeeze(-1), -math.inf)
-    if has_fp8 and out_dtype.itemsize == 2:
+    if has_8_bits and out_dtype.itemsize == 2:
         P = _rounded_to_fp8(P)
     if sink is not None:
         P = P[..., 1:]

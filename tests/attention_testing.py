@@ -46,7 +46,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flash_ext
 import flash_ext.reference
 from flash_ext import CPU_VARIANTS, KERNEL_DIMS, VARIANTS
-from flash_ext.ops.options import ABOUT, DESCALE_ROWS, FA3_ROW_BYTES, FP8, FP8_VARIANTS
+from flash_ext.ops.options import (
+    ABOUT,
+    DESCALE_ROWS,
+    FA3_ROW_BYTES,
+    FP8,
+    FP8_VARIANTS,
+    QK_8_BITS,
+)
 
 __all__ = [
     "CPU_VARIANTS",
@@ -110,7 +117,8 @@ class Problem:
     "bh"; a bias "bhqk", or with a 1 for each dimension that it broadcasts, as in "1h1k".
     `bias_short` is by how many positions the bias of packed sequences misses the longest one. With
     `lengths_q` and `lengths_k` the sequences are packed, with `tail` unused rows after them; batch
-    and sequence lengths then follow from these. The descales of FP8 inputs are "scalar", "one" of
+    and sequence lengths then follow from these. A dtype of int8 is that of q and k, with v in FP8.
+    The descales of 8-bit inputs are "scalar", "one" of
     shape (1,), by "head", or "fine": by blocks of rows or by channels.
     """
 
@@ -185,6 +193,10 @@ class Problem:
     def packed(self) -> bool:
         """Whether the sequences are packed: cu_seqlens_q and cu_seqlens_k are given."""
         return self.lengths_q is not None
+
+    @property
+    def dtype_v(self) -> torch.dtype:
+        return FP8 if self.dtype in QK_8_BITS else self.dtype
 
     @property
     def dim_v(self) -> int:
@@ -287,9 +299,9 @@ def device_unsupported_reason(variant: str, device: str) -> str | None:
 def unsupported_reason(variant: str, problem: Problem, device: str) -> str | None:
     """Why a variant does not run a problem on a device: part of the message; None where it runs."""
     p = problem
-    if p.dtype == FP8 and variant not in FP8_VARIANTS:
-        return "has no FP8 inputs"
-    if p.dtype == FP8 and device == "cpu":
+    if p.dtype in QK_8_BITS and variant not in FP8_VARIANTS:
+        return "has no 8-bit inputs"
+    if p.dtype in QK_8_BITS and device == "cpu":
         return None
     if reason := device_unsupported_reason(variant, device):
         return reason
@@ -383,7 +395,8 @@ class Inputs:
 
 
 def _poisoned(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, float("nan"), device=device, dtype=dtype)
+    poison = 127 if dtype == torch.int8 else float("nan")  # which is True as a bool
+    return torch.full(shape, poison, device=device, dtype=dtype)
 
 
 def _view_in_poison(
@@ -423,7 +436,7 @@ def _views(problem: Problem, device: str) -> tuple[torch.Tensor, torch.Tensor, t
         return (
             q[:, :rows_q, :, : p.head_dim],
             k[:, :rows_k, :, : p.head_dim],
-            v[:, :rows_k, :, : p.dim_v],
+            v[:, :rows_k, :, : p.dim_v].view(p.dtype_v),
         )
     base = "bshd" if p.layout.startswith("expanded") else p.layout
     one = functools.partial(_view_in_poison, layout=base, device=device, dtype=p.dtype)
@@ -432,7 +445,7 @@ def _views(problem: Problem, device: str) -> tuple[torch.Tensor, torch.Tensor, t
     return (
         one(batch, rows_q, p.heads_q, p.head_dim),
         one(batch_k, rows_k, heads_k, p.head_dim),
-        one(batch_k, rows_k, heads_k, p.dim_v),
+        one(batch_k, rows_k, heads_k, p.dim_v, dtype=p.dtype_v),
     )
 
 
@@ -489,6 +502,8 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         numbers = torch.randn(view.shape, generator=generator) * gain
         if view.shape[0] < used.shape[0]:  # stored once for the whole batch
             used = used.any(0, keepdim=True)
+        if not view.dtype.is_floating_point:  # small, so that scores are not large
+            return view.copy_((2 * numbers).round().masked_fill(~used[:, :, None, None], 127))
         numbers = numbers.masked_fill(~used[:, :, None, None], torch.nan)
         return view.copy_(numbers)
 
@@ -497,13 +512,14 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     k, v = (x.expand(*used_k.shape, p.heads_k, -1) for x in (k, v))
     base = "bshd" if p.layout.startswith("expanded") or p.layout == "packed" else p.layout
     batch, rows_q = used_q.shape
-    dout = fill(_view_in_poison(batch, rows_q, p.heads_q, p.dim_v, base, device, p.dtype), used_q)
+    dout = _view_in_poison(batch, rows_q, p.heads_q, p.dim_v, base, device, p.dtype_v)
+    dout = fill(dout, used_q)
     dlse = torch.randn((batch, p.heads_q, rows_q), generator=generator)
     dlse = dlse.masked_fill(~used_q[:, None], torch.nan).to(device, statistics_dtype(p.dtype))
     if p.packed:
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
     inputs = Inputs(
-        *(x.detach().requires_grad_(p.dtype != FP8) for x in (q, k, v)),
+        *(x.detach().requires_grad_(p.dtype not in QK_8_BITS) for x in (q, k, v)),
         dout=dout if p.loss != "lse" else None,
         dlse=dlse if p.loss != "out" else None,
     )
@@ -669,8 +685,8 @@ def sizes(
 
     P |V| for out, and P^T |dO| for dV. In dS = P (dP - D) an error of D = rowsum(dO * O) meets each
     P, and the sum of P K is the gradient of lse: so dQ, dK and dbias have that much in addition.
-    dS below the type's smallest normal number is rounded to a grid, half a step each, as if it had
-    that size: in dQ and dK these errors meet rows of K and Q.
+    dS and P below the type's smallest normal number are rounded to a grid, half a step each, as if
+    they had that size: in dQ, dK and dV these errors meet rows of K, Q and dO.
     """
     inputs = inputs.upcast(torch.float64)
     leaves = inputs.leaves()
@@ -686,12 +702,15 @@ def sizes(
     delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of this many products
     shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
     found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
-    tiny = torch.finfo(problem.dtype).tiny * (problem.scale or inputs.q.shape[-1] ** -0.5)
+    smallest = torch.finfo(problem.dtype).tiny
+    tiny = smallest * (problem.scale or inputs.q.shape[-1] ** -0.5)
     if inputs.q.numel() and inputs.k.numel():  # rows of k that are not in use may be NaN
         q, k = (x.detach().nan_to_num(0.0).norm(dim=-3, keepdim=True) for x in (inputs.q, inputs.k))
         group = q.shape[-2] // k.shape[-2]
         found["dq"] = found["dq"] + tiny * k.repeat_interleave(group, dim=-2)
         found["dk"] = found["dk"] + tiny * q.unflatten(-2, (-1, group)).norm(dim=-2)
+        dout = dout.nan_to_num(0.0).norm(dim=-3, keepdim=True).unflatten(-2, (-1, group))
+        found["dv"] = found["dv"] + smallest * dout.norm(dim=-2)
     if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0
         ratio = torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
         for name in names:

@@ -1,11 +1,11 @@
-"""FP8 inputs: float8_e4m3fn with descales, forward only.
+"""8-bit inputs: float8_e4m3fn with descales, forward only; or q and k in int8.
 
 Would catch a descale of another block, head or channel, one that is ignored, P or O in less
 precision than the paper's, statistics of rounded numbers, memory read next to the rows (NaN bytes),
 and a call without kernels that runs all the same.
 
 The rule is that of attention_testing.py. What `pt` stands for is standard attention in float32 of
-the same FP8 numbers, with P rounded to FP8 and out to its dtype; `ref` rounds nothing. A row may be
+the same numbers, with P rounded to FP8 and out to its dtype; `ref` rounds nothing. A row may be
 off by half a step of P, 2^-4, of P |V| in addition: the largest error of a few numbers is a matter
 of luck, and P is rounded relative to another maximum. Hopper adds the products of FP8 numbers with
 about 14 bits, which the GPU's lse shows.
@@ -23,6 +23,7 @@ import pytest
 import torch
 from attention_testing import (
     FP8,
+    QK_8_BITS,
     Inputs,
     Problem,
     _apart,
@@ -141,10 +142,12 @@ OPTIONS: dict[str, tuple[Problem, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_acts(option: str, device: str) -> None:
+def test_every_option_acts(option: str, dtype: torch.dtype, device: str) -> None:
     """It gives what standard attention gives with it, and not what that gives without it."""
     p, without = OPTIONS[option]
+    p = dataclasses.replace(p, dtype=dtype)
     inputs = make_inputs(p, device)
     results = run(p, inputs)
     assert_accurate(p, inputs, results)
@@ -266,16 +269,20 @@ SHAPES = (
 )
 
 
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 @pytest.mark.parametrize("p", SHAPES, ids=str)
-def test_shapes(p: Problem, device: str) -> None:
-    check(p, device)
+def test_shapes(p: Problem, dtype: torch.dtype, device: str) -> None:
+    check(dataclasses.replace(p, dtype=dtype), device)
 
 
 @pytest.mark.parametrize("masked", ({}, {"causal": True}, {"window": (70, 20)}), ids=str)
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), DIMS)
-def test_head_dims(head_dim: int, head_dim_v: int, masked: dict, device: str) -> None:
+def test_head_dims(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, masked: dict, device: str
+) -> None:
     sizes = (2, 200, 300, 4, 2) if device == "cuda" else (1, 140, 150, 2, 1)
-    check(problem(*sizes, head_dim, head_dim_v=head_dim_v, **masked), device)
+    check(problem(*sizes, head_dim, head_dim_v=head_dim_v, dtype=dtype, **masked), device)
 
 
 @pytest.mark.parametrize("head_dim", (24, 33, 1))
@@ -290,18 +297,25 @@ def test_other_head_dims(head_dim: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("masked", ({}, {"causal": True}, {"softcap": 5.0}), ids=str)
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 @pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
-def test_tiles_across_blocks_of_descales(head_dim: int, masked: dict, device: str) -> None:
+def test_tiles_across_blocks_of_descales(
+    head_dim: int, dtype: torch.dtype, masked: dict, device: str
+) -> None:
     """Tiles of 96 or 192 keys have keys of two blocks, at any column."""
     sizes = (2, 520, 1100, 4, 2) if device == "cuda" else (1, 130, 520, 1, 1)
-    check(problem(*sizes, head_dim, q_descale="fine", **masked), device)
+    check(problem(*sizes, head_dim, q_descale="fine", dtype=dtype, **masked), device)
 
 
 @pytest.mark.parametrize(
     "layout", ("bhsd", "sbhd", "packed", "expanded_heads", "expanded_batch", "bshd")
 )
-def test_strides_and_nan_bytes_beside_the_rows(layout: str, device: str) -> None:
-    p = problem(2, 150, 260, 4, 2, 64, causal=True, layout=layout, q_descale="fine")
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
+def test_strides_and_nan_bytes_beside_the_rows(
+    dtype: torch.dtype, layout: str, device: str
+) -> None:
+    options = {"layout": layout, "q_descale": "fine", "dtype": dtype}
+    p = problem(2, 150, 260, 4, 2, 64, causal=True, **options)
     check(p, device)
     packed = {"lengths_q": (70, 0, 130), "lengths_k": (90, 5, 140)}
     if not layout.startswith("expanded"):
@@ -342,9 +356,10 @@ FEW_QUERIES = (
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 @pytest.mark.parametrize("p", FEW_QUERIES, ids=str)
-def test_few_queries(p: Problem) -> None:
-    check(p, "cuda")
+def test_few_queries(p: Problem, dtype: torch.dtype) -> None:
+    check(dataclasses.replace(p, dtype=dtype), "cuda")
 
 
 MANY_TILES = (
@@ -357,15 +372,17 @@ MANY_TILES = (
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 @pytest.mark.parametrize("p", MANY_TILES, ids=str)
-def test_many_tiles(p: Problem) -> None:
-    check(p, "cuda", variant="fa3")
+def test_many_tiles(p: Problem, dtype: torch.dtype) -> None:
+    check(dataclasses.replace(p, dtype=dtype), "cuda", variant="fa3")
 
 
 @pytest.mark.parametrize("options", ({"causal": True}, {"sink": True, "softcap": 3.0}), ids=str)
-def test_results_repeat_bit_by_bit(options: dict, device: str) -> None:
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
+def test_results_repeat_bit_by_bit(dtype: torch.dtype, options: dict, device: str) -> None:
     sizes = (2, 700, 1900, 8, 2, 128) if device == "cuda" else (1, 130, 150, 2, 1, 32)
-    p = problem(*sizes, **options)
+    p = problem(*sizes, dtype=dtype, **options)
     inputs = make_inputs(p, device)
     first = run(p, inputs)
     for _ in range(200 if device == "cuda" else 3):
@@ -379,9 +396,9 @@ def test_named_fa3_and_auto(device: str) -> None:
     check(p, device, variant="fa3")
     explanation = flash_ext.explain(*(getattr(make_inputs(p, device), name) for name in "qkv"))
     assert explanation.variant == "fa3" and explanation.backward is None
-    assert "float8_e4m3fn" in (explanation.why_backward or "")
+    assert "backward for 8-bit inputs" in (explanation.why_backward or "")
     for name in ("fa1", "fa2"):
-        assert f"variant '{name}' has no FP8 inputs" in (explanation.reasons[name] or "")
+        assert f"variant '{name}' has no 8-bit inputs" in (explanation.reasons[name] or "")
 
 
 # --- Precision ---
@@ -424,6 +441,18 @@ def test_small_weights_count(device: str) -> None:
     torch.testing.assert_close(
         out.float().mean(), torch.tensor(0.5, device=device), rtol=1e-2, atol=0
     )
+
+
+@pytest.mark.parametrize("size", (127, -128))
+def test_int8_products_are_exact(size: int, device: str) -> None:
+    """256 products of the largest numbers are 22 bits; float32 sums of e4m3 keep fewer."""
+    q, k = (torch.full((1, n, 1, 256), size, dtype=torch.int8, device=device) for n in (3, 200))
+    k[:, 100:, :, 0] -= 1 if size > 0 else -1
+    q[:, 1, :, 0], q[:, 2] = 0, -127
+    v = torch.zeros(1, 200, 1, 256, device=device).to(FP8)
+    _, lse = flash_ext.attention(q, k, v, scale=2.0**-12, return_lse=True)
+    ref, ref_lse = flash_ext.reference.attention(q.double(), k.double(), v.double(), scale=2.0**-12)
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-6, atol=1e-4)
 
 
 def test_p_is_rounded_to_fp8(device: str) -> None:
@@ -475,10 +504,26 @@ REFUSED: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
         "v must be of q's dtype float8_e4m3fn, got float8_e5m2",
         lambda a: {"v": a["v"].to(torch.float8_e5m2)},
     ),
+    "k in int8": (
+        "k must be of q's dtype float8_e4m3fn, got int8",
+        lambda a: {"k": a["k"].to(torch.int8)},
+    ),
+    "all in int8": (
+        "v must be float8_e4m3fn with q and k in int8, got int8",
+        lambda a: {n: a[n].to(torch.int8) for n in "qkv"},
+    ),
+    "q in int8": (
+        "k must be of q's dtype int8, got float8_e4m3fn",
+        lambda a: {"q": a["q"].to(torch.int8)},
+    ),
+    "v in bfloat16 with int8": (
+        "v must be float8_e4m3fn with q and k in int8, got bfloat16",
+        lambda a: {n: a[n].to(torch.int8) for n in "qk"} | {"v": a["v"].to(torch.bfloat16)},
+    ),
     "all in e5m2": ("q must be ", lambda a: {n: a[n].to(torch.float8_e5m2) for n in "qkv"}),
     "all in e4m3fnuz": ("q must be ", lambda a: {n: a[n].to(torch.float8_e4m3fnuz) for n in "qkv"}),
     "descales without FP8": (
-        "q_descale must be None unless q, k and v are float8_e4m3fn, got one for bfloat16",
+        "q_descale must be None unless q, k and v have 8 bits, got one for bfloat16",
         lambda a: {n: a[n].to(torch.bfloat16) for n in "qkv"} | descale("q_descale")(a),
     ),
     "out_dtype without FP8": (
@@ -486,23 +531,23 @@ REFUSED: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
         lambda a: {n: a[n].to(torch.bfloat16) for n in "qkv"} | {"out_dtype": torch.float16},
     ),
     "out in float32": (
-        "out_dtype must be bfloat16 or float16 with float8_e4m3fn inputs, got float32",
+        "out_dtype must be bfloat16 or float16 with 8-bit inputs, got float32",
         lambda a: {"out_dtype": torch.float32},
     ),
     "out in FP8": (
-        "out_dtype must be bfloat16 or float16 with float8_e4m3fn inputs, got float8_e4m3fn",
+        "out_dtype must be bfloat16 or float16 with 8-bit inputs, got float8_e4m3fn",
         lambda a: {"out_dtype": FP8},
     ),
     "dropout": (
-        "dropout_p must be 0 with float8_e4m3fn inputs (no variant has both), got 0.1",
+        "dropout_p must be 0 with 8-bit inputs (no variant has both), got 0.1",
         lambda a: {"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)},
     ),
     "a bias": (
-        "bias must be None with float8_e4m3fn inputs (no variant has both), got (1, 1, 1, 300)",
+        "bias must be None with 8-bit inputs (no variant has both), got (1, 1, 1, 300)",
         lambda a: {"bias": torch.zeros(1, 1, 1, 300, device=a["q"].device)},
     ),
     "a bool bias": (
-        "bias must be None with float8_e4m3fn inputs",
+        "bias must be None with 8-bit inputs",
         lambda a: {"bias": torch.ones(1, 1, 130, 300, device=a["q"].device) > 0},
     ),
     "a descale in float64": (
@@ -586,7 +631,7 @@ def test_blocks_are_counted_in_debugging(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("variant", ("fa1", "fa2"))
 def test_fa1_and_fa2_have_no_fp8(variant: str, device: str) -> None:
     for op in (torch.ops.flash_ext.fwd, torch.ops.flash_ext.check):
-        with pytest.raises(ERRORS, match=f"variant '{variant}' has no FP8 inputs"):
+        with pytest.raises(ERRORS, match=f"variant '{variant}' has no 8-bit inputs"):
             op(**good(device), variant=variant)
 
 
@@ -595,7 +640,7 @@ def test_a_large_softcap(device: str) -> None:
         torch.ops.flash_ext.fwd(**good(device), softcap=3000.0)
 
 
-NO_BACKWARD = "no variant has a backward for float8_e4m3fn"
+NO_BACKWARD = "no variant has a backward for 8-bit inputs"
 
 
 @pytest.mark.parametrize("which", ("q", "k", "v", "sink"))

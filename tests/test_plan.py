@@ -260,12 +260,14 @@ def test_clusters_of_a_decoding_step(
         dict(seqlen_q=17, batch=34),  # 68 tiles of more rows than 16
         dict(seqlen_q=40, batch=39, varlen=True),  # one sequence may have all other queries
         dict(fp8=True),
+        dict(int8=True),
     ],
 )
 def test_what_is_no_decoding_step(fields: dict[str, int], native: ModuleType) -> None:
     fields = dict(seqlen_k=1024, heads_q=2, heads_k=2) | fields
     launches = problem(native, **fields, head_dim=128, head_dim_v=128).forward("fa3").launches
-    assert launches[0] in ("fa3_forward<128, 128>", "fa3_forward_fp8<128, 128>")
+    names = ("fa3_forward", "fa3_forward_fp8", "fa3_forward_int8")
+    assert launches[0] in [f"{name}<128, 128>" for name in names]
 
 
 def planned(native: ModuleType, x: Problem) -> object:
@@ -348,12 +350,13 @@ def test_fa2_computes_the_gradients_of_empty_tensors(native: ModuleType) -> None
 
 
 @pytest.mark.parametrize("head_dims", ((64, 64), (80, 112), (192, 128), (256, 16)))
-def test_only_fa3_has_fp8(head_dims: tuple[int, int], native: ModuleType) -> None:
+@pytest.mark.parametrize("name", ("fp8", "int8"))
+def test_only_fa3_has_8_bits(name: str, head_dims: tuple[int, int], native: ModuleType) -> None:
     dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
-    p = problem(native, seqlen_q=100, seqlen_k=100, fp8=True, **dims)
+    p = problem(native, seqlen_q=100, seqlen_k=100, **{name: True}, **dims)
     assert p.choose_forward("auto") == p.choose_forward("fa3") == ("fa3", "")
     for variant in ("fa1", "fa2"):
-        assert p.choose_forward(variant) == (None, f"variant '{variant}' has no FP8 inputs")
+        assert p.choose_forward(variant) == (None, f"variant '{variant}' has no 8-bit inputs")
 
 
 @pytest.mark.parametrize(
@@ -370,14 +373,14 @@ def test_no_variant_stands_in_for_fp8(
 ) -> None:
     p = problem(native, **{"seqlen_q": 100, "seqlen_k": 100, "fp8": True, **fields})
     assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why}")
-    others = ", and no other variant has FP8 inputs"
+    others = ", and no other variant has 8-bit inputs"
     assert p.choose_forward("auto") == (None, f"variant 'fa3' {why}{others}")
 
 
 def test_fp8_has_no_backward(native: ModuleType) -> None:
     p = problem(native, seqlen_q=100, seqlen_k=100, fp8=True)
     variant, why = p.choose_backward("fa3")
-    assert variant is None and "variant 'fa3' has no backward for float8_e4m3fn" in why
+    assert variant is None and "variant 'fa3' has no backward for 8-bit inputs" in why
 
 
 def test_what_does_not_fit_a_gpu_is_refused(native: ModuleType) -> None:
@@ -409,8 +412,13 @@ def test_every_head_dim_takes_its_kernels(head_dims: tuple[int, int], native: Mo
         kind = "_wide" if head_dims[0] > 128 else ""
         assert p.backward("fa3").launches == [f"fa3_backward{kind}{name}"]
     dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
-    p = problem(native, seqlen_q=100, seqlen_k=100, fp8=True, **dims)
-    assert p.forward("fa3").launches == [f"fa3_forward_fp8{name.replace('96', '128')}"]
+    padded = {(96, 96): (128, 128)}
+    for kind in ("fp8", "int8"):
+        p = problem(native, seqlen_q=100, seqlen_k=100, **{kind: True}, **dims)
+        of_8_bits = padded.get(head_dims, head_dims)
+        if kind == "int8":
+            of_8_bits = {(32, 32): (64, 64), (192, 192): (256, 256)}.get(of_8_bits, of_8_bits)
+        assert p.forward("fa3").launches == ["fa3_forward_{}<{}, {}>".format(kind, *of_8_bits)]
 
 
 def test_gradients_of_options_follow(native: ModuleType) -> None:

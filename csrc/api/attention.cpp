@@ -79,6 +79,7 @@ Options readable(Options options) {
 
 ElementType element_type(ScalarType dtype) {
     if (dtype == ScalarType::Float8_e4m3fn) return ElementType::kFloat8;
+    if (dtype == ScalarType::Char) return ElementType::kInt8;
     return dtype == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
 }
 
@@ -167,6 +168,7 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
     if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
     if (dtype == ScalarType::Float8_e4m3fn) code = aoti_torch_dtype_float8_e4m3fn();
+    if (dtype == ScalarType::Char) code = aoti_torch_dtype_int8();
     if (dtype == ScalarType::Int) code = aoti_torch_dtype_int32();
     if (dtype == ScalarType::UInt64) code = aoti_torch_dtype_uint64();
     AtenTensorHandle handle = nullptr;

@@ -40,8 +40,9 @@ std::tuple<int64_t, int64_t, std::string> check(Tensor q, Tensor k, Tensor v, OP
 std::tuple<Tensor, Tensor> fp8_quantize(Tensor x, Text scales, std::optional<Tensor> signs,
                                         std::optional<Tensor> mean,
                                         std::optional<Tensor> cu_seqlens,
-                                        std::optional<Tensor> seqused, int64_t blocks) {
-    return quantize_rows(x, scales.value, {signs, mean, cu_seqlens, seqused, blocks});
+                                        std::optional<Tensor> seqused, int64_t blocks,
+                                        std::optional<torch::headeronly::ScalarType> dtype) {
+    return quantize_rows(x, scales.value, {signs, mean, cu_seqlens, seqused, blocks, dtype});
 }
 
 Tensor fp8_token_mean(Tensor x, std::optional<Tensor> cu_seqlens, std::optional<Tensor> seqused) {

@@ -66,6 +66,8 @@ inline const char* dtype_name(ScalarType dtype) {
             return "int64";
         case ScalarType::Bool:
             return "bool";
+        case ScalarType::Char:
+            return "int8";
         case ScalarType::Float8_e4m3fn:
             return "float8_e4m3fn";
         case ScalarType::Float8_e5m2:
@@ -165,13 +167,10 @@ inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) 
     }
 }
 
-// What FP8 inputs are. (A tensor is asked for its dtype once: each time costs tens of nanoseconds.)
-inline bool is_fp8(ScalarType dtype) { return dtype == ScalarType::Float8_e4m3fn; }
-
 // The dtype of out, for that of q.
 inline ScalarType out_dtype(ScalarType dtype, const Options& options) {
     if (options.out_dtype) return *options.out_dtype;
-    return is_fp8(dtype) ? ScalarType::BFloat16 : dtype;
+    return has_8_bits(dtype) ? ScalarType::BFloat16 : dtype;
 }
 
 // One of q_descale, k_descale and v_descale. `last`: the values of a head, by blocks of rows or by
@@ -195,13 +194,13 @@ inline void check_descale(const char* argument, const Tensor& descale, int64_t h
     refuse(argument, wanted.str(), shape_text(descale.sizes()));
 }
 
-// What only FP8 inputs have, and what they cannot have. `dtype` is q's.
-inline void check_fp8_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
-                              const Options& options) {
-    if (!is_fp8(dtype)) {
+// What only 8-bit inputs have, and what they cannot have. `dtype` is q's.
+inline void check_8_bit_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
+                                const Options& options) {
+    if (!has_8_bits(dtype)) {
         const auto refuse_given = [&](const char* name, const std::optional<Tensor>& descale) {
             if (descale)
-                refuse(name, "None unless q, k and v are float8_e4m3fn",
+                refuse(name, "None unless q, k and v have 8 bits",
                        std::string("one for ") + dtype_name(dtype));
         };
         refuse_given("q_descale", options.q_descale);
@@ -214,13 +213,13 @@ inline void check_fp8_options(const Tensor& q, ScalarType dtype, const Sizes& si
     }
     if (options.out_dtype && *options.out_dtype != ScalarType::BFloat16 &&
         *options.out_dtype != ScalarType::Half)
-        refuse("out_dtype", "bfloat16 or float16 with float8_e4m3fn inputs",
+        refuse("out_dtype", "bfloat16 or float16 with 8-bit inputs",
                dtype_name(*options.out_dtype));
     if (options.bias)
-        refuse("bias", "None with float8_e4m3fn inputs (no variant has both)",
+        refuse("bias", "None with 8-bit inputs (no variant has both)",
                shape_text(options.bias->sizes()));
     if (options.dropout_p != 0)
-        refuse("dropout_p", "0 with float8_e4m3fn inputs (no variant has both)", options.dropout_p);
+        refuse("dropout_p", "0 with 8-bit inputs (no variant has both)", options.dropout_p);
     const auto blocks = [&](int64_t rows) {
         return sizes.varlen ? -1 : (rows + kDescaleRows - 1) / kDescaleRows;
     };
@@ -261,7 +260,7 @@ inline void check_options(const Tensor& q, ScalarType dtype, const Sizes& sizes,
         require_device("alibi_slopes", slopes, q);
         require_contiguous_rows("alibi_slopes", slopes);
     }
-    check_fp8_options(q, dtype, sizes, options);
+    check_8_bit_options(q, dtype, sizes, options);
     if (options.bias) check_bias(*options.bias, sizes, q);
     if (options.sink)
         require_option("sink", *options.sink, ScalarType::Float, {sizes.heads_q}, "(heads_q)", q);
@@ -349,9 +348,17 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
             refuse(name, "on a CUDA device like the other inputs", "a tensor elsewhere");
     }
     const ScalarType dtype = q.scalar_type();
-    if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16 && !is_fp8(dtype))
-        refuse("q", "float16, bfloat16 or float8_e4m3fn", dtype_name(dtype));
-    for (const auto& [name, tensor] : inputs) require_like(name, tensor, q);
+    if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16 && !has_8_bits(dtype))
+        refuse("q", "float16, bfloat16, float8_e4m3fn or int8", dtype_name(dtype));
+    require_like("k", k, q);
+    if (dtype == ScalarType::Char) {
+        if (v.scalar_type() != ScalarType::Float8_e4m3fn)
+            refuse("v", "float8_e4m3fn with q and k in int8", dtype_name(v.scalar_type()));
+    } else if (v.scalar_type() != dtype) {
+        refuse("v", std::string("of q's dtype ") + dtype_name(dtype), dtype_name(v.scalar_type()));
+    }
+    require_device("v", v, q);
+    for (const auto& [name, tensor] : inputs) require_contiguous_rows(name, tensor);
 
     sizes.batch =
         sizes.varlen ? std::max<int64_t>(options.cu_seqlens_q->numel() - 1, 0) : q.size(0);
@@ -385,8 +392,8 @@ inline Sizes check_backward(const Tensor& dout, const std::optional<Tensor>& dls
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                             const Options& options) {
     const Sizes sizes = check_forward(q, k, v, options);
-    if (is_fp8(q.scalar_type()))
-        refuse("q", "float16 or bfloat16 (no variant has a backward for float8_e4m3fn)",
+    if (has_8_bits(q.scalar_type()))
+        refuse("q", "float16 or bfloat16 (no variant has a backward for 8-bit inputs)",
                dtype_name(q.scalar_type()));
     const std::vector<int64_t> shape = sizes.rows(sizes.seqlen_q, sizes.heads_q, sizes.head_dim_v);
     const char* layout =

@@ -86,8 +86,8 @@ std::optional<Tensor> if_defined(const Tensor& tensor) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
     double number, bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {
-    if (q.scalar_type() == torch::headeronly::ScalarType::Float8_e4m3fn)
-        throw std::runtime_error("flash_ext: no variant has a backward for float8_e4m3fn");
+    if (has_8_bits(q.scalar_type()))
+        throw std::runtime_error("flash_ext: no variant has a backward for 8-bit inputs");
     Options options;
     if (number != 0) options = announced_options(number);
     options.scale = scale;

@@ -124,6 +124,13 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
         refuse("blocks", "ceil(seqlen / 128) = " + std::to_string(blocks), options.blocks);
     if (options.blocks < 0 || options.blocks >= int64_t{1} << 31)
         refuse("blocks", "at least 0 and below 2^31", options.blocks);
+    const ScalarType dtype = options.dtype.value_or(ScalarType::Float8_e4m3fn);
+    if (dtype != ScalarType::Float8_e4m3fn && dtype != ScalarType::Char)
+        refuse("dtype", "float8_e4m3fn or int8", dtype_name(dtype));
+    params.to_int8 = dtype == ScalarType::Char;
+    if (params.to_int8) params.largest = kMaxInt8;
+    if (params.to_int8 && kind != Scales::kBlock)
+        refuse("dtype", "float8_e4m3fn unless scales='block'", dtype_name(dtype));
     params.scales = kind;
     params.blocks = static_cast<int>(options.blocks);
     if (options.signs)
@@ -131,18 +138,18 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     const cudaStream_t stream = current_stream(x);
 
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    Tensor x_fp8 = empty(x, {x.sizes().begin(), x.sizes().end()}, ScalarType::Float8_e4m3fn);
+    Tensor x_8bit = empty(x, {x.sizes().begin(), x.sizes().end()}, dtype);
     std::vector<int64_t> shape;
     if (kind != Scales::kTensor) shape = {params.batch, params.heads};
     if (kind == Scales::kBlock) shape.push_back(params.blocks);
     if (kind == Scales::kChannel) shape.push_back(params.head_dim);
     Tensor descale = empty(x, shape, ScalarType::Float);
     Tensor amax = kind == Scales::kBlock ? Tensor() : empty(x, shape, ScalarType::Float);
-    params.x_fp8 = static_cast<uint8_t*>(x_fp8.data_ptr());
+    params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
     check_launch(quantize(params, stream));
-    return {x_fp8, descale};
+    return {x_8bit, descale};
 }
 
 Tensor mean_of_rows(const Tensor& x, const QuantizeOptions& options) {

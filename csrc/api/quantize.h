@@ -18,9 +18,10 @@ struct QuantizeOptions {
     std::optional<Tensor> cu_seqlens;
     std::optional<Tensor> seqused;
     int64_t blocks = 0;  // of descale, for block scales
+    std::optional<torch::headeronly::ScalarType> dtype;
 };
 
-// x_fp8 and descale.
+// x_8bit and descale.
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& scales,
                                          const QuantizeOptions& options);
 

@@ -124,7 +124,7 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     const int device = q.get_device_index() + 1;  // the CPU is -1
     const int64_t dim = q.size(3);
     const ScalarType dtype = q.scalar_type();
-    if (dtype == ScalarType::Float8_e4m3fn) return false;  // out would have another dtype
+    if (has_8_bits(dtype)) return false;  // out would have another dtype
     const bool half = dtype == ScalarType::Half;
     if (device >= kDevices || dim >= kDims || (!half && dtype != ScalarType::BFloat16))
         return passes_check(q, k, v);

@@ -63,8 +63,8 @@ struct Call {
     bool has_bias;
     bool has_dropout;
 
-    // q, k and v have one dtype, and the only one of a byte is float8_e4m3fn.
-    bool has_fp8() const { return operands[0].element_bytes == 1; }
+    // v is in float8_e4m3fn then, q and k in that or int8.
+    bool has_8_bits() const { return operands[0].element_bytes == 1; }
 };
 
 }  // namespace flash_ext

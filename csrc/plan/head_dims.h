@@ -2,6 +2,8 @@
 // the tests and benchmarks.
 #pragma once
 
+#include "tile/tensor_view.h"
+
 namespace flash_ext {
 
 // Head dims of Q and K, and of V and the output.
@@ -28,7 +30,20 @@ constexpr int head_dims_index(HeadDims dims) {
     return -1;
 }
 
+// Does a pair have kernels for inputs of this type? With 8 bits some are padded further: at 96 the
+// tiles of 128 are faster, though a quarter of them is zeros (docs/notes/016-fp8.md), and int8 has
+// no kernels of its own where models hardly ever are.
+constexpr bool has_kernels(HeadDims dims, ElementType type) {
+    if (type == ElementType::kInt8 && (dims == HeadDims{32, 32} || dims == HeadDims{192, 192}))
+        return false;
+    return element_bytes(type) > 1 || dims != HeadDims{96, 96};
+}
+
 // The pair to which `dims` is padded. The call has been checked, so there is one.
-constexpr HeadDims pad_head_dims(HeadDims dims) { return kHeadDims[head_dims_index(dims)]; }
+constexpr HeadDims pad_head_dims(HeadDims dims, ElementType type = ElementType::kFloat16) {
+    for (const HeadDims pair : kHeadDims)
+        if (pair.holds(dims) && has_kernels(pair, type)) return pair;
+    return {};
+}
 
 }  // namespace flash_ext

@@ -16,7 +16,8 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(ForwardParams params, cudaStream_t stream);
-template <int kHeadDim, int kHeadDimV>
+// With q and k in kFloat8 or kInt8, and v in kFloat8.
+template <ElementType kQKType, int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream);
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream);

@@ -17,7 +17,8 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
         if (reason.empty()) return {variant, why};
         why = std::string("variant '") + row.name + "' " + reason;
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};
-        if (call.has_fp8()) return {std::nullopt, why + ", and no other variant has FP8 inputs"};
+        if (call.has_8_bits())
+            return {std::nullopt, why + ", and no other variant has 8-bit inputs"};
         variant = *row.stand_in;
     }
 }

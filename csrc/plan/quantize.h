@@ -10,7 +10,7 @@ namespace flash_ext {
 // Rows of x that a CTA reduces column by column.
 inline constexpr int kColumnRows = 512;
 
-// x_fp8 and descale. Block scales take one pass over memory, others a first one for the maxima.
+// x_8bit and descale. Block scales take one pass over memory, others a first one for the maxima.
 cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream);
 
 // mean_out: the mean over the rows in use of each sequence, 0 where it has none.

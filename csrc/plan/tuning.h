@@ -28,9 +28,9 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
 }
 
 template <class Row, int kRows>
-constexpr bool has_all_rows(const Row (&table)[kRows]) {
+constexpr bool has_all_rows(const Row (&table)[kRows], ElementType type = ElementType::kFloat16) {
     for (const HeadDims dims : kHeadDims)
-        if (!has_row(table, dims)) return false;
+        if (has_kernels(dims, type) && !has_row(table, dims)) return false;
     return true;
 }
 
@@ -312,9 +312,6 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
                .v_stages = 3,
                .ping_pong = true,
                .partial_cols = 64}},
-    {.head_dims = {96, 96},
-     .splits =
-         {.block_kv = 96, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 96}},
     {.head_dims = {128, 128},
      .splits =
          {.block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true, .partial_cols = 128},
@@ -342,7 +339,7 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
                .ping_pong = true,
                .partial_cols = 64}},
 };
-static_assert(has_all_rows(kFa3ForwardFp8));
+static_assert(has_all_rows(kFa3ForwardFp8, ElementType::kFloat8));
 
 constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, bool may_have_splits) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
@@ -357,11 +354,6 @@ constexpr bool few_queries_fp8(HeadDims dims, const Fa3ForwardCall& call) {
     constexpr Fa3Costs kCosts{.alike = {115}, .differ = {115}};
     return call.few_tiles ||
            relative_time(call, row.splits, kCosts) < relative_time(call, row.usual, {});
-}
-
-// At 96 the tiles of 128 are faster, though a quarter of them is zeros (docs/notes/016-fp8.md).
-constexpr HeadDims fa3_forward_fp8_head_dims(HeadDims dims) {
-    return dims == HeadDims{96, 96} ? HeadDims{128, 128} : dims;
 }
 
 // --- FA1 and FA2, backward ---

@@ -25,7 +25,7 @@ HeadDims head_dims(const Sizes& sizes) {
 }
 
 HeadDims head_dims(const AttentionParams& params) {
-    return pad_head_dims({params.head_dim, params.head_dim_v});
+    return pad_head_dims({params.head_dim, params.head_dim_v}, params.element_type);
 }
 
 // --- Workspaces ---
@@ -87,12 +87,12 @@ std::string shared_memory_reason(const Call& call, Pass pass, int needed) {
     return text.str();
 }
 
-constexpr const char* kNoFp8 = "has no FP8 inputs";
+constexpr const char* kNo8Bits = "has no 8-bit inputs";
 
 // --- FA1 ---
 
 std::string fa1_unsupported_reason(const Call& call, Pass pass) {
-    if (call.has_fp8()) return kNoFp8;
+    if (call.has_8_bits()) return kNo8Bits;
     return shared_memory_reason(
         call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
             return pass == Pass::kForward ? fa1_forward_shared_bytes<dim, dim_v>()
@@ -124,7 +124,7 @@ cudaError_t run_fa1_backward(const BackwardParams& params, cudaStream_t stream) 
 // --- FA2 ---
 
 std::string fa2_unsupported_reason(const Call& call, Pass pass) {
-    if (call.has_fp8()) return kNoFp8;
+    if (call.has_8_bits()) return kNo8Bits;
     return shared_memory_reason(
         call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
             return pass == Pass::kForward ? fa2_forward_shared_bytes<dim, dim_v>()
@@ -172,7 +172,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.device.major != 9)
         return "needs a Hopper GPU (compute capability 9.0), this one has " +
                std::to_string(call.device.major) + "." + std::to_string(call.device.minor);
-    if (call.has_fp8() && backward) return "has no backward for float8_e4m3fn";
+    if (call.has_8_bits() && backward) return "has no backward for 8-bit inputs";
     if (call.has_dropout) return "has no dropout";
     if (call.has_bias) return "has no bias";
     if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
@@ -201,7 +201,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
 // By the kernel for few queries, if they are. The splits of a tile are a cluster, or several.
 bool plan_fa3_decode(ForwardPlan& plan, bool may_pack_gqa, const Device& device) {
     ForwardParams& params = plan.params;
-    if (params.element_type == ElementType::kFloat8) return false;
+    if (element_bytes(params.element_type) == 1) return false;
     const auto shape = [&](DecodeTile tile) { return tuning::fa3_decode(head_dims(params), tile); };
     const auto query_tiles = [&](DecodeTile tile) {
         return few_query_tiles(params, shape(tile).rows, may_pack_gqa);
@@ -263,12 +263,13 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
     const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
-        if (params.element_type == ElementType::kFloat8) {
-            constexpr HeadDims kDims = tuning::fa3_forward_fp8_head_dims({dim, dim_v});
-            // Splits leave results of the unpadded head dim.
-            return has_splits(params) ? fa3_forward_fp8<dim, dim_v>(params, stream)
-                                      : fa3_forward_fp8<kDims.qk, kDims.v>(params, stream);
-        }
+        cudaError_t status = cudaSuccess;
+        const auto run_8_bits = [&](auto type) {
+            if constexpr (has_kernels({dim, dim_v}, type))
+                status = fa3_forward_fp8<type, dim, dim_v>(params, stream);
+        };
+        if (dispatch<ElementType::kFloat8, ElementType::kInt8>(params.element_type, run_8_bits))
+            return status;
         if (params.decode_tile != DecodeTile::kNone) return fa3_decode<dim, dim_v>(params, stream);
         return fa3_forward<dim, dim_v>(params, stream);
     });

@@ -21,7 +21,7 @@ struct Bias {
     bool paired = false;  // is the element of every even key aligned to two elements?
 };
 
-// x = x_fp8 * descale. Strides in elements; 0 where one value serves all. `last` is the stride of
+// x = x_8bit * descale. Strides in elements; 0 where one value serves all. `last` is the stride of
 // blocks (of 128 rows; q and k) or of channels (v).
 struct Descale {
     const float* data = nullptr;  // null: 1
@@ -71,11 +71,11 @@ struct AttentionParams {
     Bias bias;
     const float* sink = nullptr;  // (Hq)
 
-    // Of FP8 inputs.
+    // Of 8-bit inputs.
     Descale q_descale;     // (B, Hk) or (B, Hq, blocks)
     Descale k_descale;     // (B, Hk) or (B, Hk, blocks)
     Descale v_descale;     // (B, Hk) or (B, Hk, Dv)
-    ElementType out_type;  // of out; that of the inputs unless they are FP8
+    ElementType out_type;  // of out; that of the inputs unless they have 8 bits
 
     // Dropout, see dropout.cuh. A keep_threshold of 65536 drops nothing.
     const int64_t* rng_state = nullptr;  // (2): seed, offset
@@ -104,11 +104,11 @@ FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
 }
 
 // The factor from a maximum of the softmax to an exponent of 2. The general form scales scores
-// before it masks them, the others in the exponent. With FP8 the factor of the scores differs
+// before it masks them, the others in the exponent. With 8 bits the factor of the scores differs
 // between tiles, so maxima include it.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
     const bool scaled =
-        features_of(params) == Features::kGeneral || params.element_type == ElementType::kFloat8;
+        features_of(params) == Features::kGeneral || element_bytes(params.element_type) == 1;
     return scaled ? 1.f : params.scale_log2;
 }
 

@@ -1,4 +1,5 @@
-// Quantization of q, k or v to FP8 (e4m3), x = x_fp8 * descale: the parameters of its kernels.
+// Quantization of q, k or v to 8 bits, e4m3 or int8, x = x_8bit * descale: the parameters of its
+// kernels.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,7 @@ enum class Scales { kTensor, kHead, kBlock, kChannel };
 inline constexpr int kScaleRows = 128;
 inline constexpr int kMaxQuantizeDim = 256;
 inline constexpr float kMaxFloat8 = 448.f;  // of e4m3
+inline constexpr float kMaxInt8 = 127.f;
 // A smaller maximum counts as this one, so that descale and its inverse are normal numbers.
 inline constexpr float kMinAmax = 0x1p-100f;
 
@@ -26,7 +28,9 @@ struct QuantizeParams {
     int hadamard_dim;  // the largest power of two that divides D
 
     TensorView x;                     // (B, S, H, D)
-    uint8_t* x_fp8 = nullptr;         // (B, S, H, D), contiguous
+    uint8_t* x_8bit = nullptr;        // (B, S, H, D), contiguous
+    bool to_int8 = false;             // otherwise e4m3; with block scales only
+    float largest = kMaxFloat8;       // of x_8bit
     const int* cu_seqlens = nullptr;  // (B + 1), of varlen
     const int* seqused = nullptr;     // (B), the rows in use; others become zeros
     const int8_t* signs = nullptr;    // (D), 1 or -1; null: no rotation

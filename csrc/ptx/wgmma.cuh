@@ -34,10 +34,14 @@ __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ void warpgroup_fence_operand(float& x) {
     asm volatile("" : "+f"(x)::"memory");
 }
+__device__ __forceinline__ void warpgroup_fence_operand(int& x) {
+    asm volatile("" : "+r"(x)::"memory");
+}
 
 // One wgmma of width kN; `accumulate` = 0 overwrites D. kTransposeB: B is stored [k][n].
-// mma_mn_major: so is A, [k][m].
-template <class Element, int kN, bool kTransposeB>
+// mma_mn_major: so is A, [k][m]. Number: the type of D's registers. That of int8 is int; of FP8 it
+// may be int, too, where the same registers hold both: then they are the bits of floats.
+template <class Element, int kN, bool kTransposeB, class Number = float>
 struct Wgmma;
 
 // clang-format off
@@ -45,10 +49,10 @@ struct Wgmma;
 #define T30 T10("") "," T10("1") "," T10("2")
 #define T60 T30 "," T10("3") "," T10("4") "," T10("5")
 #define T90 T60 "," T10("6") "," T10("7") "," T10("8")
-#define F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define F16(i) F8(i), F8(i + 8)
-#define F32(i) F16(i), F16(i + 16)
-#define F64(i) F32(i), F32(i + 32)
+#define D8(i) D(i), D(i + 1), D(i + 2), D(i + 3), D(i + 4), D(i + 5), D(i + 6), D(i + 7)
+#define D16(i) D8(i), D8(i + 8)
+#define D32(i) D16(i), D16(i + 16)
+#define D64(i) D32(i), D32(i + 32)
 // For one N: D's N / 2 registers as text and as operands, and the numbers of the operands that
 // follow them.
 #define FLASH_WGMMA_TYPED(ELEMENT, TYPE, N, TEXT, OPERANDS, O0, O1, O2, O3, O4, O5, O6)            \
@@ -82,10 +86,10 @@ struct Wgmma;
         }                                                                                          \
     };
 // Both operands of FP8 are K-major.
-#define FLASH_WGMMA_FP8(N, TEXT, OPERANDS, O0, O1, O2, O3, O4, O5, O6)                             \
+#define FLASH_WGMMA_FP8_TYPED(NUMBER, N, TEXT, OPERANDS, O0, O1, O2, O3, O4, O5, O6)               \
     template <>                                                                                    \
-    struct Wgmma<Float8, N, false> {                                                               \
-        static __device__ __forceinline__ void mma(float (&d)[N / 2], uint64_t a, uint64_t b,      \
+    struct Wgmma<Float8, N, false, NUMBER> {                                                       \
+        static __device__ __forceinline__ void mma(NUMBER (&d)[N / 2], uint64_t a, uint64_t b,     \
                                                    int accumulate) {                               \
             asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O2 ", 0; "                             \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                \
@@ -93,7 +97,7 @@ struct Wgmma;
                          : LIST OPERANDS                                                           \
                          : "l"(a), "l"(b), "r"(accumulate));                                       \
         }                                                                                          \
-        static __device__ __forceinline__ void mma(float (&d)[N / 2], const uint32_t (&a)[4],      \
+        static __device__ __forceinline__ void mma(NUMBER (&d)[N / 2], const uint32_t (&a)[4],     \
                                                    uint64_t b, int accumulate) {                   \
             asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O5 ", 0; "                             \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                \
@@ -102,30 +106,58 @@ struct Wgmma;
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));   \
         }                                                                                          \
     };
+// And of int8, with sums in int32.
+#define FLASH_WGMMA_INT8(N, TEXT, OPERANDS, O0, O1, O2, O3, O4, O5, O6)                            \
+    template <>                                                                                    \
+    struct Wgmma<Int8, N, false, int> {                                                            \
+        static __device__ __forceinline__ void mma(int (&d)[N / 2], uint64_t a, uint64_t b,        \
+                                                   int accumulate) {                               \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %" O2 ", 0; "                             \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8"                    \
+                         " {" TEXT "}, %" O0 ", %" O1 ", p; }"                                     \
+                         : LIST OPERANDS                                                           \
+                         : "l"(a), "l"(b), "r"(accumulate));                                       \
+        }                                                                                          \
+    };
 #define LIST(...) __VA_ARGS__
-#define FLASH_WGMMA(...)                                  \
-    FLASH_WGMMA_TYPED(__half, "f16", __VA_ARGS__)         \
-    FLASH_WGMMA_TYPED(__nv_bfloat16, "bf16", __VA_ARGS__) \
-    FLASH_WGMMA_FP8(__VA_ARGS__)
-FLASH_WGMMA(32, T10("") ",%10,%11,%12,%13,%14,%15", (F16(0)), "16", "17", "18", "19", "20", "21", "22")
-FLASH_WGMMA(64, T30 ",%30,%31", (F32(0)), "32", "33", "34", "35", "36", "37", "38")
-FLASH_WGMMA(80, T30 "," T10("3"), (F32(0), F8(32)), "40", "41", "42", "43", "44", "45", "46")
-FLASH_WGMMA(96, T30 "," T10("3") ",%40,%41,%42,%43,%44,%45,%46,%47", (F32(0), F16(32)), "48", "49", "50", "51", "52", "53", "54")
-FLASH_WGMMA(128, T60 ",%60,%61,%62,%63", (F64(0)), "64", "65", "66", "67", "68", "69", "70")
-FLASH_WGMMA(192, T90 ",%90,%91,%92,%93,%94,%95", (F64(0), F32(64)), "96", "97", "98", "99", "100", "101", "102")
-FLASH_WGMMA(256, T90 "," T10("9") "," T10("10") "," T10("11") ",%120,%121,%122,%123,%124,%125,%126,%127", (F64(0), F64(64)), "128", "129", "130", "131", "132", "133", "134")
+#define FLASH_WGMMA_F16(...) FLASH_WGMMA_TYPED(__half, "f16", __VA_ARGS__)
+#define FLASH_WGMMA_BF16(...) FLASH_WGMMA_TYPED(__nv_bfloat16, "bf16", __VA_ARGS__)
+#define FLASH_WGMMA_FP8(...) FLASH_WGMMA_FP8_TYPED(float, __VA_ARGS__)
+#define FLASH_WGMMA_FP8_BITS(...) FLASH_WGMMA_FP8_TYPED(int, __VA_ARGS__)
+#define FLASH_WGMMA_ALL(DEFINE) \
+    DEFINE(32, T10("") ",%10,%11,%12,%13,%14,%15", (D16(0)), "16", "17", "18", "19", "20", "21", "22") \
+    DEFINE(64, T30 ",%30,%31", (D32(0)), "32", "33", "34", "35", "36", "37", "38") \
+    DEFINE(80, T30 "," T10("3"), (D32(0), D8(32)), "40", "41", "42", "43", "44", "45", "46") \
+    DEFINE(96, T30 "," T10("3") ",%40,%41,%42,%43,%44,%45,%46,%47", (D32(0), D16(32)), "48", "49", "50", "51", "52", "53", "54") \
+    DEFINE(128, T60 ",%60,%61,%62,%63", (D64(0)), "64", "65", "66", "67", "68", "69", "70") \
+    DEFINE(192, T90 ",%90,%91,%92,%93,%94,%95", (D64(0), D32(64)), "96", "97", "98", "99", "100", "101", "102") \
+    DEFINE(256, T90 "," T10("9") "," T10("10") "," T10("11") ",%120,%121,%122,%123,%124,%125,%126,%127", (D64(0), D64(64)), "128", "129", "130", "131", "132", "133", "134")
+#define D(i) "+f"(d[i])
+FLASH_WGMMA_ALL(FLASH_WGMMA_F16)
+FLASH_WGMMA_ALL(FLASH_WGMMA_BF16)
+FLASH_WGMMA_ALL(FLASH_WGMMA_FP8)
+#undef D
+#define D(i) "+r"(d[i])
+FLASH_WGMMA_ALL(FLASH_WGMMA_FP8_BITS)
+FLASH_WGMMA_ALL(FLASH_WGMMA_INT8)
+#undef D
 #undef T10
 #undef T30
 #undef T60
 #undef T90
-#undef F8
-#undef F16
-#undef F32
-#undef F64
+#undef D8
+#undef D16
+#undef D32
+#undef D64
 #undef LIST
-#undef FLASH_WGMMA
+#undef FLASH_WGMMA_ALL
+#undef FLASH_WGMMA_F16
+#undef FLASH_WGMMA_BF16
 #undef FLASH_WGMMA_TYPED
 #undef FLASH_WGMMA_FP8
+#undef FLASH_WGMMA_FP8_BITS
+#undef FLASH_WGMMA_FP8_TYPED
+#undef FLASH_WGMMA_INT8
 // clang-format on
 
 }  // namespace flash_ext::ptx

@@ -20,14 +20,15 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 __device__ __forceinline__ int lane_row() { return lane_id() / 4; }
 __device__ __forceinline__ int lane_col() { return 2 * (lane_id() % 4); }
 
-template <int kRows_, int kCols_>
+template <int kRows_, int kCols_, class Number_ = float>
 struct RegisterTile {
+    using Number = Number_;
     static constexpr int kRows = kRows_;
     static constexpr int kCols = kCols_;
     static constexpr int kM = kRows / 16;
     static constexpr int kN = kCols / 8;
 
-    float v[kM][kN][4];
+    Number v[kM][kN][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll

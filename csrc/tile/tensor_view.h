@@ -7,7 +7,8 @@
 
 namespace flash_ext {
 
-enum class ElementType { kFloat16, kBFloat16, kFloat8 };  // kFloat8: e4m3
+// kFloat8: e4m3. kInt8: of q and k, with v in e4m3.
+enum class ElementType { kFloat16, kBFloat16, kFloat8, kInt8 };
 
 FLASH_HOST_DEVICE constexpr int element_bytes(ElementType type) {
     switch (type) {
@@ -15,6 +16,7 @@ FLASH_HOST_DEVICE constexpr int element_bytes(ElementType type) {
         case ElementType::kBFloat16:
             return 2;
         case ElementType::kFloat8:
+        case ElementType::kInt8:
             return 1;
     }
     return 0;

@@ -84,8 +84,9 @@ struct RegisterOperand {
 template <class Element, int kK, class Accumulator, class A, class B>
 __device__ __forceinline__ void gemm_async(Accumulator& c, const A& a, const B& b,
                                            bool accumulate) {
-    using Wgmma = ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose>;
-    auto& d = reinterpret_cast<float (&)[Accumulator::kN * 4]>(c.v);
+    using Number = typename Accumulator::Number;
+    using Wgmma = ptx::Wgmma<Element, Accumulator::kCols, B::kTranspose, Number>;
+    auto& d = reinterpret_cast<Number(&)[Accumulator::kN * 4]>(c.v);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kK * static_cast<int>(sizeof(Element)) / 32; ++k)

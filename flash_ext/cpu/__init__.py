@@ -1,10 +1,10 @@
 """The CPU kernels of the ops: FlashAttention 1, 2 and the FP8 form of 3 as tile loops in torch.
 
 They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` that of
-FP8 inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say what is visible
-and what FP8 numbers stand for, as in standard attention, and `checks` refuses wrong arguments.
-`quantize` is quantization to FP8, `combine_partial` adds attention over other keys, `into` writes
-into given tensors.
+8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say what is
+visible and what 8-bit numbers stand for, as in standard attention, and `checks` refuses wrong
+arguments. `quantize` is quantization to 8 bits, `combine_partial` adds attention over other keys,
+`into` writes into given tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.options import FP8, VARIANTS, BackwardTensors, Options
+from ..ops.options import QK_8_BITS, VARIANTS, BackwardTensors, Options
 from ..ops.schemas import library
 from . import combine_partial as combine_partial
 from . import into as into
@@ -35,8 +35,8 @@ def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tens
 
 def _check_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[int, int, str]:
     variant = VARIANTS.index(check_forward(q, k, v, Options(**given)))
-    if q.dtype == FP8:
-        return variant, -1, "no variant has a backward for float8_e4m3fn"
+    if q.dtype in QK_8_BITS:
+        return variant, -1, "no variant has a backward for 8-bit inputs"
     return variant, variant, ""
 
 

@@ -13,13 +13,14 @@ from ..ops.options import (
     FP8,
     FP8_VARIANTS,
     MAX_FACTOR,
+    QK_8_BITS,
     TENSOR_OPTIONS,
     VARIANTS,
     BackwardTensors,
     Options,
 )
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *QK_8_BITS)
 _MAX_HEAD_DIM = 256
 
 
@@ -33,8 +34,10 @@ def _require_contiguous_rows(argument: str, tensor: Tensor) -> None:
         refuse(argument, "contiguous in its last dimension", f"strides {tensor.stride()}")
 
 
-def _require_like(argument: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.dtype != q.dtype:
+def _require_like(
+    argument: str, tensor: Tensor, q: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    if tensor.dtype != (dtype or q.dtype):
         refuse(argument, f"of q's dtype {dtype_name(q.dtype)}", tensor.dtype)
     require_device(argument, tensor, q)
     _require_contiguous_rows(argument, tensor)
@@ -62,11 +65,11 @@ def _check_variant(options: Options) -> None:
         refuse("variant", " or ".join(map(repr, ("auto", *VARIANTS))), repr(options.variant))
 
 
-def _choose_fp8_variant(options: Options) -> str:
+def _choose_8_bit_variant(options: Options) -> str:
     """With the reasons of csrc/plan/variants.cpp."""
     variant = FP8_VARIANTS[-1] if options.variant == "auto" else options.variant
     if variant not in FP8_VARIANTS:
-        raise ValueError(f"flash_ext: variant {variant!r} has no FP8 inputs")
+        raise ValueError(f"flash_ext: variant {variant!r} has no 8-bit inputs")
     most = ABOUT["softcap"].most[variant]
     if options.softcap > most:
         raise ValueError(f"flash_ext: variant {variant!r} has no softcap above {most}")
@@ -74,8 +77,8 @@ def _choose_fp8_variant(options: Options) -> str:
 
 
 def _choose_variant(q: Tensor, options: Options) -> str:
-    if q.dtype == FP8:
-        return _choose_fp8_variant(options)
+    if q.dtype in QK_8_BITS:
+        return _choose_8_bit_variant(options)
     if options.variant == "auto":
         return CPU_VARIANTS[-1]
     if options.variant not in CPU_VARIANTS:
@@ -99,9 +102,12 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         if tensor.dim() != dims:
             refuse(name, f"of shape {layout} {hint}", tuple(tensor.shape))
     if q.dtype not in _DTYPES:
-        refuse("q", "float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype)
-    for name, tensor, _ in layouts:
-        _require_like(name, tensor, q)
+        refuse("q", "float16, bfloat16, float32, float64, float8_e4m3fn or int8", q.dtype)
+    _require_like("q", q, q)
+    _require_like("k", k, q)
+    if q.dtype == torch.int8 and v.dtype != FP8:
+        refuse("v", "float8_e4m3fn with q and k in int8", v.dtype)
+    _require_like("v", v, q, FP8 if q.dtype == torch.int8 else q.dtype)
 
     heads_q, head_dim = q.shape[-2:]
     heads_k, head_dim_v = k.shape[-2], v.shape[-1]
@@ -190,19 +196,19 @@ def _check_descale(
     refuse(argument, f"{wanted} ({batch}, {heads}, {at_least}{last})", given)
 
 
-def _check_fp8_options(q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int) -> None:
-    """What only FP8 inputs have, and what they cannot have."""
-    if q.dtype != FP8:
+def _check_8_bit_options(q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int) -> None:
+    """What only 8-bit inputs have, and what they cannot have."""
+    if q.dtype not in QK_8_BITS:
         for name in ("q_descale", "k_descale", "v_descale"):
             if getattr(options, name) is not None:
                 got = f"one for {dtype_name(q.dtype)}"
-                refuse(name, "None unless q, k and v are float8_e4m3fn", got)
+                refuse(name, "None unless q, k and v have 8 bits", got)
         if options.out_dtype not in (None, q.dtype):
             refuse("out_dtype", f"None or q's dtype {dtype_name(q.dtype)}", options.out_dtype)
         return
     if options.out_dtype not in (None, torch.bfloat16, torch.float16):
-        refuse("out_dtype", "bfloat16 or float16 with float8_e4m3fn inputs", options.out_dtype)
-    without = "with float8_e4m3fn inputs (no variant has both)"
+        refuse("out_dtype", "bfloat16 or float16 with 8-bit inputs", options.out_dtype)
+    without = "with 8-bit inputs (no variant has both)"
     if options.bias is not None:
         refuse("bias", f"None {without}", tuple(options.bias.shape))
     if options.dropout_p != 0:
@@ -270,7 +276,7 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
         refuse("cu_seqlens_q and cu_seqlens_k", "given together", f"{given} alone")
     _check_inputs(q, k, v, packed=options.cu_seqlens is not None)
     batch = _check_lengths(q, k, options)
-    _check_fp8_options(q, k, v, options, batch)
+    _check_8_bit_options(q, k, v, options, batch)
     _check_options(q, k, options, batch)
     return _choose_variant(q, options)
 
@@ -279,8 +285,8 @@ def check_backward(tensors: BackwardTensors, options: Options) -> str:
     """Check the arguments of the backward pass and choose the variant, as `check_forward` does."""
     q, v = tensors.q, tensors.v
     variant = check_forward(q, tensors.k, v, options)
-    if q.dtype == FP8:
-        why = "no variant has a backward for float8_e4m3fn"
+    if q.dtype in QK_8_BITS:
+        why = "no variant has a backward for 8-bit inputs"
         refuse("q", f"float16, bfloat16, float32 or float64 ({why})", q.dtype)
     *rows, heads, _ = q.shape
     if options.cu_seqlens is None:

@@ -1,6 +1,6 @@
-"""The CPU kernels of quantization to FP8, as csrc/kernels/fp8/ has them for CUDA.
+"""The CPU kernels of quantization to FP8 or int8, as csrc/kernels/fp8/ has them for CUDA.
 
-Every operation is rounded to float32 in the same order, so x_fp8 and descale are those of the CUDA
+Every operation is rounded to float32 in the same order, so x_8bit and descale are those of the CUDA
 kernels bit by bit (but for the bits of a NaN). Sums of means are in another order.
 """
 
@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.checks import dtype_name, refuse, require_device
-from ..ops.quantize import SCALE_ROWS, batch_of, check_scales, descale_shape
+from ..ops.quantize import SCALE_ROWS, batch_of, check_dtype, check_scales, descale_shape
 from ..ops.schemas import library
 from .checks import check_offsets
 
 MAX_FLOAT8 = 448.0
 """The largest number of e4m3."""
+
+MAX_INT8 = 127.0
 
 MIN_AMAX = 2.0**-100
 """A smaller maximum counts as this one, so that descale and its inverse are normal numbers."""
@@ -101,9 +103,13 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> 
     return found
 
 
-def _amax(x: Tensor, scales: str) -> Tensor:
-    """Of one sequence (n, H, D): (), (H), (H, ceil(n / 128)) or (H, D). NaN has no part in it."""
-    x = x.abs().nan_to_num(0.0).transpose(0, 1)
+def _amax(x: Tensor, scales: str, keeps_nan: bool) -> Tensor:
+    """Of one sequence (n, H, D): (), (H), (H, ceil(n / 128)) or (H, D).
+
+    NaN has no part in it, unless keeps_nan.
+    """
+    x = x.abs() if keeps_nan else x.abs().nan_to_num(0.0)
+    x = x.transpose(0, 1)
     if scales == "block":
         padded = -(-x.shape[1] // SCALE_ROWS) * SCALE_ROWS
         x = F.pad(x, (0, 0, 0, padded - x.shape[1])).unflatten(1, (-1, SCALE_ROWS))
@@ -132,8 +138,11 @@ def _quantize_cpu(
     cu_seqlens: Tensor | None = None,
     seqused: Tensor | None = None,
     blocks: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_scales(scales)
+    dtype = check_dtype(dtype, scales)
+    to_int8 = dtype == torch.int8
     _check_rows(x, cu_seqlens, seqused, signs, mean)
     if signs is not None and scales == "channel":
         wanted = "None with scales='channel' (a rotation mixes the channels)"
@@ -158,7 +167,7 @@ def _quantize_cpu(
         refuse("blocks", f"ceil(seqlen / 128) = {-(-x.shape[1] // SCALE_ROWS)}", blocks)
     amax = torch.zeros(descale_shape(x, scales, cu_seqlens, blocks), device=x.device)
     for b, y in enumerate(rotated):
-        of_sequence = _amax(y, scales)
+        of_sequence = _amax(y, scales, keeps_nan=to_int8)
         if scales == "tensor":
             amax = torch.maximum(amax, of_sequence)
         elif scales == "block":
@@ -167,17 +176,20 @@ def _quantize_cpu(
             amax[b] = of_sequence
 
     clamped = amax.clamp_min(MIN_AMAX)
-    inverse = torch.full_like(clamped, MAX_FLOAT8) / clamped
+    largest = MAX_INT8 if to_int8 else MAX_FLOAT8
+    inverse = torch.full_like(clamped, largest) / clamped
     norm = 1.0 if signs is None else 1 / math.sqrt(hadamard_dim(x.shape[-1]))
-    descale = torch.where(amax > 0, clamped * norm / MAX_FLOAT8, 1.0)
+    descale = torch.where(amax == 0, 1.0, clamped * norm / largest)
 
-    x_fp8 = torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    x_8bit = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for b, (y, target) in enumerate(
-        zip(rotated, _sequences(x_fp8, cu_seqlens, seqused), strict=True)
+        zip(rotated, _sequences(x_8bit, cu_seqlens, seqused), strict=True)
     ):
         factor = _by_row(inverse if scales == "tensor" else inverse[b], scales, y.shape[0])
-        target.copy_((y * factor).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn))
-    return x_fp8, descale
+        y = y * factor
+        y = y.nan_to_num().round() if to_int8 else y
+        target.copy_(y.clamp(-largest, largest).to(dtype))
+    return x_8bit, descale
 
 
 def _token_mean_cpu(

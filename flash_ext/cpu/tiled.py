@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import result_dtype, statistics_dtype
-from ..ops.options import FP8, BackwardTensors, Options
+from ..ops.options import QK_8_BITS, BackwardTensors, Options
 from . import fp8
 from .sequences import Span, spans
 from .tiling import Tiling, exp_, reciprocal, starting_statistics
@@ -279,7 +279,7 @@ def forward(
     for span in spans(q, k, options.cu_seqlens, options.seqused_k):
         tiling = Tiling.of(span, q, k, v, options, on_chip)
         operands = _operands(span, tiling, q, k, v)
-        if q.dtype == FP8:
+        if q.dtype in QK_8_BITS:
             descales = fp8.Descales.of(span, tiling, q, k, v, options)
             Out, L = fp8.fa3_forward(tiling, *operands, descales)
         else:

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.library import register_torch_dispatch
 
 from .. import ops
-from ..ops.options import ABOUT, FP8, BackwardTensors, dim_of
+from ..ops.options import ABOUT, QK_8_BITS, BackwardTensors, dim_of
 from .distributed.methods import Groups, build, unsupported_reason
 from .distributed.plan import Mask
 from .distributed.sharding import Sharding, sharding
@@ -177,7 +177,7 @@ def _may_split_sequence(q: DTensor, k: Tensor, options: dict[str, Any]) -> bool:
     """Whether parts of the sequence can be computed where they are."""
     return (
         q.shape[1] == k.shape[1] > 1
-        and q.dtype != FP8
+        and q.dtype not in QK_8_BITS
         and options.keys().isdisjoint(_OF_THE_WHOLE)
         and ops.is_real(q.to_local())  # a compiler's graph cannot hold these communications
     )

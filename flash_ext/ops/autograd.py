@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import node
-from .options import FP8, TENSOR_OPTIONS
+from .options import QK_8_BITS, TENSOR_OPTIONS
 from .schemas import bwd, fwd, library
 from .torch_private import (
     any_requires_grad,
@@ -124,8 +124,8 @@ def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
     if needs_grad or in_dual_level():  # tangents are refused
-        if needs_grad and q.dtype is FP8:
-            raise RuntimeError("flash_ext: no variant has a backward for float8_e4m3fn")
+        if needs_grad and q.dtype in QK_8_BITS:
+            raise RuntimeError("flash_ext: no variant has a backward for 8-bit inputs")
         return _record_forward(options, q, k, v, bias, sink)
     with below_autograd():
         return _fwd(q, k, v, **options)
@@ -146,11 +146,11 @@ node.define(library, _record_backward)
 # --- Autocast ---
 # Only of q, k and v: lse, slopes, sink and bias are meant to be float32. Gradients need no cast.
 
-_NOT_CAST = (torch.float64, FP8)
+_NOT_CAST = (torch.float64, *QK_8_BITS)
 
 
 def autocast_tensors(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's type, except those in float64 or FP8."""
+    """The tensors in autocast's type, except those in float64 or of 8 bits."""
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype in _NOT_CAST else x.to(dtype) for x in tensors)
 

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .options import QK_8_BITS
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Accumulators, softmax and lse: float32, or float64 for float64 inputs (CPU only)."""
@@ -22,7 +24,7 @@ def result_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dty
     """The dtype of out, for q's dtype and the option `out_dtype`."""
     if out_dtype is not None:
         return out_dtype
-    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    return torch.bfloat16 if dtype in QK_8_BITS else dtype
 
 
 def refuse(argument: str, wanted: str, got: object) -> NoReturn:

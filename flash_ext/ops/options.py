@@ -19,10 +19,13 @@ VARIANTS = ("fa1", "fa2", "fa3")
 
 CPU_VARIANTS = ("fa1", "fa2")
 """Those with CPU kernels, oldest first; "auto" means the last. fa3 is fa2 scheduled for Hopper,
-except with FP8 inputs, which only it has, on the CPU too."""
+except with 8-bit inputs, which only it has, on the CPU too."""
 
 FP8 = torch.float8_e4m3fn
-"""The dtype of FP8 inputs."""
+"""The dtype of v where inputs have 8 bits."""
+
+QK_8_BITS = (FP8, torch.int8)
+"""The dtypes of q and k there."""
 
 FP8_VARIANTS = ("fa3",)
 """The variants that take them, forward only."""
@@ -134,14 +137,14 @@ class Options:
     )
     q_descale: Tensor | None = _option(
         None,
-        "q = FP8 q · this: one number, (B, Hk), or (B, Hq, ⌈Sq / 128⌉) by blocks of queries",
+        "q = 8-bit q · this: one number, (B, Hk), or (B, Hq, ⌈Sq / 128⌉) by blocks of queries",
         variants=FP8_VARIANTS,
         dims=("batch", "heads", "blocks"),
         factor=True,
     )
     k_descale: Tensor | None = _option(
         None,
-        "k = FP8 k · this: one number, (B, Hk), or (B, Hk, ⌈Sk / 128⌉) by blocks of keys",
+        "k = 8-bit k · this: one number, (B, Hk), or (B, Hk, ⌈Sk / 128⌉) by blocks of keys",
         variants=FP8_VARIANTS,
         dims=("batch", "heads", "blocks"),
         factor=True,
@@ -154,7 +157,7 @@ class Options:
         factor=True,
     )
     out_dtype: torch.dtype | None = _option(
-        None, "of out; with FP8 bfloat16 or float16, otherwise q's; None: bfloat16, or q's"
+        None, "of out; with 8-bit inputs bfloat16 or float16, otherwise q's; None: bfloat16, or q's"
     )
     deterministic: bool = _option(False, "gradients that repeat bit by bit")
     variant: str = _option("auto", "'fa1', 'fa2', 'fa3', or 'auto': the fastest that runs")

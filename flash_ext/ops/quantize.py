@@ -1,11 +1,11 @@
 """The ops `torch.ops.flash_ext.fp8_quantize` and `fp8_token_mean`, and their fake kernels.
 
-    fp8_quantize(x, scales, *, signs, mean, cu_seqlens, seqused, blocks) -> (x_fp8, descale)
+    fp8_quantize(x, scales, *, signs, mean, cu_seqlens, seqused, blocks, dtype) -> (x_8bit, descale)
     fp8_token_mean(x, *, cu_seqlens, seqused) -> mean
 
 x is (B, S, H, D), or (total, H, D) with cu_seqlens. `blocks` is the last dimension of the descales
-of scales="block": ceil(S / 128), or with cu_seqlens at least that of the longest sequence. The rest
-is as in `flash_ext.fp8`. Neither op has a gradient.
+of scales="block": ceil(S / 128), or with cu_seqlens at least that of the longest sequence. dtype is
+float8_e4m3fn where it is None. The rest is as in `flash_ext.fp8`. Neither op has a gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import register_fake
 
 from .checks import refuse, require_one_device
+from .options import FP8, QK_8_BITS
 from .schemas import library
 
 SCALES = ("tensor", "head", "block", "channel")
@@ -30,6 +31,17 @@ def check_scales(scales: str) -> None:
     """Refuse an unknown name."""
     if scales not in SCALES:
         refuse("scales", " or ".join(map(repr, SCALES)), repr(scales))
+
+
+def check_dtype(dtype: torch.dtype | None, scales: str) -> torch.dtype:
+    """That of the result: float8_e4m3fn where it is None. int8 has scales of blocks only."""
+    if dtype is None:
+        return FP8
+    if dtype not in QK_8_BITS:
+        refuse("dtype", "float8_e4m3fn or int8", dtype)
+    if dtype == torch.int8 and scales != "block":
+        refuse("dtype", "float8_e4m3fn unless scales='block'", dtype)
+    return dtype
 
 
 def batch_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -55,8 +67,8 @@ def _define(signature: str, returns: str) -> Any:
 
 fp8_quantize = _define(
     "fp8_quantize(Tensor x, str scales, *, Tensor? signs=None, Tensor? mean=None,"
-    " Tensor? cu_seqlens=None, Tensor? seqused=None, SymInt blocks=0)",
-    "(Tensor x_fp8, Tensor descale)",
+    " Tensor? cu_seqlens=None, Tensor? seqused=None, SymInt blocks=0, ScalarType? dtype=None)",
+    "(Tensor x_8bit, Tensor descale)",
 )
 fp8_token_mean = _define(
     "fp8_token_mean(Tensor x, *, Tensor? cu_seqlens=None, Tensor? seqused=None)", "Tensor"
@@ -64,12 +76,18 @@ fp8_token_mean = _define(
 
 
 def _fp8_quantize_fake(
-    x: Tensor, scales: str, *, blocks: int = 0, **tensors: Tensor | None
+    x: Tensor,
+    scales: str,
+    *,
+    blocks: int = 0,
+    dtype: torch.dtype | None = None,
+    **tensors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     check_scales(scales)
+    dtype = check_dtype(dtype, scales)
     require_one_device(x, **tensors)
     shape = descale_shape(x, scales, tensors.get("cu_seqlens"), blocks)
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=torch.float32)
 
 
 def _fp8_token_mean_fake(x: Tensor, **tensors: Tensor | None) -> Tensor:

@@ -74,9 +74,10 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(ForwardParams, cudaStream_t) {
     return note("fa3_decode", kHeadDim, kHeadDimV);
 }
-template <int kHeadDim, int kHeadDimV>
+template <ElementType kQKType, int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams, cudaStream_t) {
-    return note("fa3_forward_fp8", kHeadDim, kHeadDimV);
+    constexpr bool kInt8 = kQKType == ElementType::kInt8;
+    return note(kInt8 ? "fa3_forward_int8" : "fa3_forward_fp8", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams, cudaStream_t) {
@@ -135,7 +136,11 @@ std::vector<const void*> instantiated_for_all_head_dims() {
         keep(&fa1_forward<kD, kDv>, &fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>,
              &fa1_backward<kD, kDv>, &fa2_backward<kD, kDv>, &fa1_forward_shared_bytes<kD, kDv>,
              &fa2_forward_shared_bytes<kD, kDv>, &fa1_backward_shared_bytes<kD, kDv>,
-             &fa2_backward_shared_bytes<kD, kDv>, &fa3_forward_fp8<kD, kDv>, &fa3_decode<kD, kDv>);
+             &fa2_backward_shared_bytes<kD, kDv>, &fa3_decode<kD, kDv>);
+        if constexpr (has_kernels(kHeadDims[i], ElementType::kFloat8))
+            keep(&fa3_forward_fp8<ElementType::kFloat8, kD, kDv>);
+        if constexpr (has_kernels(kHeadDims[i], ElementType::kInt8))
+            keep(&fa3_forward_fp8<ElementType::kInt8, kD, kDv>);
         constexpr HeadDims kFa3 = tuning::fa3_backward_head_dims(kHeadDims[i]);
         if constexpr (tuning::is_fa3_backward_wide(kFa3)) {
             keep(&fa3_backward_wide<kFa3.qk, kFa3.v>);
@@ -169,7 +174,7 @@ struct Problem {
     int window_left = -1, window_right = -1;
     bool varlen = false, bias = false, dropout = false, sink = false, deterministic = false;
     bool repeated_rows = false;  // of k
-    bool fp8 = false, alibi = false;
+    bool fp8 = false, int8 = false, alibi = false;
     double softcap = 0;
 
     Sizes sizes() const {
@@ -184,7 +189,7 @@ struct Problem {
             stride *= x.sizes[i];
         }
         if (repeated_rows && name[0] == 'k') x.strides[1] = 0;
-        if (fp8) x.element_bytes = 1;
+        if (fp8 || int8) x.element_bytes = 1;
         return x;
     }
 
@@ -214,7 +219,9 @@ struct Problem {
     }
 
     void fill(AttentionParams& params) const {
-        params.element_type = fp8 ? ElementType::kFloat8 : ElementType::kBFloat16;
+        params.element_type = fp8    ? ElementType::kFloat8
+                              : int8 ? ElementType::kInt8
+                                     : ElementType::kBFloat16;
         params.batch = batch;
         params.seqlen_q = seqlen_q;
         params.seqlen_k = seqlen_k;
@@ -323,6 +330,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readwrite("deterministic", &Problem::deterministic)
         .def_readwrite("repeated_rows", &Problem::repeated_rows)
         .def_readwrite("fp8", &Problem::fp8)
+        .def_readwrite("int8", &Problem::int8)
         .def_readwrite("alibi", &Problem::alibi)
         .def_readwrite("softcap", &Problem::softcap)
         .def("choose_forward",

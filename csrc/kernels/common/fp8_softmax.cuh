@@ -23,6 +23,22 @@
 
 namespace flash_ext {
 
+// What is in the registers of scores.
+struct FloatScores {
+    static __device__ __forceinline__ float value(float x) { return x; }
+    static __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+};
+struct IntegerScores {
+    static __device__ __forceinline__ float value(int x) { return static_cast<float>(x); }
+    static __device__ __forceinline__ int larger(int x, int y) { return max(x, y); }
+};
+struct FloatScoresAsBits {
+    static __device__ __forceinline__ float value(int x) { return __int_as_float(x); }
+    static __device__ __forceinline__ int larger(int x, int y) {
+        return __float_as_int(fmaxf(value(x), value(y)));
+    }
+};
+
 template <int kCols, bool kOptimistic>
 struct Fp8Softmax : OnlineSoftmax<16> {
     static constexpr float kOffset = kOptimistic ? 7.f : 8.f;
@@ -35,23 +51,21 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     static constexpr int kScaleN = std::gcd(kCols, kDescaleRows) / 8;
 
     using Rescaling = RowRescaling;
-    using Scores = RegisterTile<16, kCols>;
     using Probabilities = RegisterOperand<kCols, 1>;
 
     float limit[2];        // of a lane's sum over a tile with a stale m
     bool careful = false;  // must the next iteration find its maximum? For all rows of the warp
 
-    // As OptimisticSoftmax::step(). scale(n, i) is the factor of scores s.v[0][n] of row i of a
-    // lane's two.
-    template <class Scale>
+    // As OptimisticSoftmax::step(). A score is Form::value(s.v[0][n][i]) * scale(n, i / 2).
+    template <class Form, class Scores, class Scale>
     __device__ __forceinline__ Rescaling step(const Scores& s, Probabilities& p, Scale scale,
                                               bool fresh) {
         Rescaling rescaling;
         float sum[2];
         bool proven = !kOptimistic || fresh || careful;
         while (true) {
-            if (proven) rescaling = advance(s, scale);
-            const bool saturated = exponentiate(s, p, sum, scale);
+            if (proven) rescaling = advance<Form>(s, scale);
+            const bool saturated = exponentiate<Form>(s, p, sum, scale);
             if (proven) break;
             const bool doubtful = saturated || sum[0] > limit[0] || sum[1] > limit[1];
             proven = __any_sync(0xffffffff, doubtful);
@@ -81,7 +95,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
 
  private:
     // Raises m to the maximum of the scores, with headroom.
-    template <class Scale>
+    template <class Form, class Scores, class Scale>
     __device__ __forceinline__ Rescaling advance(const Scores& s, Scale scale) {
         Rescaling rescaling;
         bool grows = false;
@@ -90,11 +104,11 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             float max = -INFINITY;
 #pragma unroll
             for (int n = 0; n < Scores::kN; n += kScaleN) {
-                float x = fmaxf(s.v[0][n][2 * i], s.v[0][n][2 * i + 1]);
+                auto x = Form::larger(s.v[0][n][2 * i], s.v[0][n][2 * i + 1]);
 #pragma unroll
                 for (int k = n + 1; k < n + kScaleN; ++k)
-                    x = fmaxf(x, fmaxf(s.v[0][k][2 * i], s.v[0][k][2 * i + 1]));
-                max = fmaxf(max, x * scale(n, i));
+                    x = Form::larger(x, Form::larger(s.v[0][k][2 * i], s.v[0][k][2 * i + 1]));
+                max = fmaxf(max, Form::value(x) * scale(n, i));
             }
             const float new_max = fmaxf(row_max[0][i], quad_max(max) + kHeadroom);
             rescaling.factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
@@ -108,7 +122,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     }
 
     // Has any P of this lane become 448?
-    template <class Scale>
+    template <class Form, class Scores, class Scale>
     __device__ __forceinline__ bool exponentiate(const Scores& s, Probabilities& p, float (&sum)[2],
                                                  Scale scale) const {
         float shift[2];
@@ -129,8 +143,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         const auto multiply = [&](int g, int e) {
             const int k = g / 4, j = g % 4, i = j % 2;
             const int n = 4 * k + 2 * (j / 2) + e / 2;
-            x[g % 3][e] =
-                ptx::fma(s.v[0][n][2 * i + e % 2], scale(n / kScaleN * kScaleN, i), shift[i]);
+            x[g % 3][e] = ptx::fma(Form::value(s.v[0][n][2 * i + e % 2]),
+                                   scale(n / kScaleN * kScaleN, i), shift[i]);
         };
 #pragma unroll
         for (int e = 0; e < 4; ++e) multiply(0, e);

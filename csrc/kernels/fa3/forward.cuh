@@ -87,7 +87,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
     using VPipeline = typename Config::VPipeline;
     static constexpr bool kFp8 = Config::kFp8;
     using RowMajorVPipeline = typename Config::RowMajorVPipeline;
-    using Scores = RegisterTile<16, Config::kBlockKV>;
+    // Of int8 the tensor core computes integers.
+    using Scores =
+        RegisterTile<16, Config::kBlockKV, std::conditional_t<Config::kInt8, int, float>>;
     using Output = RegisterTile<16, Config::kHeadDimV>;
     using Softmax =
         std::conditional_t<kFp8, Fp8Softmax<Config::kBlockKV, (Config::kHeadDim <= 128)>,
@@ -224,7 +226,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         constexpr bool kPinned = Config::kHeadDim > 128;
         const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(q), consumer * 64);
         const KMajor<KTile, false> k_rows(k_pipeline.stage(k));
-        gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
+        gemm_async<typename Config::QKElement, Config::kHeadDim>(rS, q_rows, k_rows, false);
     }
 
     // Starts O = P V or O += P V.
@@ -275,9 +277,27 @@ struct Fa3Forward : Fa3Cta<Config_> {
         return (mask_of(params, tile.sequence).keys_of(queries).end - 1) / Config::kBlockKV;
     }
 
+    template <class Tile, class Scale>
+    static __device__ __forceinline__ void scale_scores(Tile& rS, Scale scale) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) rS.v[0][n][i] *= scale(n, i / 2);
+    }
+
+    template <class Target, class Source, class Function>
+    static __device__ __forceinline__ void convert(Target& target, const Source& source,
+                                                   Function function) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) target.v[0][n][i] = function(source.v[0][n][i]);
+    }
+
     // Applies the options, and the mask unless kFull excludes one.
     template <bool kFull>
-    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int i,
+    __device__ __forceinline__ void finish_scores(RegisterTile<16, Config::kBlockKV>& rS,
+                                                  const QueryTile& tile, int i,
                                                   const VisibleTiles& full) const {
         const int first_row = warp_row();
         const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
@@ -405,19 +425,27 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 if (8 * n >= state.second_k_scale) k_scale = state.k_scale[1];
             return state.q_scale[i] * k_scale;
         };
-        if constexpr (kFp8 && Config::kGeneral) {
-#pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state.rS.v[0][n][i] *= scale(n, i / 2);
+        constexpr bool kFinishes = Config::kGeneral || !kUnmasked;
+        if constexpr (!Config::kInt8) {
+            if constexpr (kFp8 && Config::kGeneral) scale_scores(state.rS, scale);
+            finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
+        } else if constexpr (kFinishes) {
+            RegisterTile<16, Config::kBlockKV> scores;
+            convert(scores, state.rS, [](int x) { return static_cast<float>(x); });
+            if constexpr (Config::kGeneral) scale_scores(scores, scale);
+            finish_scores<kUnmasked>(scores, work_tiles[state.tile], state.kv_tile, state.full);
+            convert(state.rS, scores, [](float x) { return __float_as_int(x); });
         }
-        finish_scores<kUnmasked>(state.rS, work_tiles[state.tile], state.kv_tile, state.full);
         if (!kUnmasked && first) state.softmax = begin_softmax(work_tiles[state.tile]);
         const bool fresh = !kUnmasked && first;
+        using Form =
+            std::conditional_t<!Config::kInt8, FloatScores,
+                               std::conditional_t<kFinishes, FloatScoresAsBits, IntegerScores>>;
         if constexpr (kFp8 && Config::kGeneral) {
-            state.rescaling = state.softmax.step(state.rS, rP, [](int, int) { return 1.f; }, fresh);
+            state.rescaling = state.softmax.template step<Form>(
+                state.rS, rP, [](int, int) { return 1.f; }, fresh);
         } else if constexpr (kFp8) {
-            state.rescaling = state.softmax.step(state.rS, rP, scale, fresh);
+            state.rescaling = state.softmax.template step<Form>(state.rS, rP, scale, fresh);
         } else {
             state.rescaling = state.softmax.step(state.rS, rP, exponent_scale(), fresh);
         }

@@ -29,9 +29,11 @@ struct Fp8Storage<RowMajorVPipeline, true> {
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
+          tuning::Fa3Forward kTuning, bool kMayHaveSplits_, class QKElement_ = Element_>
 struct Fa3ForwardConfig {
-    using Element = Element_;
+    using Element = Element_;      // of V
+    using QKElement = QKElement_;  // of Q and K; both have the same size
+    static_assert(sizeof(Element) == sizeof(QKElement));
     using Params = Fa3ForwardParams;
     static constexpr bool kMayHaveSplits = kMayHaveSplits_;  // and packed GQA
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
@@ -47,6 +49,7 @@ struct Fa3ForwardConfig {
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kFp8 = sizeof(Element) == 1;
+    static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     // What the launch gives a CTA of this size, divided again by setmaxnreg.
@@ -59,8 +62,8 @@ struct Fa3ForwardConfig {
     static constexpr int kTransposers = 2;
     static constexpr int kPartialCols = kTuning.partial_cols;
 
-    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
-    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using QTile = SharedTile<QKElement, kBlockQ, kHeadDim>;
+    using KTile = SharedTile<QKElement, kBlockKV, kHeadDim>;
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using TransposedVTile = SharedTile<Element, kHeadDimV, kBlockKV>;
     // Rows of a TMA box. A row of K or V should be requested as a whole, not one swizzle atom of

@@ -9,6 +9,9 @@ namespace flash_ext {
 
 static __device__ const float kNoDescale = 1.f;
 
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(int bits) { return __int_as_float(bits); }
+
 // Transposes V tiles, by all lanes of kTransposers warps.
 template <class Config>
 __device__ __forceinline__ void Fa3Forward<Config>::transpose_v() const {
@@ -44,7 +47,7 @@ template <class Config>
 __device__ __forceinline__ void Fa3Forward<Config>::add_output(State& state,
                                                                const Probabilities& rP,
                                                                bool accumulate) const {
-    using Partial = RegisterTile<16, Config::kPartialCols>;
+    using Partial = RegisterTile<16, Config::kPartialCols, typename Scores::Number>;
     static_assert(sizeof(Partial) <= sizeof(Scores));
     Partial& rPartial = reinterpret_cast<Partial&>(state.rS);
     compile_time_for<Config::kHeadDimV / Config::kPartialCols>([&](auto i) {
@@ -59,7 +62,7 @@ __device__ __forceinline__ void Fa3Forward<Config>::add_output(State& state,
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float& sum = state.rO.v[0][kFirst / 8 + n][e];
-                const float x = rPartial.v[0][n][e];
+                const float x = as_float(rPartial.v[0][n][e]);
                 sum = accumulate ? sum + x : x;
             }
     });
@@ -159,11 +162,15 @@ __device__ __forceinline__ void Fa3Forward<Config>::compute_in_turn(State& state
     issue_scores(state.rS, state.q, state.k);
     Order::signal_next(consumer);
     // The order decides whether ptxas serializes wgmma (docs/notes/016-fp8.md).
+    constexpr bool kScalesFirst = Config::kInt8 && Config::kHeadDim == 256;
+    constexpr bool kReleaseFirst =
+        kScalesFirst || (kStoresBeside && !(Config::kInt8 && Config::kHeadDim == 64));
+    if (kScalesFirst) load_k_scales(state);
     const auto v_read = state.v;
-    if (kStoresBeside) release(v_pipeline, v_read);
+    if (kReleaseFirst) release(v_pipeline, v_read);
     state.v.advance();
-    if (!kStoresBeside) release(v_pipeline, v_read);
-    load_k_scales(state);
+    if (!kReleaseFirst) release(v_pipeline, v_read);
+    if (!kScalesFirst) load_k_scales(state);
     if (kStoresBeside && last) {
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
         this->end_work_tile(state.tile_done);

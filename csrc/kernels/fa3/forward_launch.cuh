@@ -49,10 +49,10 @@ inline tuning::Fa3ForwardCall fa3_call(const ForwardParams& params) {
             .multiprocessors = multiprocessors()};
 }
 
-template <int kHeadDim, int kHeadDimV>
+template <ElementType kQKType, int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
+    using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-    constexpr bool kOnlySplits = !(tuning::fa3_forward_fp8_head_dims(kDims) == kDims);
     [[maybe_unused]] constexpr bool kHasFewQueries =
         tuning::fa3_forward_fp8(kDims, true).consumers !=
         tuning::fa3_forward_fp8(kDims, false).consumers;
@@ -61,9 +61,9 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     dispatch_features<Features::kVarlen, Features::kGeneral>(
         params, Features::kPlain, [&](auto features) {
             const auto launch = [&](auto may_have_splits, auto usual) {
-                using Config =
-                    Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                     tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
+                using Config = Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
+                                                tuning::fa3_forward_fp8(kDims, !usual),
+                                                may_have_splits, QKElement>;
                 status = launch_fa3_forward<Config>(params, stream);
             };
             constexpr std::true_type kYes;
@@ -72,8 +72,6 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
                 launch(kYes, kNo);
             } else if (has_splits) {
                 launch(kYes, kNo);
-            } else if constexpr (kOnlySplits) {
-                status = cudaErrorInvalidValue;
             } else if (tuning::few_queries_fp8(kDims, fa3_call(params))) {
                 if constexpr (kHasFewQueries) launch(kNo, kNo);
             } else {

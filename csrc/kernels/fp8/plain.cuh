@@ -35,27 +35,10 @@ class PlainRows {
     }
 
     __device__ void last_butterflies() {}
-    __device__ float amax_before_last() const { return amax(); }
-
-    __device__ float amax() const {
-        if (mean_ == nullptr) {
-            PackedMax<Element> largest;
-#pragma unroll
-            for (int i = 0; i < kThreadVectors; ++i)
-#pragma unroll
-                for (int w = 0; w < 4; ++w) largest.include(raw_[i][w]);
-            return largest.value();
-        }
-        float largest = 0.f;
-#pragma unroll
-        for (int i = 0; i < kThreadVectors; ++i) {
-            float v[8];
-            values(i, v);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(v[e]));
-        }
-        return largest;
-    }
+    // NaN where an element is.
+    __device__ float amax_before_last() const { return largest_magnitude<true>(); }
+    // NaN has no part in it.
+    __device__ float amax() const { return largest_magnitude<false>(); }
 
     __device__ void spoil() {
         constexpr uint32_t kNaN = 0x7fff;  // of both types
@@ -69,24 +52,50 @@ class PlainRows {
         }
     }
 
-    // Rounds to e4m3.
+    // Rounds.
+    template <class Result>
     __device__ void write(WarpRowsAndResults<Layout>& rows, float inverse) const {
         const float factors[8] = {inverse, inverse, inverse, inverse,
                                   inverse, inverse, inverse, inverse};
-        write_scaled(rows, factors);
+        write_scaled<Result>(rows, factors);
     }
 
-    // The same, with the maxima of these columns.
+    // To e4m3, with the maxima of these columns.
     __device__ void write(WarpRowsAndResults<Layout>& rows, const float (&amax)[8]) const {
         float factors[8];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) factors[e] = inverse_of(amax[e]);
-        write_scaled(rows, factors);
+        for (int e = 0; e < 8; ++e) factors[e] = inverse_of(amax[e], kMaxFloat8);
+        write_scaled<Float8>(rows, factors);
     }
 
     __device__ int column() const { return at_.column(); }
 
  private:
+    // Infinite where an element is.
+    template <bool kNaN>
+    __device__ float largest_magnitude() const {
+        if (mean_ == nullptr) {
+            PackedMax<Element, kNaN> largest;
+#pragma unroll
+            for (int i = 0; i < kThreadVectors; ++i)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) largest.include(raw_[i][w]);
+            return largest.value();
+        }
+        float largest = 0.f;
+#pragma unroll
+        for (int i = 0; i < kThreadVectors; ++i) {
+            float v[8];
+            values(i, v);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const float size = fabsf(v[e]);
+                largest = kNaN ? ptx::max_nan(largest, size) : fmaxf(largest, size);
+            }
+        }
+        return largest;
+    }
+
     // As float, without the mean.
     __device__ void values(int i, float (&v)[8]) const {
 #pragma unroll
@@ -108,15 +117,16 @@ class PlainRows {
         }
     }
 
+    template <class Result>
     __device__ void write_scaled(WarpRowsAndResults<Layout>& rows,
                                  const float (&factors)[8]) const {
         const uint32_t of_lane =
-            ptx::shared_address(&rows.x_fp8[Layout::swizzled_piece(ptx::lane_not_hoisted())]);
+            ptx::shared_address(&rows.x_8bit[Layout::swizzled_piece(ptx::lane_not_hoisted())]);
 #pragma unroll
         for (int i = 0; i < kThreadVectors; ++i) {
             float v[8];
             values(i, v);
-            const uint2 x = scaled_e4m3(v, factors);
+            const uint2 x = scaled(Result{}, v, factors);
             ptx::st_shared_v2(Layout::piece_address(of_lane, 32 * i), x.x, x.y);
         }
     }

@@ -1,4 +1,4 @@
-// x -> x_fp8 and descale, with x = x_fp8 * descale up to rounding and the rotation of rotate.cuh.
+// x -> x_8bit and descale, with x = x_8bit * descale up to rounding and the rotation of rotate.cuh.
 //
 // A tile has 128 rows of a head. With block scales these are what shares a scale: the rows are
 // loaded once, stay in registers between maximum and rounding, and are stored once. Other scales
@@ -8,7 +8,9 @@
 //
 // With a the maximum before the factor `norm` of the rotation:
 //
-//     x_fp8 = e4m3(v * (448 / a)),   descale = a * norm / 448        (1 where a = 0)
+//     x_8bit = e4m3(v * (448 / a)),   descale = a * norm / 448        (1 where a = 0)
+//
+// and with 127 for int8. This has no NaN: where a number of the tile is not finite, descale is NaN.
 #pragma once
 
 #include "kernels/fp8/plain.cuh"
@@ -17,8 +19,9 @@
 
 namespace flash_ext {
 
-__device__ __forceinline__ float descale_of(float amax, float norm) {
-    return amax > 0.f ? fmaxf(amax, kMinAmax) * norm / kMaxFloat8 : 1.f;
+__device__ __forceinline__ float descale_of(const QuantizeParams& params, float amax) {
+    if (!(amax > 0.f)) return amax + 1.f;  // of 0 and NaN
+    return fmaxf(amax, kMinAmax) * params.norm / params.largest;
 }
 
 // How many values amax and descale have; not for block scales.
@@ -37,7 +40,7 @@ __device__ __forceinline__ void store_block_descales(const QuantizeParams& param
     if (tile.sequence < 0) return;
     float* descale = params.descale + work.scale_head(params) * params.blocks;
     if (Layout::thread() == 0 && tile.rows > 0 && tile.tile < params.blocks)
-        descale[tile.tile] = descale_of(amax, params.norm);
+        descale[tile.tile] = descale_of(params, amax);
     if (tile.tile > 0) return;
     for (int i = ceil_div(tile.length, kScaleRows) + Layout::thread(); i < params.blocks;
          i += Layout::kCtas * blockDim.x)
@@ -59,11 +62,11 @@ __device__ __forceinline__ void store_results(const QuantizeParams& params,
                                               const WorkTile& work) {
     const RowTile& tile = work.rows;
     const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
-    uint8_t* target = params.x_fp8 +
+    uint8_t* target = params.x_8bit +
                       (int64_t{tile.batch} * params.rows + tile.begin + at.row()) * row_bytes +
                       work.head * params.head_dim + at.column();
     const uint32_t of_lane =
-        ptx::shared_address(&results.x_fp8[Layout::swizzled_piece(2 * ptx::lane_not_hoisted())]);
+        ptx::shared_address(&results.x_8bit[Layout::swizzled_piece(2 * ptx::lane_not_hoisted())]);
 #pragma unroll
     for (int i = 0; i < Layout::kThreadVectors / 2; ++i) {
         const int row = at.row() + 2 * Layout::kVectorRows * i;
@@ -91,7 +94,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
         const int64_t step = int64_t{gridDim.x} * blockDim.x;
         for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < scale_count(params);
              i += step)
-            params.descale[i] = descale_of(params.amax[i], params.norm);
+            params.descale[i] = descale_of(params, params.amax[i]);
     }
 
     bool more = true;
@@ -102,14 +105,20 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
         rows.last_butterflies();
         if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
             rows.spoil();
-            largest = rows.amax();
+            largest = params.to_int8 ? CUDART_NAN_F : rows.amax();
         }
         if (params.scales == Scales::kBlock) {
             const float amax = maxima.reduce(largest, tile);
             store_block_descales<Layout>(params, work, amax);
-            rows.write(stream.storage, inverse_of(amax));
+            const float inverse = inverse_of(amax, params.largest);
+            if (params.to_int8) {
+                rows.template write<Int8>(stream.storage, inverse);
+            } else {
+                rows.template write<Float8>(stream.storage, inverse);
+            }
         } else if (Rows::kDim > 0 || params.scales != Scales::kChannel) {
-            rows.write(stream.storage, inverse_of(load_amax(params, work)));
+            const float inverse = inverse_of(load_amax(params, work), kMaxFloat8);
+            rows.template write<Float8>(stream.storage, inverse);
         } else if constexpr (Rows::kDim == 0) {
             float amax[8] = {};
             if (work.rows.sequence >= 0) {

@@ -27,6 +27,7 @@
 #include <cfloat>
 
 #include "kernels/fp8/tile_stream.cuh"
+#include "ptx/float8.cuh"
 #include "ptx/math.cuh"
 
 namespace flash_ext {
@@ -34,13 +35,29 @@ namespace flash_ext {
 // Not finite, or NaN.
 __device__ __forceinline__ float or_nan(float x) { return fabsf(x) <= FLT_MAX ? x : CUDART_NAN_F; }
 
-__device__ __forceinline__ float inverse_of(float amax) {
-    return kMaxFloat8 / fmaxf(amax, kMinAmax);
+// `largest`: of the numbers to which is rounded.
+__device__ __forceinline__ float inverse_of(float amax, float largest) {
+    return largest / fmaxf(amax, kMinAmax);
 }
 
-// Eight numbers times their factors, rounded to e4m3. Numbers beyond 448 become 448; a NaN stays
-// one. Before sm_89 this is no instruction.
-__device__ __forceinline__ uint2 scaled_e4m3(const float (&x)[8], const float (&factors)[8]) {
+// Eight numbers times their factors, rounded to int8, to even numbers where two are as near. They
+// are at most 127 in magnitude; what a NaN becomes does not matter, as its scale is NaN.
+__device__ __forceinline__ uint2 scaled(Int8, const float (&x)[8], const float (&factors)[8]) {
+    constexpr float kOneAndAHalf = 0x1.8p23f;  // added to a number, has it in the low bits
+    uint32_t bits[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        bits[i] = __float_as_uint(__fmul_rn(x[i], factors[i]) + kOneAndAHalf);
+    const auto pack = [&](int i) {
+        return ptx::byte_permute(ptx::byte_permute(bits[i], bits[i + 1], 0x0040),
+                                 ptx::byte_permute(bits[i + 2], bits[i + 3], 0x0040), 0x5410);
+    };
+    return {pack(0), pack(4)};
+}
+
+// The same, rounded to e4m3. Numbers beyond 448 become 448; a NaN stays one. Before sm_89 this is
+// no instruction.
+__device__ __forceinline__ uint2 scaled(Float8, const float (&x)[8], const float (&factors)[8]) {
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -199,18 +216,19 @@ class RotatedRows {
                 for (int e = 0; e < 8; ++e) v_[n][j][e] = or_nan(v_[n][j][e]);
     }
 
-    // Rounds to e4m3.
+    // Rounds.
+    template <class Result>
     __device__ void write(WarpRowsAndResults<Layout>& rows, float inverse) const {
         const uint32_t of_lane = ptx::shared_address(
-            &rows.x_fp8[Layout::swizzled_piece(first_of(ptx::lane_not_hoisted()))]);
+            &rows.x_8bit[Layout::swizzled_piece(first_of(ptx::lane_not_hoisted()))]);
         const float factors[8] = {inverse, inverse, inverse, inverse,
                                   inverse, inverse, inverse, inverse};
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
             for (int j = 0; j < kVectors; j += 2) {
-                const uint2 x = scaled_e4m3(v_[n][j], factors);
-                const uint2 y = scaled_e4m3(v_[n][j + 1], factors);
+                const uint2 x = scaled(Result{}, v_[n][j], factors);
+                const uint2 y = scaled(Result{}, v_[n][j + 1], factors);
                 if constexpr (kLanes == 1) {  // adjacent
                     ptx::st_shared_v4(Layout::piece_address(of_lane, vector(n, j)),
                                       {x.x, x.y, y.x, y.y});

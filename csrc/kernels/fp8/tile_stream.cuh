@@ -98,9 +98,9 @@ struct alignas(128) WarpRows {
 };
 template <class Layout>
 struct WarpRowsAndResults : WarpRows<Layout> {
-    alignas(128) uint2 x_fp8[Layout::kWarpVectors];  // swizzled_piece()
+    alignas(128) uint2 x_8bit[Layout::kWarpVectors];  // swizzled_piece()
     // Until there are results.
-    __device__ float* means() { return reinterpret_cast<float*>(x_fp8); }
+    __device__ float* means() { return reinterpret_cast<float*>(x_8bit); }
 };
 template <class Layout>
 struct WarpRowsAndMeans : WarpRows<Layout> {

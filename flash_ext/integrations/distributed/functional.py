@@ -16,7 +16,7 @@ from ... import ops
 from ...functional import attention_options
 from ...ops.autograd import autocast_tensors
 from ...ops.checks import dtype_name, refuse, require_device, require_pair, require_tensors
-from ...ops.options import FP8
+from ...ops.options import QK_8_BITS
 from .agree import agree
 from .local import Options
 from .methods import Groups, build, choose_method, unsupported_reason
@@ -128,8 +128,8 @@ def _check(
     slopes = options.get("alibi_slopes")
     if documents is not None and slopes is not None and slopes.dim() != 1:
         refuse("alibi_slopes", "of shape (heads_q) with cu_seqlens", tuple(slopes.shape))
-    if q.dtype == FP8:
-        refuse("q", "of another dtype than float8_e4m3fn", dtype_name(q.dtype))
+    if q.dtype in QK_8_BITS:
+        refuse("q", "of more than 8 bits", dtype_name(q.dtype))
     if documents is not None:
         ordered = all(a <= b for a, b in zip(documents, documents[1:], strict=False))
         if not documents or documents[0] != 0 or not ordered or documents[-1] > shards.rows:

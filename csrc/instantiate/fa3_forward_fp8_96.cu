@@ -1,3 +1,0 @@
-#include "kernels/fa3/forward_launch.cuh"
-
-template cudaError_t flash_ext::fa3_forward_fp8<96, 96>(flash_ext::ForwardParams, cudaStream_t);
