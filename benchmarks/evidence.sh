@@ -39,7 +39,7 @@ results_on() {
     local gpu=$1 copy
     shift
     copy=$(mktemp -d)
-    tar -c --exclude=.git --exclude=.venv --exclude=build --exclude="$OUT" . | tar -x -C "$copy"
+    tar -c --anchored --exclude=./.git --exclude=./.venv --exclude=./build --exclude="$OUT" . | tar -x -C "$copy"
     (cd "$copy" && CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" benchmarks/everything.py \
         ${MINUTES:+--minutes "$MINUTES"} --only "$@") \
         >"$OUT/results_$gpu.log" 2>&1

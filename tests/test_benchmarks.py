@@ -382,8 +382,11 @@ def test_processes_begin_with_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_results_of_two_gpus(tmp_path: Path) -> None:
-    """Each half runs in a checkout of its own; all of their files end up here."""
+    """Each half runs in a checkout of its own, of the same source; their files end up here."""
     here = tmp_path / "here"
+    for name in ("csrc/build/a.py", "flash_ext/b.py", "build/c.py", ".venv/d.py"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(f"x = '{name}'")
     for name in ("merge.py", "compare.py", "common.py", "digest.py", "evidence.sh"):
         (here / "benchmarks").mkdir(parents=True, exist_ok=True)
         (here / "benchmarks" / name).write_text((ROOT / "benchmarks" / name).read_text())
@@ -393,8 +396,9 @@ def test_results_of_two_gpus(tmp_path: Path) -> None:
 [ "$1" = benchmarks/merge.py ] && [ -n "$NOTHING_TO_MERGE" ] && exit
 [ "$1" = benchmarks/everything.py ] || exec {sys.executable} "$@"
 mkdir -p benchmarks/results/x
-printf '{{"date": "2026", "parts": "%s", "gpu": %s}}' "${{*:3}}" $CUDA_VISIBLE_DEVICES \
-    > benchmarks/results/x/$3.json
+files=$(ls csrc/build flash_ext build .venv 2>/dev/null | grep -c py)
+printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:3}}" \
+    $CUDA_VISIBLE_DEVICES $files > benchmarks/results/x/$3.json
 [ $3 != wrong ]
 """
     )
@@ -411,8 +415,8 @@ printf '{{"date": "2026", "parts": "%s", "gpu": %s}}' "${{*:3}}" $CUDA_VISIBLE_D
     assert run("one", "b", "/", "two") == 0
     found = {p.name: json.loads(p.read_text()) for p in here.glob("benchmarks/results/x/*")}
     assert found == {
-        "one.json": {"date": "2026", "parts": "one b", "gpu": 0},
-        "two.json": {"date": "2026", "parts": "two", "gpu": 1},
+        "one.json": {"date": "2026", "parts": "one b", "gpu": 0, "files": 2},
+        "two.json": {"date": "2026", "parts": "two", "gpu": 1, "files": 2},
     }
     environment["NOTHING_TO_MERGE"] = "yes"
     assert run("one", "/", "wrong") == 1 and run("wrong", "/", "one") == 1
@@ -1031,8 +1035,9 @@ def test_fp8_is_measured(
     assert status == 0 and sorted(c["causal"] for c in cells) == [False, True]
     for cell in cells:
         found = cell["providers"]
-        assert sorted(found) == ["cudnn_fp8", "fa3_fp8", "fa3_fp8_tensor", "flash"]
+        assert sorted(found) == ["cudnn_fp8", "fa3_fp8", "fa3_fp8_tensor", "fa3_int8", "flash"]
         assert all(r["ms"] > 0 for r in found.values())
+        assert 1e-2 < found["fa3_int8"]["error"] < 4e-2, "the same P"
         assert 1e-2 < found["fa3_fp8"]["error"] < 4e-2, "P in e4m3"
         assert abs(found["fa3_fp8_tensor"]["error"] - found["fa3_fp8"]["error"]) < 1e-3
         assert 1e-2 < found["cudnn_fp8"]["error"] < 4e-2, "its output in e4m3"
@@ -1132,11 +1137,14 @@ def test_methods_of_quantization() -> None:
             assert (y.attend() - want[:, :rows]).norm() / want[:, :rows].norm() < 0.1, name
             assert (y.attend() - y.exact()).norm() / want[:, :rows].norm() < 0.06, name
     ours = fp8_inputs.METHODS[fp8_inputs.OURS]
-    assert ours == fp8_inputs.Method("block", "channel", rotated=True, smooth=True)
+    in_fp8 = fp8_inputs.Method("block", "channel", rotated=True, smooth=True)
+    assert ours == dataclasses.replace(in_fp8, qk_dtype=torch.int8)
+    assert fp8_inputs.METHODS[fp8_inputs.OURS_IN_FP8] == in_fp8
     signs = flash_ext.fp8._seeded_signs(64, 0, q)
     with mock.patch.object(flash_ext.fp8, "random_signs", lambda *_, **__: signs):
-        got = ours(q, k, v).attend(out_dtype=torch.bfloat16)
-    assert torch.equal(got, flash_ext.fp8.attention(q, k, v))
+        for method in (ours, in_fp8):
+            got = method(q, k, v).attend(out_dtype=torch.bfloat16)
+            assert torch.equal(got, flash_ext.fp8.attention(q, k, v, qk_dtype=method.qk_dtype))
 
 
 def test_where_no_variant_takes_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1209,7 +1217,7 @@ def test_fp8_errors_and_a_trained_model_and_their_tables(
     assert "| 192/128 causal | best peer, bf16 |" in text and "| 2.00 (2.00) |" in text
     assert "- flash_ext fa3, FP8, d 256: too wide." in text
     assert "| 256 full | flash_ext fa3, FP8 |" not in text
-    assert "| flash_ext.fp8.attention: the same, with v by channels |" in text
+    assert f"| {fp8_inputs.OURS} |" in text
     assert "| d 64, 64 queries, values of mean 1 |" in text and "| weight |" in text
     assert f"| {fp8_model.FP8} | {results[fp8_model.FP8]['loss']:.4f} (" in text
     assert "a trained GPT, d 16: loss with" in text
@@ -1219,4 +1227,6 @@ def test_fp8_errors_and_a_trained_model_and_their_tables(
     assert speed is not None and error is not None
     assert speed.figure.endswith("TFLOP/s") and "d 32, 256 keys" in error.conditions
     loaded["compare_fp8"]["cells"] = []
+    del loaded["numerics"]["fp8"]["outliers"][0]["methods"][fp8_inputs.OURS]  # an older source
+    assert claims.fp8_error(loaded) is None
     assert claims.fp8_speed(loaded) is None
