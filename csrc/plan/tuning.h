@@ -128,7 +128,8 @@ struct Fa3Forward {
     int k_stages;
     int v_stages;
     bool ping_pong = false;
-    int partial_cols = 0;  // FP8: columns of O that one P V computes
+    int partial_cols = 0;           // FP8: columns of O that one P V computes
+    int transposer_registers = 56;  // FP8: of a lane that transposes V; consumers get the others
 };
 
 // The tiles of a pair of head dims and a form. kSplits: the keys are split, or GQA is packed.
@@ -332,12 +333,13 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
                 .v_stages = 2,
                 .ping_pong = true,
                 .partial_cols = 64},
-     .usual = {.block_kv = 96,
+     .usual = {.block_kv = 128,
                .q_stages = 1,
-               .k_stages = 3,
+               .k_stages = 2,
                .v_stages = 2,
                .ping_pong = true,
-               .partial_cols = 64}},
+               .partial_cols = 64,
+               .transposer_registers = 40}},
 };
 static_assert(has_all_rows(kFa3ForwardFp8, ElementType::kFloat8));
 

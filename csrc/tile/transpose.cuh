@@ -19,7 +19,8 @@
 namespace flash_ext {
 
 // By all lanes of warp `warp` of kWarps. Source is (keys, columns), Target (columns, keys).
-template <class Source, class Target, int kWarps>
+// kFewRegisters: some 40 are enough, at less speed.
+template <class Source, class Target, int kWarps, bool kFewRegisters>
 __device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, int warp) {
     static_assert(Source::kRows == Target::kCols && Source::kCols == Target::kRows);
     static_assert(Source::kChunksPerRow % kWarps == 0);
@@ -34,10 +35,11 @@ __device__ __forceinline__ void transpose_fp8(uint32_t source, uint32_t target, 
     // Other chunks within an atom differ by an XOR, all else by a constant.
     const uint32_t from = source + Source::offset(lane, warp);
     const uint32_t to = target + Target::offset(16 * warp + column, matrix / 2);
-#pragma unroll
+    constexpr int kUnroll = kFewRegisters ? 1 : Source::kCols / 16;
+#pragma unroll kUnroll
     for (int chunk = 0; chunk < Source::kCols / 16; chunk += kWarps) {
         // Two blocks at a time: their latencies overlap, and this warp has few registers.
-        constexpr int kAtOnce = kBlocks % 2 == 0 ? 2 : 1;
+        constexpr int kAtOnce = kBlocks % 2 == 0 && !kFewRegisters ? 2 : 1;
 #pragma unroll
         for (int first_block = 0; first_block < kBlocks; first_block += kAtOnce) {
             uint32_t keys[kAtOnce][4];

@@ -45,6 +45,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     static constexpr float kFactor = kOptimistic ? 128.f : 256.f;  // 2^kOffset
     static constexpr float kHeadroom = kOptimistic ? 2.f : 0.f;    // of m above the maximum
     static constexpr float kDominant = 0.375f;
+    // No P of a lane becomes 448 where all of them add up to less.
+    static constexpr float kSaturating = 428.f;
     static constexpr float kSlowGrowth = 0.5f;  // of m in an iteration, in powers of two
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
@@ -65,12 +67,15 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         bool proven = !kOptimistic || fresh || careful;
         while (true) {
             if (proven) rescaling = advance<Form>(s, scale);
-            const bool saturated = exponentiate<Form>(s, p, sum, scale);
+            exponentiate<Form>(s, p, sum, scale);
             if (proven) break;
-            const bool doubtful = saturated || sum[0] > limit[0] || sum[1] > limit[1];
-            proven = __any_sync(0xffffffff, doubtful);
-            if (!proven) [[likely]]
+            const auto exceeds = [&](float bound) {
+                return sum[0] > min_of(limit[0], bound) || sum[1] > min_of(limit[1], bound);
+            };
+            if (!__any_sync(0xffffffff, exceeds(kSaturating))) [[likely]]
                 break;
+            proven = __any_sync(0xffffffff, exceeds(INFINITY) || has_saturated(p));
+            if (!proven) break;
         }
         row_sum[0][0] += sum[0];
         row_sum[0][1] += sum[1];
@@ -122,8 +127,17 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     }
 
     // Has any P of this lane become 448?
+    static __device__ __forceinline__ bool has_saturated(const Probabilities& p) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int k = 0; k < kCols / 32; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) largest |= p.v[k][j] + 0x02020202;  // 448 is 0x7e
+        return (largest & 0x80808080) != 0;
+    }
+
     template <class Form, class Scores, class Scale>
-    __device__ __forceinline__ bool exponentiate(const Scores& s, Probabilities& p, float (&sum)[2],
+    __device__ __forceinline__ void exponentiate(const Scores& s, Probabilities& p, float (&sum)[2],
                                                  Scale scale) const {
         float shift[2];
         float sums[2][2];  // four chains of additions
@@ -139,7 +153,6 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         // left to itself the compiler issues them in pairs and waits.
         constexpr int kGroups = kCols / 8;
         float x[3][4];  // of groups g - 1, g and g + 1
-        uint32_t largest = 0;
         const auto multiply = [&](int g, int e) {
             const int k = g / 4, j = g % 4, i = j % 2;
             const int n = 4 * k + 2 * (j / 2) + e / 2;
@@ -160,7 +173,6 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             const float (&y)[4] = x[(g - 1) % 3];
             uint32_t& packed = p.v[(g - 1) / 4][(g - 1) % 4];
             packed = ptx::pack_e4m3(y[0], y[1], y[2], y[3]);
-            largest |= packed + 0x02020202;  // 448 is 0x7e
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -169,7 +181,6 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             // be kept.
             if (kOptimistic) ptx::warpgroup_fence_operand(sum[i]);
         }
-        return (largest & 0x80808080) != 0;
     }
 };
 

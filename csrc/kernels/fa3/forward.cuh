@@ -219,14 +219,32 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // Starts S = Q K^T.
-    __device__ __forceinline__ void issue_scores(Scores& rS, const typename QPipeline::State& q,
-                                                 const typename KPipeline::State& k) const {
+    // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on.
+    template <int kFirstKey, int kKeys>
+    __device__ __forceinline__ void issue_scores_of(State& state) const {
         // Q stays in place for many iterations.
         constexpr bool kPinned = Config::kHeadDim > 128;
-        const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(q), consumer * 64);
-        const KMajor<KTile, false> k_rows(k_pipeline.stage(k));
-        gemm_async<typename Config::QKElement, Config::kHeadDim>(rS, q_rows, k_rows, false);
+        const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(state.q), consumer * 64);
+        const KMajor<KTile, false> k_rows(k_pipeline.stage(state.k), kFirstKey);
+        using Part = RegisterTile<16, kKeys, typename Scores::Number>;
+        gemm_async<typename Config::QKElement, Config::kHeadDim>(
+            reinterpret_cast<Part&>(state.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
+    }
+    // FP8: P V takes the registers of the first keys' scores (forward_fp8.cuh), so those of the
+    // others are a wgmma of their own.
+    static constexpr int kFirstKeys =
+        kFp8 ? min_of(Config::kBlockKV, Config::kPartialCols) : Config::kBlockKV;
+    static constexpr bool kHasOtherScores = kFirstKeys < Config::kBlockKV;
+    __device__ __forceinline__ void issue_first_scores(State& state) const {
+        issue_scores_of<0, kFirstKeys>(state);
+    }
+    __device__ __forceinline__ void issue_other_scores(State& state) const {
+        if constexpr (kHasOtherScores)
+            issue_scores_of<kFirstKeys, Config::kBlockKV - kFirstKeys>(state);
+    }
+    __device__ __forceinline__ void issue_scores(State& state) const {
+        issue_other_scores(state);
+        issue_first_scores(state);
     }
 
     // Starts O = P V or O += P V.
@@ -357,6 +375,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void transpose_v() const;
     __device__ __forceinline__ void begin_scales(State& state, const QueryTile& tile) const;
     __device__ __forceinline__ void load_k_scales(State& state) const;
+    template <bool kStartScores>
     __device__ __forceinline__ void add_output(State& state, const Probabilities& rP,
                                                bool accumulate) const;
     __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const;
@@ -415,8 +434,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void compute_p(State& state, Probabilities& rP, bool first) const {
         warpgroup_fence(state.rS);
         release_and_advance(k_pipeline, state.k);
-        state.k_ready = k_pipeline.consumer_test(state.k);
-        state.v_ready = v_pipeline.consumer_test(state.v);
+        if constexpr (!kFp8) {
+            state.k_ready = k_pipeline.consumer_test(state.k);
+            state.v_ready = v_pipeline.consumer_test(state.v);
+        }
         if (kReleaseEarly && !kUnmasked && state.kv_tile == state.first_kv_tile)
             release_and_advance(q_pipeline, state.q);
         const auto scale = [&](int n, int i) {
@@ -489,7 +510,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
                                                          Probabilities& next_rP, bool last) const {
         k_pipeline.consumer_wait(state.k, state.k_ready);
         Order::wait(consumer);
-        issue_scores(state.rS, state.q, state.k);
+        issue_scores(state);
         if constexpr (kUnmasked) {
             state.rescaling.apply(state.rO);
         } else {
@@ -531,7 +552,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(state.k);
         Order::wait(consumer);
-        issue_scores(state.rS, state.q, state.k);
+        issue_scores(state);
         Order::signal_next(consumer);
         if constexpr (kFp8) load_k_scales(state);
         ptx::wgmma_wait<0>();
@@ -540,7 +561,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
         // May the next two iterations belong to the unmasked main loop?
         const auto two_unmasked = [&](int unmasked_until) {
-            return !state.begun && state.kv_tile - 2 >= unmasked_until &&
+            return !state.begun && state.kv_tile - (kFp8 ? 1 : 2) >= unmasked_until &&
                    state.kv_tile - 1 < state.full.end;
         };
         const auto main_loop = [&] {
@@ -548,7 +569,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 max_of(state.first_kv_tile + kReleaseEarly, state.full.begin);
             while (two_unmasked(unmasked_until)) {
                 step<true>(state, rP[0], rP[kNext]);
-                step<true>(state, rP[kNext], rP[0]);
+                if constexpr (!kFp8) step<true>(state, rP[kNext], rP[0]);
             }
         };
         bool odd = false;      // which P the last P V reads
@@ -572,7 +593,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         v_pipeline.consumer_wait(state.v);
         Order::wait(consumer);
         if constexpr (kFp8) {
-            add_output(state, rP[0], !state.begun);
+            add_output<false>(state, rP[0], !state.begun);
         } else if (odd) {
             issue_output(state, rP[kNext], !state.begun);
         } else {

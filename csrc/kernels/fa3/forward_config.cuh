@@ -52,12 +52,14 @@ struct Fa3ForwardConfig {
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // What the launch gives a CTA of this size, divided again by setmaxnreg.
-    // The warps that transpose V need more than producers.
-    static constexpr int kProducerRegisters = kFp8 ? 56 : kConsumers > 2 ? 32 : 40;
-    static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
-                                              : kConsumers == 3 ? (kFp8 ? 152 : 160)
-                                                                : (kFp8 ? 224 : 232);
+    // What the launch gives a CTA of this size, divided again by setmaxnreg. The warps that
+    // transpose V need more than producers.
+    static constexpr int kProducerRegisters = kFp8             ? kTuning.transposer_registers
+                                              : kConsumers > 2 ? 32
+                                                               : 40;
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kConsumerRegisters =
+        (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     // FP8: warps of the first warpgroup that transpose V; columns of O that one P V computes.
     static constexpr int kTransposers = 2;
     static constexpr int kPartialCols = kTuning.partial_cols;

@@ -29,8 +29,9 @@ __device__ __forceinline__ void Fa3Forward<Config>::transpose_v() const {
         for (int i = 0; i < tiles; ++i) {
             source.consumer_wait(from);
             v_pipeline.producer_acquire(to);
-            transpose_fp8<VTile, typename Config::TransposedVTile, Config::kTransposers>(
-                source.stage(from), v_pipeline.stage(to), warp_id() - 1);
+            transpose_fp8<VTile, typename Config::TransposedVTile, Config::kTransposers,
+                          Config::kProducerRegisters <= 40>(source.stage(from),
+                                                            v_pipeline.stage(to), warp_id() - 1);
             ptx::fence_proxy_async();  // wgmma will read what was stored
             __syncwarp();
             if (elected) v_pipeline.producer_commit(to);
@@ -42,20 +43,26 @@ __device__ __forceinline__ void Fa3Forward<Config>::transpose_v() const {
 
 // O = P V or O += P V, to the end. The tensor core keeps only some 14 bits of a sum. So it
 // computes the P V of one tile from zero, and the sum over tiles is formed in float32. The
-// scores are not needed any more: their registers hold P V, as many columns at a time as fit.
+// scores are not needed any more: the registers of those of the first kPartialCols keys hold P V,
+// as many columns at a time. kStartScores: the next scores of the other keys, whose registers are
+// free, are computed beside the last additions.
 template <class Config>
+template <bool kStartScores>
 __device__ __forceinline__ void Fa3Forward<Config>::add_output(State& state,
                                                                const Probabilities& rP,
                                                                bool accumulate) const {
     using Partial = RegisterTile<16, Config::kPartialCols, typename Scores::Number>;
     static_assert(sizeof(Partial) <= sizeof(Scores));
     Partial& rPartial = reinterpret_cast<Partial&>(state.rS);
-    compile_time_for<Config::kHeadDimV / Config::kPartialCols>([&](auto i) {
+    constexpr int kParts = Config::kHeadDimV / Config::kPartialCols;
+    compile_time_for<kParts>([&](auto i) {
         constexpr int kFirst = i * Config::kPartialCols;
+        constexpr bool kBeside = kStartScores && i == kParts - 1;
         const KMajor<typename Config::TransposedVTile, false> v_columns(v_pipeline.stage(state.v),
                                                                         kFirst);
         gemm_async<Element, Config::kBlockKV>(rPartial, rP, v_columns, false);
-        ptx::wgmma_wait<0>();
+        if (kBeside) issue_other_scores(state);
+        ptx::wgmma_wait<kBeside && kHasOtherScores>();
         warpgroup_fence(rPartial);
 #pragma unroll
         for (int n = 0; n < Partial::kN; ++n)
@@ -145,7 +152,7 @@ __device__ __forceinline__ void Fa3Forward<Config>::descale_output(Output& rO,
         }
 }
 
-// The iteration: P V is complete before Q K^T starts.
+// The iteration: P V is complete before the Q K^T that takes its registers starts.
 template <class Config>
 template <bool kUnmasked>
 __device__ __forceinline__ void Fa3Forward<Config>::compute_in_turn(State& state, Probabilities& rP,
@@ -158,23 +165,20 @@ __device__ __forceinline__ void Fa3Forward<Config>::compute_in_turn(State& state
     }
     v_pipeline.consumer_wait(state.v, state.v_ready);
     Order::wait(consumer);
-    add_output(state, rP, kUnmasked || !state.begun);
-    issue_scores(state.rS, state.q, state.k);
+    add_output<true>(state, rP, kUnmasked || !state.begun);
+    issue_first_scores(state);
     Order::signal_next(consumer);
-    // The order decides whether ptxas serializes wgmma (docs/notes/016-fp8.md).
-    constexpr bool kScalesFirst = Config::kInt8 && Config::kHeadDim == 256;
-    constexpr bool kReleaseFirst =
-        kScalesFirst || (kStoresBeside && !(Config::kInt8 && Config::kHeadDim == 64));
-    if (kScalesFirst) load_k_scales(state);
-    const auto v_read = state.v;
-    if (kReleaseFirst) release(v_pipeline, v_read);
-    state.v.advance();
-    if (!kReleaseFirst) release(v_pipeline, v_read);
-    if (!kScalesFirst) load_k_scales(state);
+    // What does not need the scores is done before they are there.
+    release_and_advance(v_pipeline, state.v);
+    load_k_scales(state);
     if (kStoresBeside && last) {
         store(state.rO, state.softmax, work_tiles[state.tile_done]);
         this->end_work_tile(state.tile_done);
     }
+    auto next_k = state.k;
+    next_k.advance();
+    state.k_ready = k_pipeline.consumer_test(next_k);
+    state.v_ready = v_pipeline.consumer_test(state.v);
     ptx::wgmma_wait<0>();
     if (!kStoresBeside && last) state.done = state.softmax;
     state.begun = state.kept = last;
