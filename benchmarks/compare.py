@@ -138,8 +138,8 @@ class Fp8Goal:
 
 
 SOFTMAX = (
-    "both consumers compute exponentials at the same time, and energy a FLOP is a sixth more than "
-    "cuDNN's; other pipelines were tried (docs/notes/016-fp8.md)"
+    "a consumer's softmax takes half of its iteration, with some three exponentials in flight; and "
+    "energy a FLOP is more than cuDNN's; other pipelines were tried (docs/notes/016-fp8.md)"
 )
 FEW_MATMULS = (
     "supposed: exponentials are as many as with 16 bits; other pipelines were slower "

@@ -56,7 +56,8 @@ case $what in
         jobs=()
         mps=$(mktemp -d)
         if start_mps >"$OUT/mps.log" 2>&1; then
-            jobs=(--jobs $((8 * $(nvidia-smi -L | wc -l))))
+            jobs=(--jobs "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits |
+                awk '{ n = int($1 / 13000); jobs += n < 8 ? n : 8 } END { print jobs }')")
         else
             stop_mps >>"$OUT/mps.log" 2>&1
         fi

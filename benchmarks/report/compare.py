@@ -232,7 +232,9 @@ def results_section() -> str:
         tests = common.read_json(folder / "tests.json")
         device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
         parts.append(f"### {device}\n\n{tests_line(tests)}")
-        parts.append(table(["goal", "measured", ""], list(goals.rows(compare, memory)), words=3))
+        if folder in gpu_folders("compare"):
+            rows = list(goals.rows(compare, memory))
+            parts.append(table(["goal", "measured", ""], rows, words=3))
         if compare is None:
             continue
         parts += speed_parts(compare, folder, newest=True)

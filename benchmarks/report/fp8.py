@@ -201,5 +201,5 @@ def of_gpu(folder: Path) -> Iterator[str]:
 
 def fp8_section() -> str:
     """All of it, one part per GPU."""
-    parts = [part for folder in gpu_folders() for part in of_gpu(folder)]
+    parts = [part for folder in gpu_folders("*fp8*") for part in of_gpu(folder)]
     return "\n\n".join(parts) or NOWHERE

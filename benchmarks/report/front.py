@@ -14,7 +14,7 @@ from .tables import NOWHERE, UNKNOWN, gpu_folders
 def front_section() -> str:
     """What fa3 reaches, in one line, and the figure of all ratios; one part per GPU."""
     parts = []
-    for folder in gpu_folders():
+    for folder in gpu_folders("compare"):
         compare = common.read_json(folder / "compare.json")
         if compare is None:
             parts.append(f"{folder.name}: {UNKNOWN}.")

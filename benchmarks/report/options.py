@@ -84,7 +84,7 @@ def deterministic_table(result: Json) -> str:
 def options_section() -> str:
     """The tables of what options and mixed lengths cost, one part per GPU."""
     parts = []
-    for folder in gpu_folders():
+    for folder in gpu_folders("options"):
         result = common.read_json(folder / "options.json")
         if result is None:
             parts.append(f"{folder.name}: {UNKNOWN}.")

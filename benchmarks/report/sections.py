@@ -15,9 +15,9 @@ from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, select, table
 
 
 def per_gpu(name: str, part: Callable[[Path, Json], list[str]]) -> str:
-    """A part for each GPU that has a result file of this name; others say that it is missing."""
+    """A part for each GPU that has a result file of this name."""
     parts = []
-    for folder in gpu_folders():
+    for folder in gpu_folders(name):
         result = common.read_json(folder / f"{name}.json")
         if result is None:
             parts.append(f"{folder.name}: {UNKNOWN}.")
@@ -142,7 +142,7 @@ def numerics_section() -> str:
 def claims_section() -> str:
     """The papers' claims, one table per GPU."""
     parts = []
-    for folder in gpu_folders():
+    for folder in gpu_folders("compare"):
         results = figures.load(folder)
         device = next((r["device"] for r in results.values() if "device" in r), folder.name)
         head = ["claim", "source", f"measured, {device}", "conditions", "verdict"]

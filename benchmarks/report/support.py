@@ -15,7 +15,7 @@ from .tables import UNKNOWN, YES, gpu_folders, provenance, table
 def support_section() -> str:
     """Features x variants x devices; a "no" has its reason below."""
     sources: list[tuple[str, Json | None]] = []
-    for folder in gpu_folders():
+    for folder in gpu_folders("support"):
         result = common.read_json(folder / "support.json")
         device = next(
             (r["device"] for n in ("support", "compare", "tests")
@@ -48,7 +48,7 @@ def support_section() -> str:
     rows = [[name, *(answer(asked, name, v, d) for asked, v, d in columns)] for name in features()]
     lines = [
         f"{folder.name}: {provenance(result)}."
-        for folder in gpu_folders()
+        for folder in gpu_folders("support")
         if (result := common.read_json(folder / "support.json"))
     ]
     lines += [table(["", *head, *(f"{v}, CPU" for v in flash_ext.CPU_VARIANTS)], rows)]

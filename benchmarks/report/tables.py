@@ -37,10 +37,15 @@ def provenance(result: Json) -> str:
     return f"{', '.join(versions)}; {result['date'][:10]}; source `{result['digest']}`"
 
 
-def gpu_folders() -> list[Path]:
-    """The devices with results, the CPU's smoke tests aside."""
+def gpu_folders(name: str = "*") -> list[Path]:
+    """The devices with results, the CPU's smoke tests aside.
+
+    `name`: those with a file of this name, since a second GPU need not have everything; all of
+    them where none has.
+    """
     folders = sorted(p for p in common.RESULTS.glob("*") if p.is_dir() and p.name != "cpu")
-    return [p for p in folders if any(p.glob("*.json"))]
+    found = [p for p in folders if any(p.glob("*.json"))]
+    return [p for p in found if any(p.glob(f"{name}.json"))] or found
 
 
 def span(values: list[float], unit: str = "×", digits: int = 3) -> str:

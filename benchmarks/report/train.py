@@ -41,7 +41,7 @@ def training_table(result: Json) -> str:
 def training_section() -> str:
     """The tables of training from end to end, one part per GPU."""
     parts = []
-    for folder in gpu_folders():
+    for folder in gpu_folders("train"):
         result = common.read_json(folder / "train.json")
         if result is None:
             parts.append(f"{folder.name}: {UNKNOWN}.")

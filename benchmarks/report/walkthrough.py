@@ -15,7 +15,7 @@ WALKTHROUGH = "docs/walkthrough.md"
 def walkthrough(*names: str, gains: Callable[[claims.Results], list[list[str]]]) -> str:
     """A step's figures and gains, one part per GPU."""
     parts = []
-    for folder in gpu_folders():
+    for folder in gpu_folders("compare"):
         results = figures.load(folder)
         parts += picture(folder, *names, document=WALKTHROUGH)
         rows = gains(results)
