@@ -559,7 +559,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         compute_p<false>(state, rP[0], true);
         skip(v_pipeline, state.v, state.hidden, state.v_ready);
 
-        // May the next two iterations belong to the unmasked main loop?
+        // May the next two iterations, of FP8 the next one, belong to the unmasked main loop?
         const auto two_unmasked = [&](int unmasked_until) {
             return !state.begun && state.kv_tile - (kFp8 ? 1 : 2) >= unmasked_until &&
                    state.kv_tile - 1 < state.full.end;
