@@ -190,7 +190,7 @@ def cuda_options(cuda_home: Path) -> dict:
         library_dirs=cpp.library_paths("cuda"),
         libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
         extra_compile_args={
-            # Python's own flags may have -g, which costs a third of the time.
+            # Python's own flags may have -g, which costs over a quarter of the time.
             "cxx": [
                 *common,
                 "-g0",

@@ -22,7 +22,7 @@ all scores of a query by the same number, which the softmax does not see (Zhang 
 "SageAttention", 2024).
 
 v is in FP8 (e4m3), q and k are in FP8 or int8. Once rotated, their elements are nearly normal: then
-int8, whose steps are all alike, has a third of the error of e4m3, at the same speed of the tensor
+int8, whose steps are all alike, has a smaller error than e4m3, at the same speed of the tensor
 cores. So `attention` takes int8 unless it is told otherwise. (SageAttention does, too.)
 
 `quantize` passes no gradient. `attention` and `attention_varlen` are differentiable: the backward
@@ -405,8 +405,8 @@ def attention(
         deterministic: of the gradients, as in `flash_ext.attention`.
         bias, dropout_p, rng_state: refused: no variant has them in 8 bits.
         q_descale, k_descale, v_descale: refused: `quantize` makes them.
-        qk_dtype: of q and k, int8 or float8_e4m3fn. int8 is more accurate, and at most head dims a
-            little slower. A number that is not finite spoils what sees its block of 128 rows; in
+        qk_dtype: of q and k, int8 or float8_e4m3fn. int8 is more accurate, and up to a tenth
+            slower. A number that is not finite spoils what sees its block of 128 rows; in
             float8_e4m3fn only what sees its row.
         smooth_k: subtract the mean over tokens from k. None does it unless there is a softcap or a
             sink: with these the result would change, and True is refused. lse has what the scores

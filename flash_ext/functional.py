@@ -182,7 +182,7 @@ def attention(
 
     8 bits: q, k and v in float8_e4m3fn are q_descale · q and so on, where quantization has divided
     them by the descales (FlashAttention-3 §3.3). q and k may also be int8, with v in float8_e4m3fn:
-    the error of their scores is a third (cf. Zhang et al., "SageAttention", 2024). Only "fa3" has
+    the error of their scores is smaller (cf. Zhang et al., "SageAttention", 2024). Only "fa3" has
     them, and only forward, with rows on 16-byte boundaries (so D and Dv are multiples of 16). P is
     rounded to float8_e4m3fn too, after a factor of 2^8; softmax and sums are float32, and scores of
     int8 are exact. Descales are finite and above 0, which is not checked.

@@ -45,7 +45,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     static constexpr float kFactor = kOptimistic ? 128.f : 256.f;  // 2^kOffset
     static constexpr float kHeadroom = kOptimistic ? 2.f : 0.f;    // of m above the maximum
     static constexpr float kDominant = 0.375f;
-    // No P of a lane becomes 448 where all of them add up to less.
+    // No P of a lane becomes 448 where all of them add up to less: 432 is the least that is rounded
+    // to it, and the sum itself is rounded.
     static constexpr float kSaturating = 428.f;
     static constexpr float kSlowGrowth = 0.5f;  // of m in an iteration, in powers of two
 
