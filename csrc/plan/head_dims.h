@@ -31,12 +31,11 @@ constexpr int head_dims_index(HeadDims dims) {
 }
 
 // Does a pair have kernels for inputs of this type? With 8 bits some are padded further: at 96 the
-// tiles of 128 are faster, though a quarter of them is zeros (docs/notes/016-fp8.md), and int8 has
-// no kernels of its own where models hardly ever are.
+// tiles of 128 are faster, though a quarter of them is zeros (docs/notes/016-fp8.md), and models
+// with 32, or 192 in V as well, hardly exist.
 constexpr bool has_kernels(HeadDims dims, ElementType type) {
-    if (type == ElementType::kInt8 && (dims == HeadDims{32, 32} || dims == HeadDims{192, 192}))
-        return false;
-    return element_bytes(type) > 1 || dims != HeadDims{96, 96};
+    return element_bytes(type) > 1 || (dims != HeadDims{32, 32} && dims != HeadDims{96, 96} &&
+                                       dims != HeadDims{192, 192});
 }
 
 // The pair to which `dims` is padded. The call has been checked, so there is one.

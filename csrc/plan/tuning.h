@@ -44,15 +44,17 @@ struct Fa1Forward {
 };
 
 inline constexpr Fa1Forward kFa1Forward[] = {
-    {.head_dims = {32, 32}, .block_q = 16, .block_kv = 512, .small_block_kv = 512},
     {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 256},
-    {.head_dims = {96, 96}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
     {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
-    {.head_dims = {192, 128}, .block_q = 16, .block_kv = 128, .small_block_kv = 128},
-    {.head_dims = {192, 192}, .block_q = 16, .block_kv = 128, .small_block_kv = 128},
     {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
 };
-static_assert(has_all_rows(kFa1Forward));
+
+// FA1 is there to be read and compared, so it has kernels for few pairs only.
+constexpr HeadDims fa1_head_dims(HeadDims dims) {
+    for (const Fa1Forward& row : kFa1Forward)
+        if (row.head_dims.holds(dims)) return row.head_dims;
+    throw "no row that holds these head dims";
+}
 
 constexpr Fa1Forward fa1_forward(HeadDims dims) { return row_of(kFa1Forward, dims); }
 
@@ -69,6 +71,13 @@ struct Forward {
 
     constexpr bool operator==(const Forward&) const = default;
 };
+
+// The least form of FA2's kernels. Those for packed sequences serve sequences of equal length, too,
+// but read a tile's coordinates more often: a few percent, up to 10 where sequences are short.
+constexpr Features least_fa2_form(HeadDims dims) {
+    const bool rare = dims.qk == 96 || dims.qk == 192;
+    return rare ? Features::kVarlen : Features::kPlain;
+}
 
 // A warp has two blocks of 16 rows where O and S fit in 255 registers per lane, otherwise one. A
 // tile has as many keys as then fit. Q in registers leaves fewer registers for the fragments that
@@ -227,9 +236,10 @@ constexpr Fa3ForwardTile fa3_forward_tile(HeadDims dims, const Fa3ForwardCall& c
 constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     // A tile of few rows leaves a consumer without any, which skips what the other one computes.
+    // The general form has one kernel for calls with and without splits.
+    if (features == Features::kGeneral) return row.few_queries;
     if (tile == Fa3ForwardTile::kSplits) row.few_queries.ping_pong = false;
-    if (features == Features::kGeneral || tile <= Fa3ForwardTile::kFewQueries)
-        return row.few_queries;
+    if (tile <= Fa3ForwardTile::kFewQueries) return row.few_queries;
     return tile == Fa3ForwardTile::kLongKeys ? row.long_keys : row.usual;
 }
 
@@ -299,11 +309,6 @@ struct Fa3ForwardFp8Row {
 };
 
 inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
-    {.head_dims = {32, 32},
-     .splits =
-         {.block_kv = 32, .k_stages = 4, .v_stages = 3, .ping_pong = true, .partial_cols = 32},
-     .usual =
-         {.block_kv = 64, .k_stages = 4, .v_stages = 3, .ping_pong = true, .partial_cols = 32}},
     {.head_dims = {64, 64},
      .splits =
          {.block_kv = 64, .k_stages = 4, .v_stages = 3, .ping_pong = true, .partial_cols = 64},
@@ -323,9 +328,6 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
          {.block_kv = 128, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128},
      .usual =
          {.block_kv = 192, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 128}},
-    {.head_dims = {192, 192},
-     .splits =
-         {.block_kv = 96, .k_stages = 2, .v_stages = 2, .ping_pong = true, .partial_cols = 96}},
     {.head_dims = {256, 256},
      .splits = {.block_kv = 64,
                 .q_stages = 1,
@@ -379,19 +381,12 @@ struct Fa1Backward {
 };
 
 inline constexpr Fa1Backward kFa1Backward[] = {
-    {.head_dims = {32, 32}, .all = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {64, 64}, .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 8}},
-    {.head_dims = {96, 96}, .all = {.block_q = 64, .keys_per_warp = 16, .warps_kv = 8}},
     {.head_dims = {128, 128},
      .all = {.block_q = 32, .keys_per_warp = 32, .warps_kv = 4, .warps_d = 2}},
-    {.head_dims = {192, 128},
-     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2}},
-    {.head_dims = {192, 192},
-     .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2}},
     {.head_dims = {256, 256},
      .all = {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 4}},
 };
-static_assert(has_all_rows(kFa1Backward));
 
 constexpr Backward fa1_backward(HeadDims dims) { return row_of(kFa1Backward, dims).all; }
 

@@ -54,26 +54,27 @@ int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_k
     return tiles * params.num_splits;
 }
 
-// Statistics of the rows, in blocks of `block`; dQ's sum, with `sum_columns` columns; and its
+// Statistics of the rows, in blocks of `block`; dQ's sum, with so many columns; and its
 // semaphores.
-void reserve_rows(BackwardPlan& plan, int block, int sum_columns) {
+void reserve_rows(BackwardPlan& plan, int block, int dq_accum_cols) {
     BackwardParams& params = plan.params;
+    params.dq_accum_cols = dq_accum_cols;
     params.q_blocks = tile_numbers(params, params.seqlen_q, block);
     params.q_block_rows = block;
     const int64_t rows = workspace_rows(params, block);
     plan.workspace.reserve(params.lse_log2, rows);
     plan.workspace.reserve(params.delta, rows);
     plan.workspace.reserve(params.reference, rows);
-    plan.workspace.reserve(params.dq_accum, rows * sum_columns);
+    plan.workspace.reserve(params.dq_accum, rows * dq_accum_cols);
     plan.workspace.reserve(params.dq_semaphore, 1 + rows / tuning::kMinBackwardBlockQ);
     const uint64_t epoch = launch_epoch();
     params.large_lse = {flag_word(epoch), epoch};
 }
 
 // FA1's and FA2's.
-void plan_mma_backward(BackwardPlan& plan, const Device&) {
+void plan_mma_backward(BackwardPlan& plan, HeadDims kernel_dims) {
     plan.params.may_have_large_lse = true;
-    reserve_rows(plan, kWorkspaceRows, head_dims(plan.params).qk);
+    reserve_rows(plan, kWorkspaceRows, kernel_dims.qk);
 }
 
 // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
@@ -91,10 +92,19 @@ constexpr const char* kNo8Bits = "has no 8-bit inputs";
 
 // --- FA1 ---
 
+template <class Function>
+auto dispatch_fa1_head_dims(HeadDims dims, Function&& function) {
+    return dispatch_head_dims(dims, [&](auto dim, auto dim_v) {
+        constexpr HeadDims kDims = tuning::fa1_head_dims({dim, dim_v});
+        return function(std::integral_constant<int, kDims.qk>{},
+                        std::integral_constant<int, kDims.v>{});
+    });
+}
+
 std::string fa1_unsupported_reason(const Call& call, Pass pass) {
     if (call.has_8_bits()) return kNo8Bits;
     return shared_memory_reason(
-        call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
+        call, pass, dispatch_fa1_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
             return pass == Pass::kForward ? fa1_forward_shared_bytes<dim, dim_v>()
                                           : fa1_backward_shared_bytes<dim, dim_v>();
         }));
@@ -102,7 +112,7 @@ std::string fa1_unsupported_reason(const Call& call, Pass pass) {
 
 void plan_fa1_forward(ForwardPlan& plan, const Device& /*device*/) {
     ForwardParams& params = plan.params;
-    const HeadDims dims = head_dims(params);
+    const HeadDims dims = tuning::fa1_head_dims(head_dims(params));
     const int block_q = tuning::fa1_forward(dims).block_q;
     const int64_t rows = tile_count(params, {params.heads_q, block_q}) * block_q;
     plan.workspace.reserve(params.out_accum, rows * dims.v);
@@ -110,13 +120,17 @@ void plan_fa1_forward(ForwardPlan& plan, const Device& /*device*/) {
 }
 
 cudaError_t run_fa1_forward(const ForwardParams& params, cudaStream_t stream) {
-    return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+    return dispatch_fa1_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
         return fa1_forward<dim, dim_v>(params, stream);
     });
 }
 
+void plan_fa1_backward(BackwardPlan& plan, const Device& /*device*/) {
+    plan_mma_backward(plan, tuning::fa1_head_dims(head_dims(plan.params)));
+}
+
 cudaError_t run_fa1_backward(const BackwardParams& params, cudaStream_t stream) {
-    return dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
+    return dispatch_fa1_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
         return fa1_backward<dim, dim_v>(params, stream);
     });
 }
@@ -150,6 +164,10 @@ cudaError_t run_fa2_forward(const ForwardParams& params, cudaStream_t stream) {
     });
     if (status != cudaSuccess || !has_splits(params)) return status;
     return combine_splits(params, stream, /*pdl=*/false);
+}
+
+void plan_fa2_backward(BackwardPlan& plan, const Device& /*device*/) {
+    plan_mma_backward(plan, head_dims(plan.params));
 }
 
 cudaError_t run_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
@@ -305,7 +323,7 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
         const int block_q = tuning::fa3_backward(dims, many).block_q;
         reserve_rows(plan, workspace_block(block_q), dims.qk);
     } else {
-        reserve_rows(plan, kWorkspaceRows, /*sum_columns=*/0);
+        reserve_rows(plan, kWorkspaceRows, /*dq_accum_cols=*/0);
         plan.workspace.reserve(params.tile_count_semaphore, 2);
         params.ds_bytes = ds_workspace_bytes(params);
         if (params.ds_bytes > 0) plan.workspace.reserve(params.ds, params.ds_bytes);
@@ -342,14 +360,14 @@ constexpr VariantRow kTable[] = {
      .unsupported_reason = fa1_unsupported_reason,
      .stand_in = std::nullopt,
      .plan_forward = plan_fa1_forward,
-     .plan_backward = plan_mma_backward,
+     .plan_backward = plan_fa1_backward,
      .forward = run_fa1_forward,
      .backward = run_fa1_backward},
     {.name = name_of(Variant::kFa2),
      .unsupported_reason = fa2_unsupported_reason,
      .stand_in = std::nullopt,
      .plan_forward = plan_fa2_forward,
-     .plan_backward = plan_mma_backward,
+     .plan_backward = plan_fa2_backward,
      .forward = run_fa2_forward,
      .backward = run_fa2_backward},
     {.name = name_of(Variant::kFa3),

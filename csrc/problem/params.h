@@ -198,7 +198,8 @@ struct BackwardParams : AttentionParams {
     // Workspace. R is its number of rows, see plan/workspace_rows.cuh.
     int q_blocks;  // per head and batch element of the tensors, each of q_block_rows rows
     int q_block_rows;
-    float* dq_accum;   // (R, padded D), each Q tile in fragment order
+    float* dq_accum;   // (R, dq_accum_cols), each Q tile in fragment order
+    int dq_accum_cols = 0;  // the head dim of the kernel, or 0 if there is no dq_accum
     float* lse_log2;   // (R), lse * log2(e), relative to the reference; +inf where the row
                        // sees no key
     float* delta;      // (R), (rowsum(dO * O) - dlse) / ds_factor

@@ -277,11 +277,12 @@ PYBIND11_MODULE(flash_ext_native, m) {
         using namespace tuning;
         const HeadDims dims{head_dim, head_dim};
         const Forward fa2 = fa2_forward(dims, Features::kPlain);
-        const Backward fa1_back = fa1_backward(dims);
+        const HeadDims fa1 = fa1_head_dims(dims);
+        const Backward fa1_back = fa1_backward(fa1);
         const Backward fa2_back = fa2_backward(dims, Features::kPlain);
         const Fa3Forward fa3 = fa3_forward(dims, Features::kGeneral, Fa3ForwardTile::kUsual);
         return std::map<std::pair<std::string, std::string>, int>{
-            {{"fa1", "forward"}, fa1_forward(dims).block_kv},
+            {{"fa1", "forward"}, fa1_forward(fa1).block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
             {{"fa3", "forward with options"}, 64 * fa3.consumers},
             {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},

@@ -133,10 +133,13 @@ std::vector<const void*> instantiated_for_all_head_dims() {
         const auto keep = [&](auto*... functions) {
             (all.push_back(reinterpret_cast<const void*>(functions)), ...);
         };
-        keep(&fa1_forward<kD, kDv>, &fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>,
-             &fa1_backward<kD, kDv>, &fa2_backward<kD, kDv>, &fa1_forward_shared_bytes<kD, kDv>,
-             &fa2_forward_shared_bytes<kD, kDv>, &fa1_backward_shared_bytes<kD, kDv>,
-             &fa2_backward_shared_bytes<kD, kDv>, &fa3_decode<kD, kDv>);
+        keep(&fa2_forward<kD, kDv>, &fa3_forward<kD, kDv>, &fa2_backward<kD, kDv>,
+             &fa2_forward_shared_bytes<kD, kDv>, &fa2_backward_shared_bytes<kD, kDv>,
+             &fa3_decode<kD, kDv>);
+        constexpr HeadDims kFa1 = tuning::fa1_head_dims(kHeadDims[i]);
+        keep(&fa1_forward<kFa1.qk, kFa1.v>, &fa1_backward<kFa1.qk, kFa1.v>,
+             &fa1_forward_shared_bytes<kFa1.qk, kFa1.v>,
+             &fa1_backward_shared_bytes<kFa1.qk, kFa1.v>);
         if constexpr (has_kernels(kHeadDims[i], ElementType::kFloat8))
             keep(&fa3_forward_fp8<ElementType::kFloat8, kD, kDv>);
         if constexpr (has_kernels(kHeadDims[i], ElementType::kInt8))

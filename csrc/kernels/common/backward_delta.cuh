@@ -63,21 +63,19 @@ inline constexpr int kPreprocessThreads = 256;
 constexpr int preprocess_lanes(int head_dim_v) {
     return head_dim_v <= 32 ? 4 : head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32;
 }
-constexpr int preprocess_passes(int block_q, int head_dim_v) {
-    return block_q * preprocess_lanes(head_dim_v) / kPreprocessThreads;
+constexpr int preprocess_passes(int block_q, int lanes) {
+    return block_q * lanes / kPreprocessThreads;
 }
 
-// The preprocess pass, a CTA per Q tile: row statistics; where kSumCols > 0 also zeros in
-// params.dq_semaphore and, with params.dq_accum_zeroed, in dq_accum, which has kSumCols columns. A
-// row takes as many lanes as it has 16-byte chunks. Where lse is large, references (large_lse.cuh).
-template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
+// The preprocess pass, a CTA per Q tile: row statistics; where dQ is summed in HBM also zeros in
+// params.dq_semaphore and, with params.dq_accum_zeroed, in dq_accum. A row takes as many lanes as
+// it has 16-byte chunks. Where lse is large, references (large_lse.cuh).
+template <class Element, bool kGeneral, int kBlockQ, int kLanes>
 __global__ void __launch_bounds__(kPreprocessThreads,
-                                  kGeneral || preprocess_passes(kBlockQ, kHeadDimV) > 5 ? 2 : 4)
+                                  kGeneral || preprocess_passes(kBlockQ, kLanes) > 5 ? 2 : 4)
     backward_preprocess_kernel(const __grid_constant__ BackwardParams params) {
-    constexpr int kLanes = preprocess_lanes(kHeadDimV);
-    static_assert(kHeadDimV <= kLanes * 8);
     constexpr int kRowsPerPass = kPreprocessThreads / kLanes;
-    constexpr int kPasses = preprocess_passes(kBlockQ, kHeadDimV);
+    constexpr int kPasses = preprocess_passes(kBlockQ, kLanes);
     ptx::launch_dependents();
     const auto [tile, head] = q_tile_index<true, kBlockQ>(params, blockIdx.x);
     const auto [sequence, q_tile] = tile;
@@ -101,21 +99,19 @@ __global__ void __launch_bounds__(kPreprocessThreads,
         o[i] = load_chunk(gO, r, first_col, !kGeneral || params.aligned);
         d_o[i] = load_chunk(gdO, r, first_col, !kGeneral || params.aligned);
     }
-    if (kSumCols > 0) {
+    if (params.dq_accum_cols > 0) {
         if (threadIdx.x == 0) {
             if (blockIdx.x == 0) params.dq_semaphore[0] = 0;
             params.dq_semaphore[1 + blockIdx.x] = 0;
             params.dq_semaphore[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
         }
         if (params.dq_accum_zeroed) {
-            auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * kSumCols);
-            constexpr int kChunks = kBlockQ * kSumCols / 4;
-#pragma unroll
-            for (int i = 0; i < ceil_div(kChunks, kPreprocessThreads); ++i) {
-                const int chunk = threadIdx.x + i * kPreprocessThreads;
-                if (kChunks % kPreprocessThreads == 0 || chunk < kChunks)
-                    accum[chunk] = make_float4(0.f, 0.f, 0.f, 0.f);
-            }
+            auto* accum = reinterpret_cast<float4*>(params.dq_accum +
+                                                    first * params.dq_accum_cols);
+            const int chunks = kBlockQ / 4 * params.dq_accum_cols;
+#pragma unroll 2
+            for (int chunk = threadIdx.x; chunk < chunks; chunk += kPreprocessThreads)
+                accum[chunk] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
     }
     bool large = false;
@@ -142,10 +138,11 @@ __global__ void __launch_bounds__(kPreprocessThreads,
         split_large_lse<Element, kGeneral, kBlockQ>(params);
 }
 
-template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV, int kSumCols>
+template <class Element, bool kGeneral, int kBlockQ, int kHeadDimV>
 cudaError_t launch_preprocess(const BackwardParams& params, cudaStream_t stream) {
-    return launch_kernel<
-        backward_preprocess_kernel<Element, kGeneral, kBlockQ, kHeadDimV, kSumCols>>(
+    constexpr int kLanes = preprocess_lanes(kHeadDimV);
+    static_assert(kHeadDimV <= kLanes * 8);
+    return launch_kernel<backward_preprocess_kernel<Element, kGeneral, kBlockQ, kLanes>>(
         workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ, kPreprocessThreads, 0, params,
         stream);
 }

@@ -13,11 +13,11 @@ cudaError_t backward_preprocess(BackwardParams params, bool general, cudaStream_
     cudaError_t status = cudaSuccess;
     params.dq_accum_zeroed = true;
     const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
-    dispatch_head_dims(padded, [&](auto dim, auto dim_v) {
+    dispatch_head_dims(padded, [&](auto, auto dim_v) {
         dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
             dispatch<false, true>(general, [&](auto is_general) {
-                status = launch_preprocess<decltype(element), is_general.value, 64, dim_v.value,
-                                           dim.value>(params, stream);
+                status = launch_preprocess<decltype(element), is_general.value, 64,
+                                           dim_v.value>(params, stream);
             });
         });
     });

@@ -415,17 +415,20 @@ cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
-    const Features least = params.num_splits > 1 ? Features::kVarlen : Features::kPlain;
+    constexpr Features kLeast = tuning::least_fa2_form({kHeadDim, kHeadDimV});
     dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params,
         [&](auto element, auto features) {
-            using Element = decltype(element);
-            using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
-            using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features.value>;
-            status = launch_fitting<Large, Small>(
-                [&](auto config) { return launch_fa2_forward<decltype(config)>(params, stream); });
+            if constexpr (features >= kLeast) {
+                using Element = decltype(element);
+                using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
+                using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
+                status = launch_fitting<Large, Small>([&](auto config) {
+                    return launch_fa2_forward<decltype(config)>(params, stream);
+                });
+            }
         },
-        least);
+        params.num_splits > 1 ? Features::kVarlen : kLeast);
     return status;
 }
 

@@ -767,7 +767,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
         status = launch_preprocess<typename Config::Element, Config::kGeneral, Config::kBlockQ,
-                                   Config::kHeadDimV, Config::kHeadDim>(params, stream);
+                                   Config::kHeadDimV>(params, stream);
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
                                                  {.pdl = true});

@@ -27,7 +27,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.k_stages,
                                    kTuning.v_stages>;
     cudaError_t status =
-        launch_preprocess<Element, DKDV::kGeneral, DKDV::kBlockQ, kHeadDimV, 0>(params, stream);
+        launch_preprocess<Element, DKDV::kGeneral, DKDV::kBlockQ, kHeadDimV>(params, stream);
     const int heads = params.heads_k * params.batch;
     const auto heads_at_a_time = static_cast<int>(params.ds_bytes / ds_group_bytes(params));
     if (heads_at_a_time > 0) {

@@ -1,3 +1,0 @@
-#include "kernels/fa3/decode.cuh"
-
-template cudaError_t flash_ext::fa3_decode<64, 64>(flash_ext::ForwardParams, cudaStream_t);

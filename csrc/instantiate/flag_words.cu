@@ -1,1 +1,0 @@
-#include "kernels/common/flag_words.cuh"

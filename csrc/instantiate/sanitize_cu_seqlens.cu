@@ -1,1 +1,0 @@
-#include "kernels/common/sanitize_cu_seqlens.cuh"

@@ -1,1 +1,0 @@
-#include "kernels/common/sink_gradient.cuh"

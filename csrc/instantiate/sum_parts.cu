@@ -1,1 +1,0 @@
-#include "kernels/common/sum_parts.cuh"
