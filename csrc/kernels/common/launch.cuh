@@ -54,17 +54,24 @@ constexpr int largest_of_forms(Value value) {
 
 inline int multiprocessors() { return current_device().multiprocessors; }
 
+// Does a config need more shared memory than the A100 has? Only Hopper GPUs run it.
+template <class Config>
+inline constexpr bool kNeedsHopper = Config::kSharedBytes > 163 * 1024;
+
 // Can this kernel run on the GPU for which it is compiled? sm_90 always has the shared memory of
 // the larger config. Kernels test this, so that a build does not compile code that never runs.
 template <class Config>
 __device__ constexpr bool may_run() {
-    return !(Config::kForLessMemory && kCudaArch == 900);
+    return kCudaArch == 900 ? !Config::kForLessMemory : !kNeedsHopper<Config>;
 }
 
 // Calls launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {
-    return Large::kSharedBytes <= current_device().shared_bytes ? launch(Large{}) : launch(Small{});
+    const Device& device = current_device();
+    const bool fits = Large::kSharedBytes <= device.shared_bytes &&
+                      (device.major == 9 || !kNeedsHopper<Large>);
+    return fits ? launch(Large{}) : launch(Small{});
 }
 
 // Sets an attribute of a kernel, once per device.
