@@ -32,7 +32,7 @@ import flash_ext
 
 from . import goals
 from .sections import picture
-from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, select, table
+from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, relevant, select, table
 
 # The providers that are shown, and the pairs that are compared.
 ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", "flash_attn_4", BEST, "standard")
@@ -233,7 +233,7 @@ def results_section() -> str:
         device = next(r["device"] for r in (compare, memory, tests, {"device": folder.name}) if r)
         parts.append(f"### {device}\n\n{tests_line(tests)}")
         if folder in gpu_folders("compare"):
-            rows = list(goals.rows(compare, memory))
+            rows = relevant(folder, goals.rows(compare, memory), 1)
             parts.append(table(["goal", "measured", ""], rows, words=3))
         if compare is None:
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import common
+from common import Json
 from compare import geometric_mean, ratios, standard_cells, with_best
 from providers import BEST, BEST_LABEL
 from support import BOTH
@@ -10,33 +13,37 @@ from support import BOTH
 from .sections import picture
 from .tables import NOWHERE, UNKNOWN, gpu_folders
 
+PEERS = {BEST: f"the {BEST_LABEL}", "cudnn": "SDPA cuDNN"}  # the first of them that was measured
+
+
+def words_of(cells: list[Json], direction: str) -> str:
+    """What fa3 reaches in a direction, or nothing where that is not measured."""
+    found = standard_cells(cells, direction)
+    speeds = [r["tflops"] for c in found if "tflops" in (r := c["providers"].get("fa3", {}))]
+    for peer, label in PEERS.items():
+        if values := ratios(found, "fa3", peer):
+            return (
+                f"{direction} {geometric_mean(values):.2f}× the speed of {label}"
+                f" (geometric mean of {len(values)} shapes), up to {max(speeds):.0f} TFLOP/s"
+            )
+    return ""
+
 
 def front_section() -> str:
-    """What fa3 reaches, in one line, and the figure of all ratios; one part per GPU."""
-    parts = []
+    """A line for each GPU, the source as it is first, and the figure of all ratios of that one."""
+    found: list[tuple[bool, Path, Json]] = []
     for folder in gpu_folders("compare"):
-        compare = common.read_json(folder / "compare.json")
-        if compare is None:
-            parts.append(f"{folder.name}: {UNKNOWN}.")
-            continue
+        if compare := common.read_json(folder / "compare.json"):
+            found.append((compare["digest"] != common.source_digest(), folder, compare))
+    parts = []
+    for _, folder, compare in sorted(found, key=lambda x: x[:2]):
         recorded = common.read_json(folder / "recorded_peers.json")
         cells = with_best(compare["cells"], recorded)
-        words = []
-        for direction in BOTH:
-            found = standard_cells(cells, direction)
-            values = ratios(found, "fa3", BEST)
-            speeds = [
-                r["tflops"] for c in found if "tflops" in (r := c["providers"].get("fa3", {}))
-            ]
-            if values:
-                words.append(
-                    f"{direction} {geometric_mean(values):.2f}× the speed of the {BEST_LABEL}"
-                    f" (geometric mean of {len(values)} shapes), up to {max(speeds):.0f} TFLOP/s"
-                )
-        line = "; ".join(words) or UNKNOWN
+        line = "; ".join(words for x in BOTH if (words := words_of(cells, x))) or UNKNOWN
         parts.append(
             f"{compare['device']}, fa3: {line}. bf16, source `{compare['digest']}`,"
             f" {compare['date'][:10]}."
         )
-        parts += picture(folder, "speedup", document="README.md")
+    if found:
+        parts[1:1] = picture(min(found, key=lambda x: x[:2])[1], "speedup", document="README.md")
     return "\n\n".join(parts) or NOWHERE

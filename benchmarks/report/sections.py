@@ -11,7 +11,7 @@ from common import Json
 
 from . import claims, figures
 from .figures import LABELS
-from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, select, table
+from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, relevant, select, table
 
 
 def per_gpu(name: str, part: Callable[[Path, Json], list[str]]) -> str:
@@ -146,5 +146,5 @@ def claims_section() -> str:
         results = figures.load(folder)
         device = next((r["device"] for r in results.values() if "device" in r), folder.name)
         head = ["claim", "source", f"measured, {device}", "conditions", "verdict"]
-        parts.append(table(head, claims.rows(results), words=5))
+        parts.append(table(head, relevant(folder, claims.rows(results), 2), words=5))
     return "\n\n".join(parts) or NOWHERE

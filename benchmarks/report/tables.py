@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import common
@@ -46,6 +47,17 @@ def gpu_folders(name: str = "*") -> list[Path]:
     folders = sorted(p for p in common.RESULTS.glob("*") if p.is_dir() and p.name != "cpu")
     found = [p for p in folders if any(p.glob("*.json"))]
     return [p for p in found if any(p.glob(f"{name}.json"))] or found
+
+
+def main_gpu() -> Path | None:
+    """The GPU of which most is measured. What others lack is not missing: it is read there."""
+    folders = gpu_folders()
+    return max(folders, key=lambda folder: len(list(folder.glob("*.json")))) if folders else None
+
+
+def relevant(folder: Path, rows: Iterable[list[str]], column: int) -> list[list[str]]:
+    """Of a second GPU only the rows with a measurement in this column."""
+    return [row for row in rows if folder == main_gpu() or row[column] not in (UNKNOWN, NO)]
 
 
 def span(values: list[float], unit: str = "×", digits: int = 3) -> str:

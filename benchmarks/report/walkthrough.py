@@ -7,20 +7,19 @@ from collections.abc import Callable
 from . import claims, figures
 from .figures import LABELS
 from .sections import picture
-from .tables import NOWHERE, UNKNOWN, gpu_folders, table
+from .tables import NOWHERE, main_gpu, table
 
 WALKTHROUGH = "docs/walkthrough.md"
 
 
 def walkthrough(*names: str, gains: Callable[[claims.Results], list[list[str]]]) -> str:
-    """A step's figures and gains, one part per GPU."""
-    parts = []
-    for folder in gpu_folders("compare"):
-        results = figures.load(folder)
-        parts += picture(folder, *names, document=WALKTHROUGH)
-        rows = gains(results)
-        parts.append(table(["measured here", "", "conditions"], rows, words=3) if rows else
-                     f"{folder.name}: {UNKNOWN}.")  # fmt: skip
+    """A step's figures and gains, on the GPU of which most is measured."""
+    folder = main_gpu()
+    if folder is None:
+        return NOWHERE
+    parts = picture(folder, *names, document=WALKTHROUGH)
+    if rows := gains(figures.load(folder)):
+        parts.append(table(["measured here", "", "conditions"], rows, words=3))
     return "\n\n".join(parts) or NOWHERE
 
 
