@@ -77,7 +77,8 @@ def build(library: Path | None) -> None:
     chosen = {"FLASH_EXT_LIBRARY": str(library)} if library else {"FLASH_EXT_PORTABLE": "1"}
     setup(
         "build", "--build-lib", folder,
-        "bdist_wheel", "--plat-name", PLATFORM, "--dist-dir", str(DIST), **chosen,
+        # What is built. It would build it again, every file anew: torch adds its flags twice.
+        "bdist_wheel", "--skip-build", "--plat-name", PLATFORM, "--dist-dir", str(DIST), **chosen,
     )  # fmt: skip
 
 
