@@ -34,8 +34,8 @@ constexpr int head_dims_index(HeadDims dims) {
 // tiles of 128 are faster, though a quarter of them is zeros (docs/notes/016-fp8.md), and models
 // with 32, or 192 in V as well, hardly exist.
 constexpr bool has_kernels(HeadDims dims, ElementType type) {
-    return element_bytes(type) > 1 || (dims != HeadDims{32, 32} && dims != HeadDims{96, 96} &&
-                                       dims != HeadDims{192, 192});
+    return element_bytes(type) > 1 ||
+           (dims != HeadDims{32, 32} && dims != HeadDims{96, 96} && dims != HeadDims{192, 192});
 }
 
 // The pair to which `dims` is padded. The call has been checked, so there is one.

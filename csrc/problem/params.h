@@ -198,12 +198,12 @@ struct BackwardParams : AttentionParams {
     // Workspace. R is its number of rows, see plan/workspace_rows.cuh.
     int q_blocks;  // per head and batch element of the tensors, each of q_block_rows rows
     int q_block_rows;
-    float* dq_accum;   // (R, dq_accum_cols), each Q tile in fragment order
+    float* dq_accum;        // (R, dq_accum_cols), each Q tile in fragment order
     int dq_accum_cols = 0;  // the head dim of the kernel, or 0 if there is no dq_accum
-    float* lse_log2;   // (R), lse * log2(e), relative to the reference; +inf where the row
-                       // sees no key
-    float* delta;      // (R), (rowsum(dO * O) - dlse) / ds_factor
-    float* reference;  // (R), 0 for most; see large_lse.cuh
+    float* lse_log2;        // (R), lse * log2(e), relative to the reference; +inf where the row
+                            // sees no key
+    float* delta;           // (R), (rowsum(dO * O) - dlse) / ds_factor
+    float* reference;       // (R), 0 for most; see large_lse.cuh
     // (1 + R / kMinBackwardBlockQ): a work index, then for each Q tile the number of KV tiles that
     // have added their dQ, then in FA3 the counters of tiles_done(). Zeroed by the preprocess pass
     // where dQ is summed in HBM. FA2 uses it in deterministic mode.

@@ -106,8 +106,7 @@ __global__ void __launch_bounds__(kPreprocessThreads,
             params.dq_semaphore[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
         }
         if (params.dq_accum_zeroed) {
-            auto* accum = reinterpret_cast<float4*>(params.dq_accum +
-                                                    first * params.dq_accum_cols);
+            auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * params.dq_accum_cols);
             const int chunks = kBlockQ / 4 * params.dq_accum_cols;
 #pragma unroll 2
             for (int chunk = threadIdx.x; chunk < chunks; chunk += kPreprocessThreads)

@@ -16,8 +16,8 @@ cudaError_t backward_preprocess(BackwardParams params, bool general, cudaStream_
     dispatch_head_dims(padded, [&](auto, auto dim_v) {
         dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
             dispatch<false, true>(general, [&](auto is_general) {
-                status = launch_preprocess<decltype(element), is_general.value, 64,
-                                           dim_v.value>(params, stream);
+                status = launch_preprocess<decltype(element), is_general.value, 64, dim_v.value>(
+                    params, stream);
             });
         });
     });

@@ -69,8 +69,8 @@ __device__ constexpr bool may_run() {
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {
     const Device& device = current_device();
-    const bool fits = Large::kSharedBytes <= device.shared_bytes &&
-                      (device.major == 9 || !kNeedsHopper<Large>);
+    const bool fits =
+        Large::kSharedBytes <= device.shared_bytes && (device.major == 9 || !kNeedsHopper<Large>);
     return fits ? launch(Large{}) : launch(Small{});
 }
 
