@@ -61,9 +61,9 @@ METHOD = (
     "call all ranks meet. A call's time is that between CUDA events (on a CPU the wall clock) on "
     "the slowest rank, 'ms' the median of the rounds. Backward is one torch.autograd.grad call on "
     "a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that "
-    "backward, over all ranks. 'kernels_ms' is the same rank's kernels alone, on keys that are "
-    "there already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
-    "method with every transfer left out: what 'ms' has more of is communication that nothing "
+    "backward, over all ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and "
+    "on keys that are there already, one call after the other, and 'share' that over 'ms'. "
+    "'silent_ms' is the whole method with every transfer left out: what 'ms' has more of is communication that nothing "
     "hides. 'peak_bytes' is the most memory a rank's allocator held during forward and backward, "
     "inputs included, "
     "'shared_bytes' what it holds beside that for copies of the others. 'model_ms' is the cost "
@@ -260,16 +260,22 @@ def without_transfers() -> Iterator[None]:
 
 
 class Kernels:
-    """The kernels of a rank alone: the calls of the all-gather, on random keys."""
+    """The kernels of a rank alone, on random keys: of some rows and all heads, the calls of the
+    all-gather, or of all rows and some heads, those of Ulysses."""
 
-    def __init__(self, ranks: Ranks, layout: str) -> None:
+    def __init__(self, ranks: Ranks, layout: str, by_heads: bool) -> None:
         cell = ranks.cell
-        shards = cp.sharding(cell.rows, cell.ranks, layout, cell.documents)
-        self.calls = plan.gathered(shards, ranks.rank, cell.mask)
+        by_rows = 1 if by_heads else cell.ranks
+        rank = 0 if by_heads else ranks.rank
+        shards = cp.sharding(cell.rows, by_rows, layout, cell.documents)
+        self.calls = plan.gathered(shards, rank, cell.mask)
         self.forward_calls = plan.as_batch(self.calls)
-        (self.q, _, _), self.dout = ranks.inputs(shards.lengths[ranks.rank])
-        (_, self.k, self.v), _ = ranks.inputs(cell.rows)
-        self.q, self.k, self.v = (x.detach() for x in (self.q, self.k, self.v))
+        (q, _, _), dout = ranks.inputs(shards.lengths[rank])
+        (_, k, v), _ = ranks.inputs(cell.rows)
+        self.q, self.dout, self.k, self.v = (
+            x.detach()[:, :, : max(1, x.shape[2] * by_rows // cell.ranks)].contiguous()
+            for x in (q, dout, k, v)
+        )
         batch, rows, heads, dim = self.dout.shape
         self.out = torch.zeros_like(self.dout)
         self.lse = torch.zeros(batch, heads, rows, device=ranks.device)
@@ -437,9 +443,11 @@ def measure(provider: Provider, clock: Clock, cell: Cell, backward: bool) -> Jso
     return result
 
 
-def kernel_times(ranks: Ranks, clock: Clock, layout: str, backward: bool) -> dict[str, float]:
+def kernel_times(
+    ranks: Ranks, clock: Clock, layout: str, by_heads: bool, backward: bool
+) -> dict[str, float]:
     """Seconds of the kernels alone, on the slowest rank."""
-    kernels = Kernels(ranks, layout)
+    kernels = Kernels(ranks, layout, by_heads)
     calls: dict[str, Callable[[], object]] = {"forward": kernels.forward}
     if backward:
         calls["backward"] = kernels.backward
@@ -480,7 +488,7 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
     """Every provider's result in one cell, of those that begin before `end` on all ranks."""
     cell, device = ranks.cell, ranks.device
     clock = Clock(device, args.seconds)
-    kernels: dict[str, dict[str, float]] = {}
+    kernels: dict[tuple[str, bool], dict[str, float]] = {}
     for make in providers(ranks, args):
         if clock.slowest(time.monotonic() - end) > 0:
             return
@@ -497,16 +505,17 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
             method, _, layout = provider.name.partition(" ")
             layout, _, transport = layout.partition(", ")
             if method in cp.METHODS:
-                if layout not in kernels:
-                    kernels[layout] = kernel_times(ranks, clock, layout, args.backward)
+                same = layout, method == "ulysses"
+                if same not in kernels:
+                    kernels[same] = kernel_times(ranks, clock, *same, args.backward)
                 alone = ours(ranks, method, layout, transport or "auto", moves=False)
                 measured = measure(alone, clock, cell, args.backward)
-                for name, seconds in kernels[layout].items():
+                for name, seconds in kernels[same].items():
                     result[name]["kernels_ms"] = seconds * 1e3
                     result[name]["share"] = seconds * 1e3 / result[name]["ms"]
                     result[name]["silent_ms"] = measured[name]["ms"]
                 engines = result["transport"] == "copy_engines"
-                machine = machine_with(kernels[layout], cell, device, engines)
+                machine = machine_with(kernels[same], cell, device, engines)
                 add_model(result, method, cell, machine)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             error = first_line(wrong)
