@@ -59,15 +59,15 @@ MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
 METHOD = (
     "Each rank is a process with one GPU. The providers take turns, round by round; before each "
     "call all ranks meet. A call's time is that between CUDA events (on a CPU the wall clock) on "
-    "the slowest rank, 'ms' the median of the rounds. Backward is one torch.autograd.grad call on "
-    "a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that "
-    "backward, over all ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and "
-    "on keys that are there already, one call after the other, and 'share' that over 'ms'. "
-    "'silent_ms' is the whole method with every transfer left out: what 'ms' has more of is communication that nothing "
-    "hides. 'peak_bytes' is the most memory a rank's allocator held during forward and backward, "
-    "inputs included, "
-    "'shared_bytes' what it holds beside that for copies of the others. 'model_ms' is the cost "
-    "model's time with this machine's measured kernels."
+    "the slowest rank, 'ms' the median of the rounds. Backward is one torch.autograd.grad call on"
+    " a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times "
+    "that backward, over all ranks. 'kernels_ms' is the method's kernels alone, on the slowest "
+    "rank and on keys that are there already, one call after the other, and 'share' that over "
+    "'ms'. 'silent_ms' is the whole method with every transfer left out: what 'ms' has more of is"
+    " communication that nothing hides. 'peak_bytes' is the most memory a rank's allocator held "
+    "during forward and backward, inputs included, 'shared_bytes' what it holds beside that for "
+    "copies of the others. 'model_ms' is the cost model's time with this machine's measured "
+    "kernels."
 )
 
 
