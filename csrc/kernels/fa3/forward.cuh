@@ -19,7 +19,8 @@
 // This unmasked main loop is compiled separately, without branches.
 //
 // Four consumers have no registers for a second P: they wait for P V before the softmax, and the
-// matmuls of the others run beside it (kOverlap).
+// matmuls of the others run beside it (kOverlap). So do most kernels' iterations with a mask, which
+// are then written once and not for each P (kMaskedSteps).
 //
 // FP8 (section 3.3 of the paper; docs/walkthrough.md): K's producer loads V, too, and two warps of
 // the first warpgroup transpose its tiles (tile/transpose.cuh). A consumer completes P V before it
