@@ -21,7 +21,7 @@ import flash_ext
 
 common = gpu_test_report.common
 import everything  # noqa: E402
-from report import claims, documents, figures, goals, moved, support, tables  # noqa: E402
+from report import claims, documents, figures, front, goals, moved, support, tables  # noqa: E402
 from report.__main__ import main as write_report  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +128,29 @@ def test_the_front_page_is_short_and_has_no_red_row() -> None:
     assert len(text.splitlines()) <= 200
     assert "not reached" not in text and " failed" not in GENERATED.sub("", text)
     assert "TFLOP/s" in text and "](docs/figures/" in text, "a line and a picture of speed"
+
+
+def test_a_second_gpu_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("much/a.json", "much/b.json", "little/a.json", "cpu/a.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    much, little = tmp_path / "much", tmp_path / "little"
+    assert tables.main_gpu() == much
+    rows = [["goal", "1.2"], ["goal", tables.UNKNOWN], ["goal", tables.NO]]
+    assert tables.relevant(much, rows, 1) == rows
+    assert tables.relevant(little, rows, 1) == rows[:1]
+
+
+def test_the_front_page_names_the_peer_that_was_measured() -> None:
+    peers = {"fa3": {"ms": 1.0, "tflops": 700.0}, "cudnn": {"ms": 1.5}}
+    cell = {"dtype": "bf16", "direction": "forward", "d": 128, "d_v": 0, "causal": False,
+            "seqlen": 1024, "seqlen_q": 0, "batch": 16, "heads": 16, "kv_heads": 0,
+            "providers": peers}  # fmt: skip
+    assert "forward 1.50× the speed of SDPA cuDNN" in front.words_of([cell], "forward")
+    best = cell | {"providers": peers | {"best_peer": {"ms": 1.2}}}
+    assert "forward 1.20× the speed of the best peer" in front.words_of([best], "forward")
+    assert front.words_of([cell], "backward") == ""
 
 
 def test_the_changelog_has_this_version() -> None:
