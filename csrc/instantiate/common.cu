@@ -1,3 +1,4 @@
+#define FLASH_EXT_SHARED_PTX  // all targets have the same code
 #include "kernels/common/combine_partial.cuh"
 #include "kernels/common/flag_words.cuh"
 #include "kernels/common/sanitize_cu_seqlens.cuh"

@@ -32,6 +32,10 @@ cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
 // that runs FA3 has it.
 cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl);
 
+// Before a variant's backward, a CTA for each block_q rows; general: is its kernel the general one?
+cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool general,
+                                cudaStream_t stream);
+
 // After a variant's backward, whose workspace they read.
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);

@@ -40,11 +40,11 @@ struct Fa1Forward {
     HeadDims head_dims;
     int block_q;
     int block_kv;        // where shared memory suffices (227 KB, Hopper)
-    int small_block_kv;  // otherwise (163 KB, A100)
+    int small_block_kv;  // otherwise (163 KB, A100; at 64 99 KB, 8.6, 8.9 and 12.x)
 };
 
 inline constexpr Fa1Forward kFa1Forward[] = {
-    {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 256},
+    {.head_dims = {64, 64}, .block_q = 32, .block_kv = 256, .small_block_kv = 64},
     {.head_dims = {128, 128}, .block_q = 32, .block_kv = 256, .small_block_kv = 128},
     {.head_dims = {256, 256}, .block_q = 16, .block_kv = 128, .small_block_kv = 64},
 };

@@ -43,15 +43,15 @@ struct QTileIndex {
     int head;
 };
 
-template <bool kMayBeVarlen, int kBlockQ>
-FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int linear) {
-    constexpr int kBlock = workspace_block(kBlockQ);
-    constexpr int kTiles = kBlock / kBlockQ;
-    const int block = linear / kTiles;
+template <bool kMayBeVarlen>
+FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int linear, int block_rows,
+                                          int block_q) {
+    const int tiles = block_rows / block_q;
+    const int block = linear / tiles;
     const int flat_head = block / params.q_blocks;
     SequenceTile tile = tile_of<kMayBeVarlen, Rows::kQueries>(params, flat_head / params.heads_q,
-                                                              block % params.q_blocks, kBlock);
-    tile.tile = tile.tile * kTiles + linear % kTiles;
+                                                              block % params.q_blocks, block_rows);
+    tile.tile = tile.tile * tiles + linear % tiles;
     return {tile, flat_head % params.heads_q};
 }
 

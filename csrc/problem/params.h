@@ -208,7 +208,7 @@ struct BackwardParams : AttentionParams {
     // have added their dQ, then in FA3 the counters of tiles_done(). Zeroed by the preprocess pass
     // where dQ is summed in HBM. FA2 uses it in deterministic mode.
     int* dq_semaphore = nullptr;
-    bool dq_accum_zeroed;                                // does the preprocess pass zero dq_accum?
+    bool dq_accum_zeroed = true;                         // does the preprocess pass zero dq_accum?
     float* dsink_partial = nullptr;                      // (Hq, kSinkSplits)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
     void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: the dS workspace, or null

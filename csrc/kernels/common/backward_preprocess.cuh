@@ -1,23 +1,137 @@
-// The preprocess pass of FA1's and FA2's backward, for all head dims; its kernel is in
-// backward_delta.cuh.
+// The preprocess pass of all variants' backward, a CTA per Q tile: delta = rowsum(dO * O) - dlse
+// (FlashAttention-2, algorithm 2, line 4; the gradient of the logsumexp enters here, because
+// d lse / d S = P), and lse in base 2. Where dQ is summed in HBM also zeros in params.dq_semaphore
+// and, with params.dq_accum_zeroed, in dq_accum. Where lse is large, references (large_lse.cuh).
 #pragma once
 
-#include "kernels/common/backward_delta.cuh"
+#include "kernels/common/large_lse.cuh"
 #include "kernels/common/launch.cuh"
 #include "plan/dispatch.h"
-#include "plan/head_dims.h"
+#include "plan/launchers.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/grid_dependency.cuh"
 
 namespace flash_ext {
 
-cudaError_t backward_preprocess(BackwardParams params, bool general, cudaStream_t stream) {
+// Eight elements of a row, from `col` on. Elements past the row's end are zeros.
+template <class Element>
+__device__ __forceinline__ uint4 load_chunk(const GlobalTile<const Element>& tile, int row, int col,
+                                            bool aligned) {
+    const Element* x = tile.data + row * tile.row_stride + col;
+    if (aligned) return *reinterpret_cast<const uint4*>(x);
+    const auto pair = [&](int i) {
+        const auto at = [&](int j) { return col + j < tile.cols ? ptx::to_float(x[j]) : 0.f; };
+        return ptx::pack<Element>(at(i), at(i + 1));
+    };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+}
+
+struct RowStatistics {
+    float lse_log2;  // +inf for a row that sees no key, which makes its P zero
+    float delta;     // without dropout's factor
+};
+
+// From rowsum(dO * O) of row `index` of lse.
+__device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& params, int64_t index,
+                                                       float dot) {
+    const float lse = params.lse[index];
+    if (lse == -INFINITY) return {INFINITY, 0.f};
+    const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
+    return {lse * kLog2e, (dot - dlse) * params.inverse_ds_factor};
+}
+
+struct PreprocessParams : BackwardParams {
+    int block_q;
+};
+
+inline constexpr int kPreprocessThreads = 256;
+
+// The lanes of a row, each with 16 bytes.
+constexpr int preprocess_lanes(int head_dim_v) {
+    return head_dim_v <= 32 ? 4 : head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32;
+}
+
+template <class Element, bool kGeneral, int kLanes>
+__global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
+    backward_preprocess_kernel(const __grid_constant__ PreprocessParams params) {
+    constexpr int kRowsPerPass = kPreprocessThreads / kLanes;
+    constexpr int kPasses = kLanes == 4 ? 2 : 4;  // whose loads run side by side
+    ptx::launch_dependents();
+    const int block_q = params.block_q;
+    const auto [tile, head] = q_tile_index<true>(params, blockIdx.x, params.q_block_rows, block_q);
+    const auto [sequence, q_tile] = tile;
+    const int64_t first = int64_t{blockIdx.x} * block_q;  // row of the workspace
+    const int first_query = q_tile * block_q;
+    const int first_col = threadIdx.x % kLanes * 8;
+    const int rows = min_of(sequence.seqlen_q - first_query, block_q);
+    const auto gO = global_tile<const Element>(
+        params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const auto gdO = global_tile<const Element>(
+        params.dout, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
+    const int64_t index = statistics_offset(params, sequence, head) + first_query;
+
+    if (params.dq_accum_cols > 0) {
+        if (threadIdx.x == 0) {
+            if (blockIdx.x == 0) params.dq_semaphore[0] = 0;
+            params.dq_semaphore[1 + blockIdx.x] = 0;
+            params.dq_semaphore[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
+        }
+        if (params.dq_accum_zeroed) {
+            auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * params.dq_accum_cols);
+            const int chunks = block_q / 4 * params.dq_accum_cols;
+#pragma unroll 2
+            for (int chunk = threadIdx.x; chunk < chunks; chunk += kPreprocessThreads)
+                accum[chunk] = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+    }
+    bool large = false;
+#pragma unroll 1
+    for (int row = threadIdx.x / kLanes; row < block_q; row += kPasses * kRowsPerPass) {
+        uint4 o[kPasses], d_o[kPasses];
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+            const int r = row + i * kRowsPerPass;
+            o[i] = d_o[i] = make_uint4(0, 0, 0, 0);
+            if (r >= rows || first_col >= params.head_dim_v) continue;
+            o[i] = load_chunk(gO, r, first_col, !kGeneral || params.aligned);
+            d_o[i] = load_chunk(gdO, r, first_col, !kGeneral || params.aligned);
+        }
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+            const auto* x = reinterpret_cast<const Element*>(&o[i]);
+            const auto* y = reinterpret_cast<const Element*>(&d_o[i]);
+            float sum = 0.f;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
+#pragma unroll
+            for (int offset = kLanes / 2; offset > 0; offset /= 2)
+                sum += __shfl_xor_sync(0xffffffff, sum, offset);
+            const int r = row + i * kRowsPerPass;
+            if (first_col != 0 || r >= block_q) continue;
+            const RowStatistics statistics =
+                r < rows ? statistics_of(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
+            params.lse_log2[first + r] = statistics.lse_log2;
+            params.delta[first + r] = statistics.delta;
+            params.reference[first + r] = 0.f;
+            large |= is_large_lse(statistics.lse_log2);
+        }
+    }
+    if (params.may_have_large_lse && __syncthreads_or(large)) [[unlikely]]
+        split_large_lse<Element, kGeneral>(params, block_q);
+}
+
+cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool general,
+                                cudaStream_t stream) {
+    const int lanes = preprocess_lanes(params.head_dim_v);
+    const int64_t ctas = workspace_rows(params, params.q_block_rows) / block_q;
     cudaError_t status = cudaSuccess;
-    params.dq_accum_zeroed = true;
-    const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
-    dispatch_head_dims(padded, [&](auto, auto dim_v) {
-        dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
-            dispatch<false, true>(general, [&](auto is_general) {
-                status = launch_preprocess<decltype(element), is_general.value, 64, dim_v.value>(
-                    params, stream);
+    dispatch_element(params.element_type, [&](auto element) {
+        dispatch<false, true>(general, [&](auto is_general) {
+            dispatch<4, 8, 16, 32>(lanes, [&](auto row_lanes) {
+                status = launch_kernel<
+                    backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
+                    ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
             });
         });
     });

@@ -376,6 +376,30 @@ struct BackwardTile {
     }
 };
 
+// The rows of a CTA of the preprocess pass. It need not be that of Q tiles: nothing that it leaves
+// in HBM depends on these in FA1 and FA2.
+inline constexpr int kPreprocessRows = 64;
+
+// Fetches lse, delta and reference of a Q tile, which the preprocess pass has left in HBM.
+template <class Config>
+__device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
+                                                const QTileWalk& walk) {
+    constexpr int kChunks = Config::kBlockQ / 4;
+    // With two stages no register is left for it over the loop.
+    const int thread = Config::kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
+    if (thread >= 3 * kChunks) return;
+    const BackwardParams& params = cta.params;
+    const int64_t first =
+        workspace_row(params, cta.sequence, walk.head, walk.q_tile() * Config::kBlockQ);
+    const float* source = (thread < kChunks       ? params.lse_log2
+                           : thread < 2 * kChunks ? params.delta
+                                                  : params.reference) +
+                          first;
+    // In shared memory the three follow one another.
+    ptx::cp_async_16(ptx::shared_address(cta.statistics(walk.stage).lse_log2) + thread * 16,
+                     source + thread % kChunks * 4, true);
+}
+
 // The postprocess pass, dq_accum to dQ: the factor scale, the element type, and the order of rows.
 // One CTA per Q tile, with the warp layout of those that wrote the tile.
 template <class Config>
@@ -384,7 +408,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     const auto [tile, head] =
-        q_tile_index<Config::kMayBeVarlen, Config::kBlockQ>(params, blockIdx.x);
+        q_tile_index<Config::kMayBeVarlen>(params, blockIdx.x, kWorkspaceRows, Config::kBlockQ);
     const auto [sequence, q_tile] = tile;
 
     using DQ = typename Config::DQ;

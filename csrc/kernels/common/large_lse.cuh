@@ -13,6 +13,7 @@
 #pragma once
 
 #include "kernels/common/recompute_rows.cuh"
+#include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 
 namespace flash_ext {
@@ -51,15 +52,15 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
 // Finds the reference and the relative lse of the CTA's queries whose lse is large, at the end of
 // the preprocess pass. It recomputes everything from the CTA's index: values kept in registers
 // would lower the occupancy of the whole pass.
-template <class Element, bool kGeneral, int kBlockQ>
-__device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
+template <class Element, bool kGeneral>
+__device__ __forceinline__ void split_large_lse(const BackwardParams& params, int block_q) {
     if (threadIdx.x == 0) *params.large_lse.word = params.large_lse.epoch;
 #pragma unroll 1
-    for (int row = 16 * warp_id(); row < kBlockQ; row += blockDim.x / 2) {
+    for (int row = 16 * warp_id(); row < block_q; row += blockDim.x / 2) {
         const int linear = ptx::not_hoisted(blockIdx.x);
-        const auto [tile, head] = q_tile_index<true, kBlockQ>(params, linear);
+        const auto [tile, head] = q_tile_index<true>(params, linear, params.q_block_rows, block_q);
         const Sequence sequence = warp_uniform<true>(tile.sequence);
-        const int first_query = ptx::warp_uniform(tile.tile * kBlockQ + row);
+        const int first_query = ptx::warp_uniform(tile.tile * block_q + row);
         const auto is_large_row = [&](int i) {
             const int query = first_query + lane_row() + 8 * i;
             return query < sequence.seqlen_q &&
@@ -73,7 +74,7 @@ __device__ __forceinline__ void split_large_lse(const BackwardParams& params) {
         for (int i = 0; i < 2; ++i) {
             if (lane_col() != 0 || !is_large_row(i)) continue;
             const int r = lane_row() + 8 * i;
-            const int64_t index = int64_t{linear} * kBlockQ + row + r;  // of the workspace
+            const int64_t index = int64_t{linear} * block_q + row + r;  // of the workspace
             params.lse_log2[index] = log2f(softmax.row_sum[0][i]);
             params.reference[index] = softmax.row_max[0][i];
         }

@@ -3,15 +3,16 @@
 // Loop order: one CTA per (batch, KV head), sequential over KV tiles; inner loop over the Q tiles
 // that see the KV tile, for each query head of the group. dQ is read from and written to HBM, in
 // float32, at every iteration; delta = rowsum(dO * O), which the paper computes in the loop, comes
-// from the preprocess pass (backward_delta.cuh). No other CTA touches the dQ of its heads, so there
-// are no atomics and the result is deterministic. Iterations, warps and shared memory are those of
-// backward_tile.cuh.
+// from the preprocess pass (backward_preprocess.cuh). No other CTA touches the dQ of its heads, so
+// there are no atomics and the result is deterministic. Iterations, warps and shared memory are
+// those of backward_tile.cuh.
 //
 // Barriers, per Q tile: after the first, its Q, dO, lse and delta have landed for all threads and
 // all warps have left the previous tile; after the second, dS is complete.
 #pragma once
 
-#include "kernels/common/backward_delta.cuh"
+#include "kernels/common/backward_tile.cuh"
+#include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
@@ -158,7 +159,7 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        status = backward_preprocess(params, Config::kGeneral, stream);
+        status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,

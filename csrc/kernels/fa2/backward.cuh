@@ -16,7 +16,8 @@
 // CTAs that a CTA waits for are already running, and none waits forever.
 #pragma once
 
-#include "kernels/common/backward_delta.cuh"
+#include "kernels/common/backward_tile.cuh"
+#include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
@@ -203,7 +204,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
                       params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
                       l2_group_waves(params, masked));
 
-    cudaError_t status = backward_preprocess(params, Config::kGeneral, stream);
+    cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
             cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);

@@ -61,9 +61,11 @@
 //                         dP is started                        too), before it starts S
 #pragma once
 
+#include "kernels/common/backward_math.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/fa3/backward_postprocess.cuh"
 #include "kernels/fa3/cta.cuh"
+#include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/score.cuh"
@@ -766,8 +768,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     params.dq_accum_zeroed = params.lead == 0 && !params.deterministic;
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
-        status = launch_preprocess<typename Config::Element, Config::kGeneral, Config::kBlockQ,
-                                   Config::kHeadDimV>(params, stream);
+        status = backward_preprocess(params, Config::kBlockQ, Config::kGeneral, stream);
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
                                                  {.pdl = true});

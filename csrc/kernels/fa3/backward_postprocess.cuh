@@ -1,15 +1,18 @@
 // The postprocess pass of the FA3 backward, where dQ is summed in HBM: from the sum in dq_accum to
 // dQ. It has a CTA per Q tile. It begins on SMs that the backward kernel leaves idle or has left,
-// and converts heads as they are complete; with varlen it waits for the end of the kernel. The
-// preprocess pass is that of backward_delta.cuh.
+// and converts heads as they are complete; with varlen it waits for the end of the kernel.
 #pragma once
 
-#include "kernels/common/backward_delta.cuh"
+#include "kernels/common/launch.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
 
 namespace flash_ext {
 
@@ -33,7 +36,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     using Element = typename Config::Element;
     using DQ = typename Config::DQ;
-    const auto [tile, head] = q_tile_index<true, Config::kBlockQ>(params, blockIdx.x);
+    const auto [tile, head] =
+        q_tile_index<true>(params, blockIdx.x, workspace_block(Config::kBlockQ), Config::kBlockQ);
     const auto [sequence, q_tile] = tile;
     const float* accum = params.dq_accum +
                          int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +

@@ -12,6 +12,7 @@
 #include "kernels/fa3/backward_dq.cuh"
 #include "kernels/fa3/backward_dq_gemm.cuh"
 #include "plan/ds_workspace.cuh"
+#include "plan/launchers.h"
 #include "plan/tuning.h"
 
 namespace flash_ext {
@@ -26,8 +27,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
     using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.k_stages,
                                    kTuning.v_stages>;
-    cudaError_t status =
-        launch_preprocess<Element, DKDV::kGeneral, DKDV::kBlockQ, kHeadDimV>(params, stream);
+    cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, DKDV::kGeneral, stream);
     const int heads = params.heads_k * params.batch;
     const auto heads_at_a_time = static_cast<int>(params.ds_bytes / ds_group_bytes(params));
     if (heads_at_a_time > 0) {

@@ -38,11 +38,9 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3DecodeShape kTuning>
+template <class Element_, int kHeadDim_, int kHeadDimV_, tuning::Fa3DecodeShape kTuning>
 struct Fa3DecodeConfig {
     using Element = Element_;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRows = kTuning.rows;
@@ -82,6 +80,8 @@ struct Fa3DecodeConfig {
 
 struct Fa3DecodeParams : ForwardParams {
     unsigned long long epoch;  // of the counters
+    bool has_options;          // is its form the general one? One kernel serves all forms
+    float exponent_scale;
 };
 
 template <class Config>
@@ -197,10 +197,6 @@ struct Fa3Decode {
 
     // --- Attention over the keys of a warp ---
 
-    __device__ __forceinline__ float exponent_scale() const {
-        return Config::kGeneral ? 1.f : params.scale_log2;
-    }
-
     __device__ __forceinline__ Softmax begin_softmax() const {
         Softmax softmax;
         if (params.sink == nullptr || split() > 0 || warp_id() > 0 || !sequence.is_owned(params))
@@ -211,7 +207,8 @@ struct Fa3Decode {
             for (int i = 0; i < 2; ++i) {
                 const int row = 16 * m + lane_row() + 8 * i;
                 if (is_valid(row))
-                    softmax.begin_with(params.sink[head_of(row)] * kLog2e / exponent_scale(), m, i);
+                    softmax.begin_with(params.sink[head_of(row)] * kLog2e / params.exponent_scale,
+                                       m, i);
             }
         return softmax;
     }
@@ -220,7 +217,7 @@ struct Fa3Decode {
     __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
                                                   int block) const {
         const Interval keys = tile_interval(block, Config::kKeys);
-        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
+        if (params.has_options)  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, false>{params, sequence, head}.apply(
                 rS, first_query, keys.begin);
         if (!mask.is_full({first_query, first_query + queries()}, keys))
@@ -259,7 +256,7 @@ struct Fa3Decode {
             __syncwarp();  // all lanes have read K
             k_loads.next(stages[stage].k);
             finish_scores(rS, mask, block);
-            softmax.template update<true>(rS, rO, exponent_scale());
+            softmax.template update<true>(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();
             gemm<Element, Config::kKeys>(rO, AFromRegisters<Element, Scores>{rS},
@@ -316,7 +313,8 @@ struct Fa3Decode {
         const float finite = finite_max(all.max);
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
-            const float weight = i < parts ? ptx::ex2((max[i] - finite) * exponent_scale()) : 0.f;
+            const float weight =
+                i < parts ? ptx::ex2((max[i] - finite) * params.exponent_scale) : 0.f;
             all.sum += weight * sum[i];
             all.out.x += weight * out[i].x;
             all.out.y += weight * out[i].y;
@@ -368,7 +366,7 @@ struct Fa3Decode {
         const int query = query_of(row);
         if (col == 0)
             params.lse[statistics_offset(params, sequence, head_of(row)) + query] =
-                log_sum_exp(all.max, all.sum, exponent_scale());
+                log_sum_exp(all.max, all.sum, params.exponent_scale);
         if (col >= params.head_dim_v) return;  // a multiple of 8
         auto* target = row_pointer<Element>(params.out, sequence.batch, sequence.q_begin + query,
                                             head_of(row));
@@ -454,13 +452,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(ForwardParams call, cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch()};
+    const Fa3DecodeParams params{call, launch_epoch(), features_of(call) == Features::kGeneral,
+                                 exponent_scale(call)};
     cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                       auto features) {
+    dispatch_element(params.element_type, [&](auto element) {
         using enum DecodeTile;
         dispatch<kFewRows, kManyKeys, kManyRows>(params.decode_tile, [&](auto tile) {
-            using Config = Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
+            using Config = Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV,
                                            tuning::fa3_decode({kHeadDim, kHeadDimV}, tile)>;
             const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
                                    Config::kRows >> params.pack_gqa_log2};
