@@ -30,10 +30,9 @@ HeadDims head_dims(const AttentionParams& params) {
 
 // --- Workspaces ---
 
-// Where the keys of a Q tile are split, or GQA is packed, each split stores its own results.
+// Does each split of the keys of a Q tile store its own results, which a kernel combines?
 bool has_splits(const ForwardParams& params) {
-    return params.decode_tile == DecodeTile::kNone &&
-           (params.num_splits > 1 || params.pack_gqa_log2 > 0);
+    return params.decode_tile == DecodeTile::kNone && params.num_splits > 1;
 }
 
 // Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. Returns the number of
@@ -270,13 +269,7 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
     if (plan_fa3_decode(plan, may_pack_gqa, device)) return;
     const int64_t tiles =
         plan_splits(plan, may_pack_gqa, device.multiprocessors, tuning::kFa3SplitKeys);
-    if (tiles > device.multiprocessors) {
-        plan.workspace.reserve(params.counters, 1);
-    } else if (has_splits(params)) {
-        params.combines_splits = true;
-        constexpr int kConsumers = tuning::kForwardBlockQ / 64;
-        plan.workspace.reserve(params.counters, tiles / params.num_splits * kConsumers);
-    }
+    if (tiles > device.multiprocessors) plan.workspace.reserve(params.counters, 1);
 }
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
@@ -291,9 +284,8 @@ cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
         if (params.decode_tile != DecodeTile::kNone) return fa3_decode<dim, dim_v>(params, stream);
         return fa3_forward<dim, dim_v>(params, stream);
     });
-    const bool combined = !has_splits(params) || params.combines_splits;
-    return status != cudaSuccess || combined ? status
-                                             : combine_splits(params, stream, /*pdl=*/true);
+    if (status != cudaSuccess || !has_splits(params)) return status;
+    return combine_splits(params, stream, /*pdl=*/true);
 }
 
 // From here on the parts are heads of K and V.

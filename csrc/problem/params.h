@@ -139,15 +139,14 @@ struct ForwardParams : AttentionParams {
     float* lse;      // (B, Hq, Sq), natural logarithm; with varlen (Hq, Sq), as all statistics
 
     // FA3 only.
-    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or of splits:
-                                             // below, and in decode.cuh (tiles, 8)
-    bool few_tiles = false;        // do the smallest Q tiles fill the GPU no more than once?
-    bool combines_splits = false;  // does the last split? counters: (Q tiles, consumers)
+    unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or in decode.cuh
+                                             // (tiles, 8)
+    bool few_tiles = false;  // do the smallest Q tiles fill the GPU no more than once?
     DecodeTile decode_tile = DecodeTile::kNone;  // otherwise by decode.cuh
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: the results of splits, also where GQA is packed; see combine.cuh. In decode.cuh
+    // FA2 and FA3: the results of splits; see combine.cuh. In decode.cuh
     // those of clusters of splits.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)

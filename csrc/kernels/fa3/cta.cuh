@@ -32,9 +32,8 @@ namespace flash_ext {
 
 // The named barriers. __syncthreads() uses barrier 0.
 enum NamedBarrier : int {
-    kPingPong = 1,     // one for each consumer
-    kDSStored = 5,     // one for each consumer: all its warps have stored dS
-    kSplitStored = 5,  // the same of the result of a split, in the forward
+    kPingPong = 1,  // one for each consumer
+    kDSStored = 5,  // one for each consumer: all its warps have stored dS
 };
 
 // Ping-pong: consumers start their matmuls alternately, so that the softmax of one runs beside the

@@ -7,7 +7,7 @@
 // Warps share nothing until the end. The warps of a CTA take its blocks of 16 keys in turn. Each
 // has its own pipeline of K and V in shared memory, filled by cp.async, and its own softmax: so the
 // loop has no barrier, and a warp waits for nothing but its own loads. Then the results are
-// combined, as in combine_rows.cuh,
+// combined, as in combine.cuh,
 //
 //     m = max_p m_p,    l = sum_p 2^((m_p - m) scale) l_p,    O = sum_p 2^((m_p - m) scale) O_p / l
 //

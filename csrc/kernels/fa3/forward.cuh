@@ -32,10 +32,9 @@
 // the matmuls of the other; otherwise they drift apart without it.
 //
 // Where there are few tiles, a tile is a Q tile and a split of its keys. Each split stores its
-// result in float32. If no CTA has more than one tile, the last split to be stored combines them
-// (combine_rows.cuh), otherwise a kernel of its own (combine.cuh). Where there are few queries and
-// heads share keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). Their
-// results go the way of splits; with one split and one tile a CTA they are written at once. The
+// result in float32, and a kernel of its own combines them (combine.cuh): the last split would take
+// much longer, alone on its SM (docs/notes/021-combination.md). Where there are few queries and
+// heads share keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). The
 // kernels for both load Q in boxes of eight rows, of eight heads or of eight queries: with packed
 // GQA, no more rows of a tile are adjacent in memory.
 //
@@ -58,8 +57,6 @@
 //   full(V^T)           2: each warp that transposes         consumers, before P V
 //   full(V), FP8        1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V), FP8       2: each warp that transposes         K's producer, before the next load
-//   arrivals            1: Q's producer, when the counts     consumers, before they count
-//                       of stored splits are started
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
 //                       are started                          too), before it starts its own
 #pragma once
@@ -71,7 +68,6 @@
 #include "kernels/fa3/forward_config.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
-#include "schedule/epoch_counter.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
@@ -122,7 +118,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
         ptx::prefetch_tensor_map(params.q_map);
         ptx::prefetch_tensor_map(params.k_map);
         ptx::prefetch_tensor_map(params.v_map);
-        if constexpr (Config::kMayHaveSplits) ptx::mbarrier_init(arrivals_barrier(), 1);
         q_pipeline.init(kReaders);
         k_pipeline.init(kReaders);
         if constexpr (kFp8) {
@@ -332,17 +327,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- Results: forward_output.cuh ---
 
-    // Are results stored as those of splits (also with packed GQA)? The general form decides at run
-    // time.
+    // The general form decides at run time.
     __device__ __forceinline__ bool has_splits() const {
-        return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
-    }
-    // Does the last split combine them? Where each CTA has one tile.
-    __device__ __forceinline__ bool counts_splits() const {
-        return Config::kMayHaveSplits && params.combines_splits;
-    }
-    __device__ __forceinline__ uint32_t arrivals_barrier() const {
-        return ptx::shared_address(&storage.arrivals);
+        return Config::kMayHaveSplits && (!Config::kGeneral || params.num_splits > 1);
     }
     // The index of this warp among all consumer warps of the grid.
     __device__ __forceinline__ int warp_number() const {
@@ -367,9 +354,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ uint32_t pack_out(float x, float y) const;
     __device__ __forceinline__ bool is_valid(const QueryTile& tile, int row) const;
     __device__ __forceinline__ int64_t statistics_index(const QueryTile& tile, int row) const;
-    __device__ __forceinline__ EpochCounter stored_splits(const QueryTile& tile,
-                                                          int of_consumer) const;
-    __device__ __forceinline__ void combine_if_last(const QueryTile& tile) const;
 
     // --- FP8: forward_fp8.cuh ---
 
@@ -610,13 +594,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Order::signal_next(consumer);
         if constexpr (!kFp8) finish_output(state);
         const QueryTile& tile = work_tiles[state.tile_done];
-        if constexpr (Config::kMayHaveSplits) {
-            if (counts_splits() && params.num_splits == 1) {
-                store_group(state.rO, state.softmax, tile);
-            } else {
-                store(state.rO, state.softmax, tile);
-                if (counts_splits()) combine_if_last(tile);
-            }
+        if (pack_gqa_log2() > 0 && params.num_splits == 1) {
+            store_group(state.rO, state.softmax, tile);
         } else {
             store(state.rO, state.softmax, tile);
         }

@@ -90,7 +90,6 @@ struct Fa3ForwardConfig {
         typename WorkTiles::Storage work_tiles;
         int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
         Fp8Storage<RowMajorVPipeline, kFp8> fp8;
-        uint64_t arrivals;
     };
     // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&

@@ -18,7 +18,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
         params.k.data = params.q.data;
         params.v.data = params.q.data;
     }
-    params.scheduler = make_dynamic_scheduler(call.combines_splits ? nullptr : call.counters);
+    params.scheduler = make_dynamic_scheduler(call.counters);
     const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
                            Config::kBlockQ >> params.pack_gqa_log2};
     params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
@@ -35,6 +35,11 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     if (total > multiprocessors() && params.scheduler.fetched.word == nullptr)
         return cudaErrorInvalidValue;
     return launch_fa3<Fa3Forward<Config>>(params, total, stream);
+}
+
+// Does the call need a kernel with Q tiles whose rows are not adjacent, or with splits?
+inline bool has_splits_or_groups(const ForwardParams& params) {
+    return params.num_splits > 1 || params.pack_gqa_log2 > 0;
 }
 
 // What tiles depend on.
@@ -56,7 +61,7 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     [[maybe_unused]] constexpr bool kHasFewQueries =
         tuning::fa3_forward_fp8(kDims, true).consumers !=
         tuning::fa3_forward_fp8(kDims, false).consumers;
-    const bool has_splits = params.o_partial != nullptr;
+    const bool has_splits = has_splits_or_groups(params);
     cudaError_t status = cudaSuccess;
     dispatch_features<Features::kVarlen, Features::kGeneral>(
         params, Features::kPlain, [&](auto features) {
@@ -88,7 +93,7 @@ cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
                                                                        auto features) {
         using enum tuning::Fa3ForwardTile;
         constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-        const auto needed = params.o_partial != nullptr
+        const auto needed = has_splits_or_groups(params)
                                 ? kSplits
                                 : tuning::fa3_forward_tile(kDims, fa3_call(params));
         dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto tile) {

@@ -1,8 +1,7 @@
-// How the FA3 forward stores O and lse: as results, or as those of splits, also with packed GQA,
-// which the last one may combine.
+// How the FA3 forward stores O and lse: as results, also of packed GQA, or as those of splits.
 #pragma once
 
-#include "kernels/common/combine_rows.cuh"
+#include "kernels/common/recompute_rows.cuh"
 #include "kernels/fa3/forward.cuh"
 
 namespace flash_ext {
@@ -38,60 +37,6 @@ __device__ __forceinline__ uint32_t Fa3Forward<Config>::pack_out(float x, float 
         const uint32_t half = ptx::pack<__half>(x, y);
         const uint32_t bfloat16 = ptx::pack<__nv_bfloat16>(x, y);
         return params.out_type == ElementType::kFloat16 ? half : bfloat16;
-    }
-}
-
-// How many splits have stored the rows of this consumer.
-template <class Config>
-__device__ __forceinline__ EpochCounter Fa3Forward<Config>::stored_splits(const QueryTile& tile,
-                                                                          int of_consumer) const {
-    return {params.counters + tile.number * Config::kConsumers + of_consumer,
-            params.scheduler.fetched.epoch};
-}
-
-// After store(). A warp combines every fourth row, two at a time. A consumer without rows may come
-// here, too: its count was not started, and it has nothing to combine.
-template <class Config>
-__device__ __forceinline__ void Fa3Forward<Config>::combine_if_last(const QueryTile& tile) const {
-    ptx::barrier_sync(kSplitStored + consumer, 128);
-    bool last = false;
-    if (threadIdx.x % 128 == 0) {
-        ptx::mbarrier_wait(arrivals_barrier(), 0);
-        constexpr bool kOrdered = true;  // what all threads have stored before the barrier
-        last = stored_splits(tile, consumer).template next<kOrdered>(params.num_splits) ==
-               params.num_splits - 1;
-    }
-    if (!ptx::barrier_any(kSplitStored + consumer, 128, last)) return;
-    constexpr int kRows = 2;
-#pragma unroll 1
-    for (int first = consumer * 64; first < consumer * 64 + 64; first += 4 * kRows) {
-        if (query_of(tile, first) >= tile.sequence.seqlen_q) return;
-        int64_t rows[kRows];
-        uint16_t* targets[kRows];
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int row = first + 4 * i + warp_id() % 4;
-            const bool valid = is_valid(tile, row);
-            rows[i] = statistics_index(tile, valid ? row : consumer * 64);  // one that is valid
-            targets[i] = valid ? out_row(tile, row) : nullptr;
-        }
-        const auto combine = [&](auto element) {
-            using Out = decltype(element);
-            return combine_rows<Out, Config::kHeadDimV, false>(
-                params, rows, reinterpret_cast<Out* const(&)[kRows]>(targets));
-        };
-        if constexpr (kFp8) {
-            params.out_type == ElementType::kFloat16 ? combine(__half{}) : combine(__nv_bfloat16{});
-        } else {
-            uint32_t marked = combine(Element{});
-            if constexpr (!Config::kGeneral)
-                for (; marked != 0; marked &= marked - 1) {
-                    const int row = first + 4 * (__ffs(marked) - 1) + warp_id() % 4;
-                    if (is_valid(tile, row))
-                        recompute_row<Element>(params, tile.sequence, tile.head + head_of(row),
-                                               query_of(tile, row));
-                }
-        }
     }
 }
 
@@ -161,8 +106,8 @@ __device__ __forceinline__ void Fa3Forward<Config>::store(Output& rO, Softmax& s
     }
 }
 
-// With packed GQA, where no keys are split and each CTA has one tile: stores O / l and lse without
-// a detour. In store(), which the loop contains, this would cost splits time.
+// The same with packed GQA and without splits. In store(), which the loop contains, this would cost
+// splits time.
 template <class Config>
 __device__ __forceinline__ void Fa3Forward<Config>::store_group(Output& rO, Softmax& softmax,
                                                                 const QueryTile& tile) const {

@@ -83,11 +83,6 @@ __device__ __forceinline__ void Fa3Forward<Config>::produce_q() const {
                                    q_pipeline.full(q), first);
         });
         q.advance();
-        if (counts_splits()) {
-            for (int i = 0; i < Config::kConsumers; ++i)
-                if (query_of(tile, i * 64) < tile.sequence.seqlen_q) stored_splits(tile, i).start();
-            ptx::mbarrier_arrive(arrivals_barrier());
-        }
     });
 }
 
