@@ -7,9 +7,7 @@ spilled registers, local memory, serialized wgmma or an ignored setmaxnreg. The 
 stored beside the object file, in OBJECT.ptxas.json; report() writes one table of them for the whole
 build. setup.py puts this in front of nvcc. FLASH_EXT_STRICT=0 turns failures into warnings.
 
-The files of fa3 and of FP8 are compiled only for sm_90a where that is among the targets. A file that
-begins with #define FLASH_EXT_SHARED_PTX is compiled to PTX once, for the first of the targets, and
-ptxas makes the code of all targets from that: half of the time of a target is the way to PTX.
+The files of fa3 and of FP8 are compiled only for sm_90a where that is among the targets.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import sys
 import time
 from pathlib import Path
 
-SHARED_PTX = "#define FLASH_EXT_SHARED_PTX"
 HOPPER_FILE = re.compile(r"(fa3|fp8)_\w+\.cu")
 # The warnings about spills and local memory do not name the target; parse() writes its own.
 SPILL = re.compile(r"ptxas warning.*(Registers are spilled|Local memory used)")
@@ -67,29 +64,17 @@ def parse(lines: list[str]) -> tuple[list[dict], list[str]]:
     return kernels, complaints
 
 
-def with_fewer_targets(command: list[str]) -> list[str]:
-    """Leaves in the command of a file only the targets that it needs, or shares one PTX among them.
+def without_idle_targets(command: list[str]) -> list[str]:
+    """Removes from the command of a file of fa3 or FP8 all targets on which its kernels never run.
 
-    Of a file of fa3 or FP8 only sm_90a remains: calls on other GPUs are refused. A build without
-    that target keeps its targets, since the launchers must be linked.
+    Only sm_90a remains: calls on other GPUs are refused. A build without that target keeps its
+    targets, since the launchers must be linked.
     """
     targets = [word for word in command if word.startswith("-gencode")]
-    source = next((Path(word) for word in command if word.endswith(".cu")), None)
-    if source is None or len(targets) < 2:
+    used = [word for word in targets if "sm_90a" in word]
+    if not used or not any(HOPPER_FILE.fullmatch(Path(word).name) for word in command):
         return command
-    fewer = targets
-    if HOPPER_FILE.fullmatch(source.name):
-        fewer = [word for word in targets if "sm_90a" in word] or targets
-    elif source.read_text().startswith(SHARED_PTX):
-        numbers = sorted({int(n) for n in re.findall(r"sm_(\d+)", " ".join(targets))})
-        ptx = f"compute_{numbers[0]}"
-        codes = [f"sm_{n}" for n in numbers]
-        if any(f",{ptx}]" in word for word in targets):  # it is wanted for later GPUs, too
-            codes.append(ptx)
-        fewer = [f"-gencode=arch={ptx},code=[{','.join(codes)}]"]
-    first = command.index(targets[0])
-    others = [word for word in command if word not in targets]
-    return [*others[:first], *fewer, *others[first:]]
+    return [word for word in command if word not in targets or word in used]
 
 
 def demangle(text: str) -> str:
@@ -102,7 +87,7 @@ def demangle(text: str) -> str:
 def compile_one(command: list[str]) -> int:
     """Runs nvcc. On a complaint it removes the object, so that the next build compiles it again."""
     start = time.monotonic()
-    command = with_fewer_targets(command)
+    command = without_idle_targets(command)
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = run.stdout.splitlines()
     kernels, complaints = parse(lines)

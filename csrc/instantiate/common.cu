@@ -1,4 +1,6 @@
-#define FLASH_EXT_SHARED_PTX  // all targets have the same code
+#include "kernels/common/backward_preprocess.cuh"
+#include "kernels/common/bias_gradient.cuh"
+#include "kernels/common/combine.cuh"
 #include "kernels/common/combine_partial.cuh"
 #include "kernels/common/flag_words.cuh"
 #include "kernels/common/sanitize_cu_seqlens.cuh"

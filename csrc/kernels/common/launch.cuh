@@ -68,9 +68,6 @@ __device__ constexpr bool may_run() {
 // Calls launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {
-#ifdef FLASH_EXT_SHARED_PTX
-    static_assert(!kNeedsHopper<Large>, "PTX for older GPUs has no such kernel, see may_run()");
-#endif
     const Device& device = current_device();
     const bool fits =
         Large::kSharedBytes <= device.shared_bytes && (device.major == 9 || !kNeedsHopper<Large>);

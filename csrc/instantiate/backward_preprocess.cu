@@ -1,1 +1,0 @@
-#include "kernels/common/backward_preprocess.cuh"
