@@ -132,15 +132,18 @@ def test_every_tile_is_scheduled_once(
 
 def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
     sizes = (0, 1 << 10, 1 << 22, 1 << 40)
-    for heads, batch, size, ctas in itertools.product((1, 16), (1, 40), sizes, (1, 2)):
-        longest_first = native.make_schedule(8, heads, batch, True, size, ctas).l2_group_heads
+    for tiles, heads, batch, size, ctas in itertools.product(
+        (8, 9), (1, 16), (1, 40), sizes, (1, 2)
+    ):
+        few = tiles == 8  # then memory is the limit, and groups are small
+        longest_first = native.make_schedule(tiles, heads, batch, True, size, ctas).l2_group_heads
         assert 1 <= longest_first <= heads * batch
-        fills_the_gpu = (longest_first - 1) * 8 < 256 * ctas
-        assert longest_first * size <= 32 << 20 or fills_the_gpu
+        fills_the_gpu = (longest_first - 1) * tiles < (128 if few else 256) * ctas
+        assert longest_first * size <= (8 if few else 32) << 20 or fills_the_gpu
         equal = -(-heads * batch // longest_first)
         assert -(-heads * batch // equal) == longest_first, "groups of equal size"
-        assert longest_first * 8 >= 128 * ctas or longest_first == heads * batch
-        assert native.make_schedule(8, heads, batch, False, size, ctas).l2_group_heads == 1
+        assert longest_first * tiles >= (64 if few else 128) * ctas or equal == 1
+        assert native.make_schedule(tiles, heads, batch, False, size, ctas).l2_group_heads == 1
 
 
 PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows after the last

@@ -32,7 +32,7 @@ HeadDims head_dims(const AttentionParams& params) {
 
 // Does each split of the keys of a Q tile store its own results, which a kernel combines?
 bool has_splits(const ForwardParams& params) {
-    return params.decode_tile == DecodeTile::kNone && params.num_splits > 1;
+    return params.decode_tile == DecodeTile::kNone && params.o_partial != nullptr;
 }
 
 // Packed GQA and splits for a GPU that works on `at_once` Q tiles at a time. Returns the number of
@@ -45,7 +45,8 @@ int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_k
     params.pack_gqa_log2 = q_tiles.pack_gqa_log2;
     params.num_splits =
         num_splits(params, tiles, params.heads_q / std::max(q_tiles.heads, 1), at_once, few_keys);
-    if (has_splits(params)) {
+    // Packed GQA goes the same way, unless a CTA has one tile (store_group() in FA3's forward).
+    if (params.num_splits > 1 || (params.pack_gqa_log2 > 0 && tiles > at_once)) {
         const int64_t rows = params.num_splits * statistics_rows(params);
         plan.workspace.reserve(params.o_partial, rows * head_dims(params).v);
         plan.workspace.reserve(params.statistics_partial, rows);

@@ -39,14 +39,22 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
 // The bytes that stay in L2: 32 MiB. An H100 or H200 has 50 MB, an A100 40 MB.
 inline constexpr int64_t kL2Share = 32 << 20;
 
+// Where a head has so few tiles, memory is the limit, and not how well the tiles of a group fill
+// the GPU. Groups are then the smallest that do: each half of an H100's L2 serves half of the SMs,
+// so what all SMs read takes room in both.
+inline constexpr int kFewTilesPerHead = 8;
+inline constexpr int64_t kSmallL2Share = 8 << 20;
+
 // Host side: the heads of an L2 swizzle group, from the bytes of the operands that the tiles of a
 // head share. A group has some `waves` waves of CTAs, at least half as many: with fewer, its last
 // tiles would leave much of the GPU idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
                               int64_t bytes_per_head, int ctas_per_sm, int waves = 2) {
-    const int64_t l2_group_tiles = 128 * waves * ctas_per_sm;
+    const bool few_tiles = tiles <= kFewTilesPerHead;
+    const int64_t l2_group_tiles = 128 * (few_tiles ? 1 : waves) * ctas_per_sm;
     const int64_t total_heads = static_cast<int64_t>(heads) * batch;
-    const int64_t fitting = max_of(kL2Share / max_of<int64_t>(bytes_per_head, 1),
+    const int64_t l2_share = few_tiles ? kSmallL2Share : kL2Share;
+    const int64_t fitting = max_of(l2_share / max_of<int64_t>(bytes_per_head, 1),
                                    ceil_div<int64_t>(l2_group_tiles, max_of(tiles, 1)));
     // Groups of equal size: a small last one would leave much of the GPU idle, too.
     const int64_t groups = max_of<int64_t>(ceil_div(total_heads, fitting), 1);

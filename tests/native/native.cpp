@@ -159,7 +159,7 @@ struct Batch {
     std::vector<std::tuple<int, int, int>> q_tile_indices() const {
         std::vector<std::tuple<int, int, int>> all;
         for (int i = 0; i < workspace_rows(params) / kBlockQ; ++i) {
-            const QTileIndex index = q_tile_index<true, kBlockQ>(params, i);
+            const QTileIndex index = q_tile_index<true>(params, i, kWorkspaceRows, kBlockQ);
             all.emplace_back(number(index.tile.sequence), index.tile.tile, index.head);
         }
         return all;

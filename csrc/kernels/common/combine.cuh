@@ -23,14 +23,10 @@ inline constexpr int kCombineWarps = 4;
 template <class Element, int kHeadDimV>
 __global__ void __launch_bounds__(32 * kCombineWarps, 6)
     combine_kernel(const __grid_constant__ ForwardParams params) {
-    const int64_t row = int64_t{blockIdx.x} * kCombineWarps + warp_id();
+    // Memory has no room for the partial results of 2^31 rows.
+    const int row = static_cast<int>(blockIdx.x) * kCombineWarps + warp_id();
     const int64_t rows = statistics_rows(params);
     if (row >= rows) return;
-    // The row of the tensors, across packed sequences.
-    const int64_t flat_head = row / params.seqlen_q;
-    const int batch = static_cast<int>(flat_head / params.heads_q);
-    const int head = static_cast<int>(flat_head % params.heads_q);
-    const int query = static_cast<int>(row % params.seqlen_q);
     const int lane = lane_id();
     const float scale = exponent_scale(params);
     const auto statistics = [&](int split) {
@@ -38,14 +34,21 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
     };
     ptx::wait_for_grid_before();
 
-    float max = -INFINITY;
-    bool marked = false;
+    PartialStatistics partial{-INFINITY, 0.f};  // of the lane's first split
+    if (lane < params.num_splits) partial = statistics(lane);
+    float max = partial.max;
+    bool marked = is_marked(max);
 #pragma unroll 1
-    for (int split = lane; split < params.num_splits; split += 32) {
+    for (int split = lane + 32; split < params.num_splits; split += 32) {
         const float split_max = statistics(split).max;
         max = fmaxf(max, split_max);
         marked |= is_marked(split_max);
     }
+    // The row of the tensors, across packed sequences.
+    const int flat_head = row / params.seqlen_q;
+    const int batch = flat_head / params.heads_q;
+    const int head = flat_head % params.heads_q;
+    const int query = row % params.seqlen_q;
     if (__any_sync(0xffffffff, marked)) [[unlikely]] {
         const Sequence sequence = sequence_at(params, batch, query);
         return recompute_rows<Element>(params, sequence, head, query - sequence.q_begin, 1);
@@ -58,11 +61,10 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 #pragma unroll 1
     for (int first = 0; first < params.num_splits; first += 32) {
         const int splits = min_of(params.num_splits - first, 32);
-        float share = 0.f;  // of a lane's split in the sum: 2^((m_p - m) scale) l_p
-        if (lane < splits) {
-            const PartialStatistics partial = statistics(first + lane);
-            share = ptx::ex2((partial.max - max) * scale) * partial.sum;
-        }
+        if (first > 0 && lane < splits) partial = statistics(first + lane);
+        // Of the lane's split in the sum: 2^((m_p - m) scale) l_p.
+        const float share =
+            lane < splits ? ptx::ex2((partial.max - max) * scale) * partial.sum : 0.f;
         sum += share;
 #pragma unroll 8
         for (int split = 0; split < splits; ++split) {

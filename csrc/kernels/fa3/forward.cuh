@@ -34,7 +34,8 @@
 // Where there are few tiles, a tile is a Q tile and a split of its keys. Each split stores its
 // result in float32, and a kernel of its own combines them (combine.cuh): the last split would take
 // much longer, alone on its SM (docs/notes/021-combination.md). Where there are few queries and
-// heads share keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). The
+// heads share keys, the rows of a Q tile are the heads of a group (packed GQA, QueryTiles). Their
+// results go the way of splits; with one split and one tile a CTA they are written at once. The
 // kernels for both load Q in boxes of eight rows, of eight heads or of eight queries: with packed
 // GQA, no more rows of a tile are adjacent in memory.
 //
@@ -327,9 +328,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
     // --- Results: forward_output.cuh ---
 
-    // The general form decides at run time.
+    // Are results stored as those of splits? The general form decides at run time.
     __device__ __forceinline__ bool has_splits() const {
-        return Config::kMayHaveSplits && (!Config::kGeneral || params.num_splits > 1);
+        return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
     }
     // The index of this warp among all consumer warps of the grid.
     __device__ __forceinline__ int warp_number() const {
@@ -594,7 +595,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Order::signal_next(consumer);
         if constexpr (!kFp8) finish_output(state);
         const QueryTile& tile = work_tiles[state.tile_done];
-        if (pack_gqa_log2() > 0 && params.num_splits == 1) {
+        if (pack_gqa_log2() > 0 && params.o_partial == nullptr) {
             store_group(state.rO, state.softmax, tile);
         } else {
             store(state.rO, state.softmax, tile);

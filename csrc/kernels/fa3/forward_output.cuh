@@ -1,4 +1,5 @@
-// How the FA3 forward stores O and lse: as results, also of packed GQA, or as those of splits.
+// How the FA3 forward stores O and lse: as results, or as those of splits, also with
+// packed GQA.
 #pragma once
 
 #include "kernels/common/recompute_rows.cuh"
@@ -106,8 +107,8 @@ __device__ __forceinline__ void Fa3Forward<Config>::store(Output& rO, Softmax& s
     }
 }
 
-// The same with packed GQA and without splits. In store(), which the loop contains, this would cost
-// splits time.
+// With packed GQA, where no keys are split and each CTA has one tile: stores O / l and lse without
+// a detour. In store(), which the loop contains, this would cost splits time.
 template <class Config>
 __device__ __forceinline__ void Fa3Forward<Config>::store_group(Output& rO, Softmax& softmax,
                                                                 const QueryTile& tile) const {
