@@ -89,12 +89,16 @@ DECODE = (  # batch, query heads, key heads, keys, queries; d 128
     (1, 32, 8, 131072, 1), (16, 32, 8, 8192, 1), (64, 32, 8, 4096, 1), (128, 32, 32, 2048, 1),
     (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
 )  # fmt: skip
+CHUNKS = (  # the same: parts of a prompt against a cache, several heads a group
+    (1, 32, 8, 8192, 64), (1, 32, 8, 16384, 512), (4, 32, 8, 8192, 256), (4, 16, 1, 4096, 5),
+    (1, 8, 1, 65536, 16), (2, 16, 16, 8192, 64),
+)  # fmt: skip
 LATENCY = ((1, 32, 8, 1024, 1), (1, 32, 8, 65536, 1))  # the same: one sequence; for --graph
 GRAPH_CALLS = 20
 PREFILL = ((8, 1024), (4, 4096), (2, 8192))  # heads, S: one causal sequence, d 64 and 128
 FP8_DIMS = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}  # of q and k, and of v
 FP8_SEQLENS = (2048, 4096, 8192, 16384)
-SETS = ("standard", "gqa", "mqa", "decode", "latency", "prefill", "models", "fp8")
+SETS = ("standard", "gqa", "mqa", "decode", "chunks", "latency", "prefill", "models", "fp8")
 SUSTAINED_SECONDS = 1.2
 HOST_SHAPE = (1, 128, 4, 64)
 HOST_PEERS = ("flash", "cudnn", "flash_attn_4")
@@ -297,7 +301,7 @@ def grid(args: argparse.Namespace) -> Iterator[Cell]:
         if "mqa" in sets:
             shapes += [Cell(dtype, 128, True, s, 1, 8, kv_heads=hk) for s in MQA for hk in (1, 8)]
         inference = []
-        for name, few_queries in (("decode", DECODE), ("latency", LATENCY)):
+        for name, few_queries in (("decode", DECODE), ("chunks", CHUNKS), ("latency", LATENCY)):
             if name in sets:
                 inference += [
                     Cell(dtype, 128, False, s, b, h, seqlen_q=sq, kv_heads=hk)

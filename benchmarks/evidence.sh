@@ -20,6 +20,9 @@ what=${1:-}
 shift
 failed=0
 
+# `timeout` ends the measurements, too: what they have written is kept.
+trap 'failed=1' TERM
+
 # Through MPS processes that share a GPU run side by side, which takes the tests two thirds of the
 # time. Does it work here?
 start_mps() {
@@ -38,9 +41,10 @@ stop_mps() {
 results_on() {
     local gpu=$1 copy
     shift
+    trap : TERM
     copy=$(mktemp -d)
     tar -c --anchored --exclude=./.git --exclude=./.venv --exclude=./build --exclude="$OUT" . | tar -x -C "$copy"
-    (cd "$copy" && CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" benchmarks/everything.py \
+    (cd "$copy" && CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" benchmarks/everything.py --no-report \
         ${MINUTES:+--minutes "$MINUTES"} --only "$@") \
         >"$OUT/results_$gpu.log" 2>&1
     local status=$?
@@ -78,10 +82,10 @@ case $what in
             shift
             results_on 1 "$@" &
             results_on 0 "${first[@]}" || failed=1
-            wait $! || failed=1
+            wait $! || wait $! || failed=1  # a signal ends the first one
             tail -qn 20 "$OUT"/results_?.log
         else
-            "$PYTHON" benchmarks/everything.py ${MINUTES:+--minutes "$MINUTES"} \
+            "$PYTHON" benchmarks/everything.py --no-report ${MINUTES:+--minutes "$MINUTES"} \
                 ${first[0]:+--only "${first[@]}"} >"$OUT/results.log" 2>&1 || failed=1
             tail -n 40 "$OUT/results.log"
         fi

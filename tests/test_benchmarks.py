@@ -13,8 +13,10 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -248,10 +250,10 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(compare.on_grid(dataclasses.asdict(c)) for c in standard)
     both = grid_of("--dtype", "bf16", "fp16", "--s", "512", monkeypatch=monkeypatch)
     assert {c.dtype for c in both} == {"bf16", "fp16"} and len(both) == 2 * len(standard) / 6
-    others = grid_of("--set", "gqa", "decode", "prefill", monkeypatch=monkeypatch)
+    others = grid_of("--set", "gqa", "decode", "chunks", "prefill", monkeypatch=monkeypatch)
     assert not any(compare.on_grid(dataclasses.asdict(c)) for c in others)
     decode = [c for c in others if c.seqlen_q]
-    assert len(decode) == len(compare.DECODE)
+    assert len(decode) == len(compare.DECODE) + len(compare.CHUNKS)
     assert all(c.direction == "forward" and not c.causal for c in decode)
     alike = [c for c in others if c.kv_heads == c.heads and not c.seqlen_q]
     assert len(alike) == 2 * len(compare.PREFILL)
@@ -397,9 +399,10 @@ def test_results_of_two_gpus(tmp_path: Path) -> None:
 [ "$1" = benchmarks/everything.py ] || exec {sys.executable} "$@"
 mkdir -p benchmarks/results/x
 files=$(ls csrc/build flash_ext build .venv 2>/dev/null | grep -c py)
-printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:3}}" \
-    $CUDA_VISIBLE_DEVICES $files > benchmarks/results/x/$3.json
-[ $3 != wrong ]
+printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:4}}" \
+    $CUDA_VISIBLE_DEVICES $files > benchmarks/results/x/$4.json
+[[ $4 = slow* ]] && sleep 60
+[ "$2" = --no-report ] && [ $4 != wrong ]
 """
     )
     python.chmod(0o755)
@@ -420,6 +423,17 @@ printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:3}}" \
     }
     environment["NOTHING_TO_MERGE"] = "yes"
     assert run("one", "/", "wrong") == 1 and run("wrong", "/", "one") == 1
+
+    # What is measured when time runs out is kept.
+    del environment["NOTHING_TO_MERGE"]
+    (tmp_path / "out" / "results.tgz").unlink()
+    shutil.rmtree(here / "benchmarks/results")
+    command = ["timeout", "4", "bash", "benchmarks/evidence.sh", "results", "slow", "/", "slow2"]
+    assert subprocess.run(command, cwd=here, env=environment).returncode == 124
+    with tarfile.open(tmp_path / "out" / "results.tgz") as kept:
+        assert {"benchmarks/results/x/slow.json", "benchmarks/results/x/slow2.json"} <= set(
+            kept.getnames()
+        )
 
 
 def test_cells_of_two_runs_are_merged(tmp_path: Path) -> None:
