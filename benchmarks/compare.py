@@ -89,7 +89,7 @@ DECODE = (  # batch, query heads, key heads, keys, queries; d 128
     (1, 32, 8, 131072, 1), (16, 32, 8, 8192, 1), (64, 32, 8, 4096, 1), (128, 32, 32, 2048, 1),
     (1, 32, 8, 131072, 4), (16, 32, 8, 8192, 4), (64, 64, 8, 4096, 8),  # speculative decoding
 )  # fmt: skip
-CHUNKS = (  # the same: parts of a prompt against a cache, several heads a group
+CHUNKS = (  # the same: parts of a prompt against a cache, or many queries a group
     (1, 32, 8, 8192, 64), (1, 32, 8, 16384, 512), (4, 32, 8, 8192, 256), (4, 16, 1, 4096, 5),
     (1, 8, 1, 65536, 16), (2, 16, 16, 8192, 64),
 )  # fmt: skip

@@ -40,8 +40,8 @@ FLASH_HOST_DEVICE constexpr int cta_count(const Schedule& schedule) {
 inline constexpr int64_t kL2Share = 32 << 20;
 
 // Where a head has so few tiles, memory is the limit, and not how well the tiles of a group fill
-// the GPU. Groups are then the smallest that do: each half of an H100's L2 serves half of the SMs,
-// so what all SMs read takes room in both.
+// the GPU. Groups are then smaller, presumably since each half of an H100's L2 serves half of the
+// SMs, so what all SMs read takes room in both (docs/notes/022-short-sequences.md).
 inline constexpr int kFewTilesPerHead = 8;
 inline constexpr int64_t kSmallL2Share = 8 << 20;
 
