@@ -92,7 +92,7 @@ demo: $(ENVIRONMENT)
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) build; fi
 	$(PY) examples/train_gpt.py $(ARGS)
 
-test: build lint
+test: lint build
 	$(need) $(TEST)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) -m "not gpu" $(ARGS)
 

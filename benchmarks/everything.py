@@ -10,8 +10,9 @@
 Each benchmark is a separate program and writes its result file as when it is run by itself; those
 that time nothing run in parallel. After --minutes none begins, and those of compare.py and train.py
 end early, with what they have measured. Peers that are separate packages, such as flash-attn 4, are
-measured where they are installed. Then report/ writes the tables and figures, unless with --no-report. Last come the numbers
-that moved (report/moved.py). Exit status 1 if a benchmark failed.
+measured where they are installed. Then report/ writes the tables and figures, unless with
+--no-report. Last come the numbers that moved (report/moved.py). Exit status 1 if a benchmark
+failed.
 """
 
 from __future__ import annotations
