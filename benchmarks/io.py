@@ -37,8 +37,8 @@ from pathlib import Path
 
 import common
 import torch
+from cells import Cell
 from common import Json
-from compare import Cell
 from providers import PEERS, VARIANTS, Provider, Workload, running
 from timing import FLUSH_BYTES, Timer
 from torch import Tensor

@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 
 import common
+from cells import key
 from common import Json, say
-from compare import key
 
 WITH_CELLS = ("compare.json", "compare_fp8.json", "train.json")
 

@@ -21,8 +21,8 @@ from dataclasses import replace
 import common
 import providers
 import torch
+from cells import Cell
 from common import Finding, Json
-from compare import Cell
 from timing import METHOD, Timer
 
 LEAST = 0.9

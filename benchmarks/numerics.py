@@ -35,8 +35,8 @@ from collections.abc import Callable
 import common
 import fp8_errors
 import torch
+from cells import DTYPES
 from common import Json
-from compare import DTYPES
 from distributions import DISTRIBUTIONS
 from providers import Provider, Workload, collect, command_line, running
 from torch import Tensor

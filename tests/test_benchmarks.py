@@ -30,6 +30,7 @@ import flash_ext
 
 common = gpu_test_report.common
 import activation  # noqa: E402
+import builds  # noqa: E402
 import calls  # noqa: E402
 import compare  # noqa: E402
 import fp8_errors  # noqa: E402
@@ -46,6 +47,32 @@ import providers  # noqa: E402
 import support  # noqa: E402
 import timing  # noqa: E402
 import train  # noqa: E402
+from cells import (  # noqa: E402
+    CHUNKS,
+    DECODE,
+    FP8_DIMS,
+    FP8_SEQLENS,
+    LATENCY,
+    PREFILL,
+    Cell,
+    fp8_cells,
+    grid,
+    is_plain,
+    key,
+    on_grid,
+    shape_name,
+)
+from ratios import (  # noqa: E402
+    GOALS,
+    best_of_peers,
+    fp8_findings,
+    ratio_range,
+    ratio_spread,
+    summarise,
+    verdict,
+    with_best,
+)
+from report import builds as builds_report  # noqa: E402
 from report import claims  # noqa: E402
 from report import compare as compare_report  # noqa: E402
 from report import fp8 as fp8_report  # noqa: E402
@@ -85,16 +112,16 @@ def test_flops() -> None:
         (False, "backward", 2.5),
         (True, "backward", 1.25),
     ):
-        cell = compare.Cell(**shape, causal=causal, direction=direction)
+        cell = Cell(**shape, causal=causal, direction=direction)
         assert cell.flops() == full * factor
 
 
 def test_flops_of_few_queries_and_grouped_heads() -> None:
     shape = {"dtype": "bf16", "d": 128, "seqlen": 4096, "batch": 2, "heads": 32, "kv_heads": 8}
-    decode = compare.Cell(**shape, causal=False, seqlen_q=1)
+    decode = Cell(**shape, causal=False, seqlen_q=1)
     assert decode.flops() == 4 * 2 * 32 * 1 * 4096 * 128, "grouping saves bytes, not FLOPs"
     assert decode.kv_bytes() == 2 * 2 * 4096 * 8 * 128 * 2
-    causal = compare.Cell(**shape, causal=True, seqlen_q=1024)
+    causal = Cell(**shape, causal=True, seqlen_q=1024)
     assert causal.flops() == 4 * 2 * 32 * 128 * (1024 * 4096 - 1024**2 / 2)
 
 
@@ -124,7 +151,7 @@ def test_exact_results_of_grouped_heads() -> None:
 @pytest.mark.parametrize("window", [1, 100, 256])
 def test_flops_of_windows(seqlen_q: int, window: int) -> None:
     """Within half a key a query of what the mask shows, as without a window."""
-    cell = compare.Cell("bf16", 64, True, 256, 1, 1, seqlen_q=seqlen_q, window=window, d_v=32)
+    cell = Cell("bf16", 64, True, 256, 1, 1, seqlen_q=seqlen_q, window=window, d_v=32)
     pairs = sum(min(256 - seqlen_q + i + 1, window) for i in range(seqlen_q))
     assert abs(cell.flops() / (2 * (64 + 32)) - pairs) <= seqlen_q / 2
     backward = dataclasses.replace(cell, direction="backward")
@@ -164,10 +191,10 @@ def test_shapes_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
         s.name for s in models.SHAPES if s.backward
     ]
     assert sorted(c.model for c in forward) == sorted(s.name for s in models.SHAPES)
-    assert not any(compare.is_plain(dataclasses.asdict(c)) for c in cells)
+    assert not any(is_plain(dataclasses.asdict(c)) for c in cells)
     steady = grid_of("--sustained", monkeypatch=monkeypatch)
     assert all(c.sustained for c in steady) and len(steady) == len(SHAPES)
-    assert not any(compare.on_grid(dataclasses.asdict(c)) for c in steady)
+    assert not any(on_grid(dataclasses.asdict(c)) for c in steady)
 
 
 @pytest.mark.parametrize("arguments", [("--set", "models"), ("--s", "128", "--sustained")])
@@ -185,7 +212,7 @@ def test_models_and_sustained_runs_are_measured(
     assert compare.main() == 0
     cells = json.loads(path.read_text())["cells"]
     assert all(c["providers"]["fa2"]["ms"] > 0 for c in cells)
-    assert all(compare.best_of_peers(c)["of"] == "standard" for c in cells)
+    assert all(best_of_peers(c)["of"] == "standard" for c in cells)
     table = compare_report.shapes_table(cells, {"standard": "standard attention"})
     assert len(table.splitlines()) == 2 + len(cells)
     assert ("(openai-community/gpt2)" in table) == ("models" in arguments)
@@ -218,9 +245,86 @@ def test_a_failing_peer_and_a_lack_of_time(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads(path.read_text())["cells"] == [cell]
 
 
+OTHER_RESULTS = """
+_right = attention
+
+
+def attention(q, *others, **options):
+    if q.requires_grad:
+        raise RuntimeError("no gradients")
+    return _right(q, *others, **options) * 1.5
+"""
+
+
+def test_two_builds_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A build beside one that is the same, and beside one with other results."""
+    package, path = Path(flash_ext.__file__).parent, tmp_path / "builds.json"
+    for name in ("same", "other"):
+        shutil.copytree(
+            package, tmp_path / name / "flash_ext", ignore=shutil.ignore_patterns("*.so", "_C.*")
+        )
+    with (tmp_path / "other" / "flash_ext" / "__init__.py").open("a") as other:
+        other.write(OTHER_RESULTS)
+    arguments = ("--device", "cpu", "--s", "32", "--heads", "1", "--causal", "--min-time", "0",
+                 "--set", "standard", "--variants", "fa2", "--out", str(path))  # fmt: skip
+    before = ("--before", str(tmp_path / "same"))
+    assert run(builds.main, *before, *arguments, monkeypatch=monkeypatch) == 0
+    result = json.loads(path.read_text())
+    forward, backward = result["cells"]
+    assert (forward["direction"], backward["direction"]) == ("forward", "backward")
+    for cell in (forward, backward):
+        assert cell["ratio"] == pytest.approx(cell["before"] / cell["now"], rel=1e-3)
+        assert cell["error"] == 0 and cell["rounds"] >= builds.TURNS
+    assert [s["cells"] for s in builds.summarise(result["cells"])] == [1, 1]
+
+    before = ("--before", str(tmp_path / "other"))
+    assert run(builds.main, *before, *arguments, monkeypatch=monkeypatch) == 1
+    forward, backward = json.loads(path.read_text())["cells"]
+    assert "results differ by 0.3" in forward["failed"] and "ratio" not in forward
+    assert backward["failed"] == "before: RuntimeError: no gradients"
+    assert "FAILED: fa2 backward d 64 causal S 32" in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        run(builds.main, "--before", str(tmp_path), *arguments, monkeypatch=monkeypatch)
+
+
+def test_what_became_slower_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdicts of two builds, and their table."""
+    cells = [
+        dataclasses.asdict(Cell("bf16", 64, True, seqlen, 1, 1, direction, seqlen_q=seqlen_q))
+        | {"set": name, "variant": "fa2", "ratio": ratio}
+        for name, direction, seqlen_q, ratios in (
+            ("standard", "forward", 0, (1.0, 0.99)),
+            ("standard", "backward", 0, (0.99, 0.99)),
+            ("chunks", "forward", 16, (1.2, 0.97)),
+        )
+        for seqlen, ratio in zip((512, 1024), ratios, strict=True)
+    ]
+    cells += [cells[0] | {"refused": "why"}]
+    cells[-1].pop("ratio")
+    kept, mean, least = builds.findings(cells)
+    assert kept.reached and "0.995 of 2 cells" in kept.measured
+    assert not mean.reached and "0 below" in mean.measured
+    assert not least.reached and "0.970 at least (d 64 causal S 1024, 16 queries)" in least.measured
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert builds_report.builds_section() == "On a GPU: not measured yet."
+    setup = {"device": "GPU", "torch": "2", "date": "2026-01-01", "digest": "b" * 16}
+    host = {"forward": {"before": 6.0, "now": 5.0}}
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "builds.json").write_text(
+        json.dumps(setup | {"before": {"digest": "a" * 16}, "cells": cells, "host": host})
+    )
+    text = builds_report.builds_section()
+    assert "source `bbbbbbbbbbbbbbbb`; before it source `aaaaaaaaaaaaaaaa`" in text
+    assert "| chunks | fa2 | forward | 2 | 1.079 | 0.970 (d 64 causal S 1024, 16 queries) |" in text
+    assert "forward 6.0, 5.0." in text
+
+
 def test_neighbors_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured, and that a slow neighbor is found."""
-    shape = compare.Cell("bf16", 128, True, 4096, 2, 32, kv_heads=8)
+    shape = Cell("bf16", 128, True, 4096, 2, 32, kv_heads=8)
     found = list(neighbors.neighbors(shape))
     assert found[0] == shape and {c.seqlen for c in found} == {4096, 4095, 4097, 4224, 3968, 4160}
     assert (found[-1].heads, found[-1].kv_heads) == (36, 9)
@@ -231,32 +335,32 @@ def test_neighbors_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     path = tmp_path / "neighbors.json"
     monkeypatch.setattr(sys, "argv", ["neighbors", "--device", "cpu", "--out", str(path)])
-    monkeypatch.setattr(neighbors, "CPU_SHAPES", (compare.Cell("fp32", 16, True, 160, 1, 1),))
+    monkeypatch.setattr(neighbors, "CPU_SHAPES", (Cell("fp32", 16, True, 160, 1, 1),))
     assert neighbors.main() == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     assert all(next(iter(row["ratios"].values())) == 1 for row in rows)
 
 
-def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[compare.Cell]:
+def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     monkeypatch.setattr("flash_ext.__main__.usable_device", str)  # which this torch may not have
     monkeypatch.setattr(sys, "argv", ["compare", "--device", "cuda", *arguments])
-    return list(compare.grid(compare.parse()))
+    return list(grid(compare.parse()))
 
 
 def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     standard = grid_of(monkeypatch=monkeypatch)
     assert [dataclasses.asdict(c) for c in standard] and len(standard) == len(SHAPES)
-    assert all(compare.on_grid(dataclasses.asdict(c)) for c in standard)
+    assert all(on_grid(dataclasses.asdict(c)) for c in standard)
     both = grid_of("--dtype", "bf16", "fp16", "--s", "512", monkeypatch=monkeypatch)
     assert {c.dtype for c in both} == {"bf16", "fp16"} and len(both) == 2 * len(standard) / 6
     others = grid_of("--set", "gqa", "decode", "chunks", "prefill", monkeypatch=monkeypatch)
-    assert not any(compare.on_grid(dataclasses.asdict(c)) for c in others)
+    assert not any(on_grid(dataclasses.asdict(c)) for c in others)
     decode = [c for c in others if c.seqlen_q]
-    assert len(decode) == len(compare.DECODE) + len(compare.CHUNKS)
+    assert len(decode) == len(DECODE) + len(CHUNKS)
     assert all(c.direction == "forward" and not c.causal for c in decode)
     alike = [c for c in others if c.kv_heads == c.heads and not c.seqlen_q]
-    assert len(alike) == 2 * len(compare.PREFILL)
+    assert len(alike) == 2 * len(PREFILL)
     assert all(c.direction == "forward" and c.causal and c.batch == 1 for c in alike)
     rest = [c for c in others if not c.seqlen_q and c not in alike]
     assert {c.direction for c in rest} == {"forward", "backward"}
@@ -266,36 +370,36 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     others += one
     arguments = ("--set", "latency", "--sustained", "--graph")
     short = grid_of(*arguments, monkeypatch=monkeypatch)
-    assert len(short) == len(compare.LATENCY) and all(c.graph and c.sustained for c in short)
+    assert len(short) == len(LATENCY) and all(c.graph and c.sustained for c in short)
     others += short
-    assert "in a CUDA graph" in compare.shape_name(dataclasses.asdict(short[0]))
+    assert "in a CUDA graph" in shape_name(dataclasses.asdict(short[0]))
     with pytest.raises(SystemExit):
         grid_of("--graph", monkeypatch=monkeypatch)
     own = grid_of("--s", "4096", "--sq", "128", "--kv-heads", "4", monkeypatch=monkeypatch)
     assert {(c.seqlen, c.seqlen_q, c.kv_heads) for c in own} == {(4096, 128, 4)}
-    assert len({compare.key(dataclasses.asdict(c)) for c in (*standard, *others, *own)}) == (
+    assert len({key(dataclasses.asdict(c)) for c in (*standard, *others, *own)}) == (
         len(standard) + len(others) + len(own)
     ), "each has a place of its own in the file"
 
 
 def test_cells_of_old_files_keep_their_places() -> None:
-    new = dataclasses.asdict(compare.Cell(**SHAPES[0]))
-    assert compare.key(SHAPES[0]) == compare.key(new)
+    new = dataclasses.asdict(Cell(**SHAPES[0]))
+    assert key(SHAPES[0]) == key(new)
 
 
 def test_spread_of_ratios() -> None:
     times = {"fa2": {"ms": 1.0, "q1_ms": 0.9, "q3_ms": 1.1}, "flash": {"ms": 2.0, "q1_ms": 2.0,
                                                                        "q3_ms": 2.2}}  # fmt: skip
     cell = SHAPES[0] | {"providers": times}
-    assert compare.ratio_range(cell, "fa2", "flash") == pytest.approx((2 / 1.1, 2.2 / 0.9))
-    assert compare.ratio_spread([cell], "fa2", "flash") == pytest.approx(2.2 / 0.9 / 2 - 1)
+    assert ratio_range(cell, "fa2", "flash") == pytest.approx((2 / 1.1, 2.2 / 0.9))
+    assert ratio_spread([cell], "fa2", "flash") == pytest.approx(2.2 / 0.9 / 2 - 1)
     (note,) = [compare_report.spread_note([cell | {"gpu": {"sm_mhz": 1500.0, "power_w": 690.0}}])]
     assert "22.2% at most" in note and "1500 to 1500 MHz" in note and "690" in note
     assert compare_report.spread_note([]) == ""
 
 
 def test_table_of_few_queries() -> None:
-    cell = dataclasses.asdict(compare.Cell("bf16", 128, False, 8192, 16, 32, "forward", 1, 8))
+    cell = dataclasses.asdict(Cell("bf16", 128, False, 8192, 16, 32, "forward", 1, 8))
     times = {"fa2": {"ms": 1.0, "tflops": 2.0, "tbps": 3.456}}
     text = compare_report.other_table([cell | {"providers": times}], {"fa2": "flash_ext fa2"})
     assert "16 x 1 x 8192, heads 32/8, TB/s of K and V | 3.46 |" in text
@@ -442,7 +546,7 @@ printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:4}}" \
 
 def test_cells_of_two_runs_are_merged(tmp_path: Path) -> None:
     def cell(seqlen: int, ms: float) -> dict:
-        found = dataclasses.asdict(compare.Cell("bf16", 64, True, seqlen, 1, 1))
+        found = dataclasses.asdict(Cell("bf16", 64, True, seqlen, 1, 1))
         return found | {"ms": ms, "date": str(ms)}
 
     setup = dict.fromkeys(common.SAME_SETUP, "same")
@@ -540,23 +644,23 @@ def grid_results(speedup: float) -> list[dict]:
 
 def test_verdict_on_the_grid() -> None:
     cells = grid_results(1.2)
-    assert all(compare.on_grid(c) for c in cells)
+    assert all(on_grid(c) for c in cells)
 
-    goals = [goal for goal in compare.GOALS if goal.ours == "fa2"]
+    goals = [goal for goal in GOALS if goal.ours == "fa2"]
 
-    def verdict() -> str:
-        return compare.verdict(goals[0], cells)
+    def first() -> str:
+        return verdict(goals[0], cells)
 
-    assert all(compare.verdict(goal, cells).endswith("; reached") for goal in goals)
+    assert all(verdict(goal, cells).endswith("; reached") for goal in goals)
     cells.append(cells[0] | {"d": 96, "providers": {"fa2": {"ms": 9.0}, "flash": {"ms": 1.0}}})
-    assert verdict().endswith("; reached"), "other head dims have no part in the goal"
+    assert first().endswith("; reached"), "other head dims have no part in the goal"
     cells[0]["providers"]["flash"]["ms"] = 0.9
-    assert "smallest 0.900x (d 64 full S 512), 1 of 36 cells below 1x" in verdict()
-    assert verdict().endswith("NOT REACHED")
+    assert "smallest 0.900x (d 64 full S 512), 1 of 36 cells below 1x" in first()
+    assert first().endswith("NOT REACHED")
     del cells[1]
-    assert verdict().endswith("not the whole grid")
-    assert compare.verdict(compare.GOALS[-1], cells).endswith("not measured")
-    row = compare.summarise(grid_results(1.05), ["fa2", "flash"])[-1]
+    assert first().endswith("not the whole grid")
+    assert verdict(GOALS[-1], cells).endswith("not measured")
+    row = summarise(grid_results(1.05), ["fa2", "flash"])[-1]
     assert row["geometric_mean"] == 1.05 and row["cells"] == 36 and row["d"] is None
 
 
@@ -579,13 +683,13 @@ def test_recorded_ratios_are_those_of_the_grid() -> None:
     """Every cell has one, and no cell of another size or type gets one."""
     recorded = common.read_json(common.RESULTS / "nvidia-h200" / "recorded_peers.json")
     times = {"fa3": {"ms": 1.0, "tflops": 1.0}, "cudnn": {"ms": 1.0, "tflops": 1.0}}
-    cells = compare.with_best([s | {"providers": times} for s in SHAPES], recorded)
+    cells = with_best([s | {"providers": times} for s in SHAPES], recorded)
     assert len(recorded["ratios"]) == len(SHAPES)
     assert all(providers.BEST in c["providers"] for c in cells)
-    line = compare.verdict(compare.GOALS[-1], cells)
+    line = verdict(GOALS[-1], cells)
     assert "against a recorded ratio" in line and line.endswith("NOT REACHED")
     for other in ({"dtype": "fp16"}, {"batch": 3}, {"d": 96, "heads": 21}):
-        (cell,) = compare.with_best([SHAPES[0] | other | {"providers": times}], recorded)
+        (cell,) = with_best([SHAPES[0] | other | {"providers": times}], recorded)
         assert providers.BEST not in cell["providers"]
 
 
@@ -618,7 +722,7 @@ def test_claims_on_fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a grid where fa3 takes 0.9 times cuDNN's time, and flash-attn 4 was not there."""
     cells = []
     for shape in SHAPES:
-        flops = compare.Cell(**shape).flops()
+        flops = Cell(**shape).flops()
         times = {"fa3": 0.9, "cudnn": 1.0}
         providers = {n: {"ms": t, "tflops": flops / t * 1e-9} for n, t in times.items()}
         cells.append(shape | {"providers": providers})
@@ -971,15 +1075,15 @@ def test_the_fp8_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(c.d, c.d_v) for c in cells} == {(64, 0), (96, 0), (128, 0), (192, 128), (256, 0)}
     assert all(c.batch * c.seqlen == 16384 and c.heads == 2048 // c.d for c in cells)
     as_json = [dataclasses.asdict(c) for c in cells]
-    assert not any(compare.is_plain(c) or compare.on_grid(c) for c in as_json)
-    assert len(compare.fp8_cells(as_json)) == len(cells)
+    assert not any(is_plain(c) or on_grid(c) for c in as_json)
+    assert len(fp8_cells(as_json)) == len(cells)
     for cell in cells:
         assert cell.flops() == dataclasses.replace(cell, dtype="bf16").flops()
     with_others = grid_of(
         "--set", "standard", "fp8", "--dtype", "bf16", "fp16", monkeypatch=monkeypatch
     )
     assert len(with_others) == len(cells) + 2 * len(SHAPES), "once, whatever the types"
-    assert len({compare.key(dataclasses.asdict(c)) for c in with_others}) == len(with_others)
+    assert len({key(dataclasses.asdict(c)) for c in with_others}) == len(with_others)
     few = grid_of("--set", "fp8", "--d", "192", "--s", "2048", "--full", monkeypatch=monkeypatch)
     assert [(c.d, c.d_v, c.seqlen, c.causal) for c in few] == [(192, 128, 2048, False)]
 
@@ -1110,9 +1214,9 @@ def test_fp8_without_cudnn_or_where_it_is_refused(
 def fp8_speeds(**times: float) -> list[dict]:
     """The whole set, where each takes so many milliseconds."""
     cells = []
-    for d, d_v in compare.FP8_DIMS.items():
-        for causal, seqlen in itertools.product((False, True), compare.FP8_SEQLENS):
-            shape = compare.Cell("fp8", d, causal, seqlen, 16384 // seqlen, 2048 // d,
+    for d, d_v in FP8_DIMS.items():
+        for causal, seqlen in itertools.product((False, True), FP8_SEQLENS):
+            shape = Cell("fp8", d, causal, seqlen, 16384 // seqlen, 2048 // d,
                                  d_v=0 if d_v == d else d_v)  # fmt: skip
             results = {n: {"ms": t, "tflops": shape.flops() / t * 1e-9} for n, t in times.items()}
             cells.append(dataclasses.asdict(shape) | {"providers": results})
@@ -1121,21 +1225,21 @@ def fp8_speeds(**times: float) -> list[dict]:
 
 def test_goals_of_fp8() -> None:
     cells = fp8_speeds(fa3_fp8=1.0, cudnn_fp8=1.1, fa3=1.5)
-    verdicts = {f.goal: f.reached for f in compare.fp8_findings(cells)}
+    verdicts = {f.goal: f.reached for f in fp8_findings(cells)}
     assert len(verdicts) == 5 and [v for g, v in verdicts.items() if "d 128" in g] == [True, True]
     assert [v for g, v in verdicts.items() if "cuDNN, FP8, d 64" in g] == [False]
     cells[0]["providers"]["fa3"]["ms"] = 0.9  # d 64
-    (own,) = (f for f in compare.fp8_findings(cells) if "bf16" in f.goal)
+    (own,) = (f for f in fp8_findings(cells) if "bf16" in f.goal)
     assert own.reached is False and own.measured.startswith("0.90×, of 8 cells, 0.90× – 1.50×")
     del cells[0]
-    (own,) = (f for f in compare.fp8_findings(cells) if "bf16" in f.goal)
+    (own,) = (f for f in fp8_findings(cells) if "bf16" in f.goal)
     assert own.reached is None, "of a part of the set there is no verdict"
     for cell in cells:
         if cell["d"] == 256:
             cell["providers"]["fa3_fp8"] = {"skipped": "too wide", "refused": True}
         if cell["d"] == 128:
             cell["providers"]["cudnn_fp8"] = {"skipped": "not there"}
-    by_goal = {f.goal: f for f in compare.fp8_findings(cells)}
+    by_goal = {f.goal: f for f in fp8_findings(cells)}
     (wide,) = (f for g, f in by_goal.items() if "d 256" in g)
     assert (wide.reached, wide.why) == (False, "too wide")
     absent = [f for g, f in by_goal.items() if "d 128" in g]

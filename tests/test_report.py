@@ -321,7 +321,7 @@ def test_what_moved_where_there_are_no_speeds(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_part_of_the_bench_is_a_script_that_takes_its_arguments() -> None:
-    shared = (ROOT / "benchmarks" / "providers.py").read_text()
+    shared = "".join((ROOT / "benchmarks" / f"{n}.py").read_text() for n in ("cells", "providers"))
     for name, arguments in everything.RUNS.items():
         script = ROOT / "benchmarks" / f"{everything.SCRIPTS.get(name, name)}.py"
         text = script.read_text()

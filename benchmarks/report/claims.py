@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import fp8_errors
+from cells import fp8_cells, standard_cells
 from common import Json
-from compare import fp8_cells, geometric_mean, ratios, standard_cells
 from fp8_providers import FP8_PROVIDERS
+from ratios import geometric_mean, ratios
 
 import flash_ext
 

@@ -9,23 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import common
+from cells import HIDDEN, SEQLENS, TOKENS, is_plain, on_grid, shape_name
 from common import Json
-from compare import (
-    HIDDEN,
-    HOST_ROWS,
-    SEQLENS,
-    TOKENS,
-    best_of_peers,
-    geometric_mean,
-    is_plain,
-    on_grid,
-    ratio_spread,
-    ratios,
-    shape_name,
-    with_best,
-)
+from host import ROWS as HOST_ROWS
 from models import SHAPES
 from providers import BEST, BEST_LABEL
+from ratios import best_of_peers, geometric_mean, ratio_spread, ratios, with_best
 from support import BOTH
 
 import flash_ext

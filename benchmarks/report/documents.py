@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from .builds import builds_section
 from .compare import results_section
 from .compat import compat_section
 from .distributed import distributed_section
@@ -30,6 +31,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "options": options_section,
         "fp8": fp8_section,
         "distributed": distributed_section,
+        "builds": builds_section,
     },
     "docs/walkthrough.md": STEPS,
 }

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import common
+from cells import HEAD_DIMS, SEQLENS, standard_cells
 from common import Json
-from compare import HEAD_DIMS, SEQLENS, geometric_mean, ratios, standard_cells, with_best
 from providers import BEST, BEST_LABEL
+from ratios import geometric_mean, ratios, with_best
 
 FOLDER = common.ROOT / "docs" / "figures"
 FULL_WIDTH, PIXELS = 9.0, 100  # inches, and pixels per inch

@@ -9,9 +9,10 @@ from pathlib import Path
 import common
 import fp8_errors
 import fp8_model
+from cells import FP8_SEQLENS, HIDDEN, TOKENS, fp8_cells
 from common import Finding, Json
-from compare import FP8_SEQLENS, HIDDEN, TOKENS, fp8_cells, fp8_findings, geometric_mean, ratios
 from fp8_providers import FP8_PROVIDERS
+from ratios import fp8_findings, geometric_mean, ratios
 
 import flash_ext
 

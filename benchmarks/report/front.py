@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import common
+from cells import standard_cells
 from common import Json
-from compare import geometric_mean, ratios, standard_cells, with_best
 from providers import BEST, BEST_LABEL
+from ratios import geometric_mean, ratios, with_best
 from support import BOTH
 
 from .sections import picture

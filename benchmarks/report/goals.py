@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cells import SEQLENS, is_plain, standard_cells
 from common import Json
-from compare import (
-    GOALS,
-    GRID,
-    SEQLENS,
-    Goal,
-    geometric_mean,
-    is_plain,
-    ratios,
-    standard_cells,
-)
 from providers import BEST, BEST_LABEL
+from ratios import GOALS, GRID, Goal, geometric_mean, ratios
 
 import flash_ext
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import common
+from cells import HIDDEN
 from common import Json
-from compare import HIDDEN
 from options import MEASURED, MIXED, PLAIN, REPEATS
 
 from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, select, table

@@ -1,0 +1,324 @@
+"""Before and after: two builds of flash_ext in turns on one device, cell by cell.
+
+    pip install --target ../before flash_ext-*.whl           # or a checkout where it was built
+    python benchmarks/builds.py --before ../before           # grid, decode, chunks, prefill
+    python benchmarks/builds.py --before ../before --variants fa2 --set prefill
+    python benchmarks/builds.py --before ../before --set fp8 --d 128 --host
+
+FOLDER/flash_ext is the build before. Each build runs in a process of its own, which computes and
+times when it is asked; both have the same inputs, cells are those of compare.py, and the results of
+both must agree. Turns are in the order ABBA, since the first of two calls finds a cooler GPU. A
+ratio is the time before over the time now: above 1 this build is faster. With --host the CPU's time
+for a call is compared likewise, without a goal, since it differs by 15 % between processes of one
+build.
+
+Results go to benchmarks/results/<device>/builds.json. Exit status 1 if results differ, or if a
+build failed where the other did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import common
+import host
+import torch
+from cells import Cell, add_grid, grid, place
+from common import Finding, Json, say
+from fp8_providers import FP8, FP8_PROVIDERS
+from providers import VARIANTS, Provider, Refused, relative_error, running, variant
+from ratios import geometric_mean
+from timing import Timer
+
+import flash_ext
+
+SETS = ("standard", "decode", "chunks", "prefill")
+TURNS = 4  # of each build in a cell
+METHOD = (
+    "Two processes with the same inputs take turns in the order ABBA; each call is timed as "
+    "compare.py does. 'before' and 'now' are medians in milliseconds, 'ratio' is the one over the "
+    "other, 'error' the relative difference of the results."
+)
+LEAST_MEAN, LEAST = 0.995, 0.98  # of the ratios of a set, and of each
+HOST_TURNS = 4
+FP8_NAMES = {p.name: p for p in FP8_PROVIDERS if p.ours}
+
+
+def provider_of(name: str) -> Provider:
+    """A variant, or one of FP8."""
+    return FP8_NAMES.get(name) or variant(name)
+
+
+class Build:
+    """What a process does that has imported one build: its answers to requests."""
+
+    def __init__(self, device: str) -> None:
+        self.timer = Timer(torch.device(device))
+        self.call: Callable[[], object] | None = None
+        self.estimate = 0.0, 0.0
+
+    def describe(self) -> Json:
+        """Where the build is, and what its binary was built from."""
+        package = Path(flash_ext.__file__).resolve().parent
+        return {
+            "folder": str(package.parent),
+            "version": flash_ext.__version__,
+            "digest": (common.read_json(package / "_C.json") or {}).get("digest"),
+        }
+
+    def prepare(self, cell: Json, provider: str, results: str, compare: bool) -> Json:
+        """Compute a cell, and write the results to a file, or hold them against those in it."""
+        self.call, shape = None, Cell(**cell)
+        torch.manual_seed(0)
+        asked = provider_of(provider)
+        try:
+            work = shape.workload(self.timer.device)
+            if not asked.fp8:
+                options = {"causal": shape.causal, "window": (shape.window - 1, -1)}
+                reason = flash_ext.explain(work.q, work.k, work.v, **options).reasons[provider]
+                if reason is not None:
+                    raise Refused(reason)
+            way = work.forward if shape.direction == "forward" else work.backward
+            call = way(asked, shape.causal)
+            got = call()
+        except Refused as refusal:
+            return {"refused": str(refusal)}
+        except Exception as error:
+            return {"failed": common.first_line(error)}
+        tensors = list(got) if isinstance(got, tuple) else [got]
+        answer: Json = {}
+        if compare:
+            wanted = torch.load(results, map_location=self.timer.device)
+            errors = [relative_error(x, y.float()) for x, y in zip(tensors, wanted, strict=True)]
+            answer["errors"] = [max(e) for e in zip(*errors, strict=True)]
+            del wanted
+        else:
+            torch.save(tensors, results)
+        del got, tensors
+        self.call, self.estimate = call, self.timer.estimate(call)
+        return answer | {"seconds": self.estimate[0]}
+
+    def time(self, min_time: float) -> Json:
+        """Seconds of single calls, one after another."""
+        assert self.call is not None
+        name = "call"
+        timed = self.timer.compare({name: self.call}, {name: self.estimate}, min_time)[name]
+        return {"seconds": timed.seconds, "launch_bound": timed.launch_bound}
+
+    def host(self) -> Json:
+        """Microseconds of the CPU for a call, and for one with its backward."""
+        forward, step = host.calls(self.timer, [variant("auto")])
+        return {"forward": forward["auto"]["us"], "forward and backward": step["auto"]["us"]}
+
+
+def answer_requests(device: str) -> None:
+    """Answer the lines of standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    build = Build(device)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = getattr(build, request.pop("what"))(**request)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Remote:
+    """A process with one build."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--answer", device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    def ask(self, what: str, **request: Any) -> Json:
+        """Call a method of `Build` there."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps({"what": what} | request), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a build's process ended with status {self.process.wait()}")
+        answer: Json = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(
+    builds: dict[str, Remote], cell: Cell, provider: Provider, min_time: float, results: str
+) -> Json:
+    """Times of both builds in a cell and their ratio, or why there is none."""
+    request = {"cell": asdict(cell), "provider": provider.name, "results": results}
+    prepared = {"before": builds["before"].ask("prepare", compare=False, **request)}
+    comparable = "seconds" in prepared["before"]
+    prepared["now"] = builds["now"].ask("prepare", compare=comparable, **request)
+    states = {name: p for name, p in prepared.items() if "seconds" not in p}
+    if states:
+        if len(states) == len(builds) and all("refused" in p for p in states.values()):
+            return {"refused": states["now"]["refused"]}
+        return {"failed": "; ".join(f"{n}: {next(iter(p.values()))}" for n, p in states.items())}
+    errors = prepared["now"]["errors"]
+    if any(not e <= 2 * limit for e, limit in zip(errors, provider.limits, strict=True)):
+        return {"failed": f"results differ by {errors[0]:.2g}, in a block by {errors[1]:.2g}"}
+    times: dict[str, list[float]] = {name: [] for name in builds}
+    launch_bound = False
+    for turn in range(TURNS):
+        for name in list(builds)[:: 1 if turn % 2 == 0 else -1]:
+            timed = builds[name].ask("time", min_time=min_time / TURNS)
+            times[name] += timed["seconds"]
+            launch_bound |= timed["launch_bound"]
+    milliseconds = {n: round(statistics.median(t) * 1e3, 6) for n, t in times.items()}
+    ratio = round(milliseconds["before"] / milliseconds["now"], 4)
+    rounds = {"rounds": min(map(len, times.values()))}
+    return (
+        milliseconds
+        | {"ratio": ratio, "error": float(f"{errors[0]:.2g}")}
+        | rounds
+        | ({"launch_bound": True} if launch_bound else {})
+    )
+
+
+def compare_host(builds: dict[str, Remote]) -> Json:
+    """The CPU's microseconds for a call, medians of turns."""
+    found: dict[str, list[Json]] = {name: [] for name in builds}
+    for turn in range(HOST_TURNS):
+        for name in list(builds)[:: 1 if turn % 2 == 0 else -1]:
+            found[name].append(builds[name].ask("host"))
+    return {
+        what: {name: round(statistics.median(x[what] for x in f), 2) for name, f in found.items()}
+        for what in found["now"][0]
+    }
+
+
+def summarise(rows: list[Json]) -> list[Json]:
+    """Of each set, variant and direction: the mean of the ratios and the smallest."""
+    groups: dict[tuple[str, str, str], list[Json]] = {}
+    for row in rows:
+        if "ratio" in row:
+            groups.setdefault((row["set"], row["variant"], row["direction"]), []).append(row)
+    found = []
+    for (name, ours, direction), group in groups.items():
+        least = min(group, key=lambda r: r["ratio"])
+        found.append({
+            "set": name, "variant": ours, "direction": direction, "cells": len(group),
+            "geometric_mean": round(geometric_mean([r["ratio"] for r in group]), 4),
+            "min": least["ratio"],
+            "min_at": place(least) + (f", {least['seqlen_q']} queries" * bool(least["seqlen_q"])),
+            "below": sum(r["ratio"] < LEAST for r in group),
+        })  # fmt: skip
+    return found
+
+
+def findings(rows: list[Json]) -> Iterator[Finding]:
+    """Whether nothing became slower."""
+    for s in summarise(rows):
+        yield Finding(
+            f"{s['variant']} {s['direction']}, {s['set']}: geometric mean at least {LEAST_MEAN:g},"
+            f" every cell {LEAST:g}",
+            f"{s['geometric_mean']:.3f} of {s['cells']} cells, {s['min']:.3f} at least"
+            f" ({s['min_at']}), {s['below']} below",
+            s["geometric_mean"] >= LEAST_MEAN and not s["below"],
+        )
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    common.add_device(parser)
+    add = parser.add_argument
+    add("--before", type=Path, required=True, metavar="FOLDER", help="holds flash_ext/")
+    add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")
+    add_grid(parser)
+    add("--host", action="store_true", help="the CPU's time per call, too")
+    add("--min-time", type=float, default=0.06, help="seconds of calls per build and cell")
+    add("--minutes", type=float, default=math.inf, help="begin no cell later")
+    add("--out", help="result file, default benchmarks/results/<device>/builds.json")
+    args = parser.parse_args()
+    if not (args.before / "flash_ext" / "__init__.py").is_file():
+        parser.error(f"there is no flash_ext in {args.before}")
+    return args
+
+
+def main() -> int:
+    """Run; the exit status is 1 if the builds' results differ or one failed."""
+    args = parse()
+    started, device = time.monotonic(), torch.device(args.device)
+    variants = args.variants or running(device)
+    jobs = [
+        (name, cell, provider)
+        for name in args.set or SETS
+        for cell in grid(argparse.Namespace(**(vars(args) | {"set": [name]})))
+        for provider in (FP8_NAMES.values() if cell.dtype == FP8 else map(variant, variants))
+    ]
+    if not jobs:
+        raise SystemExit("no cell left: see --filter, --causal, --full, --fwd, --bwd")
+    now = Path(flash_ext.__file__).resolve().parents[1]
+    builds = {
+        name: Remote(folder, args.device)
+        for name, folder in (("before", args.before.resolve()), ("now", now))
+    }
+    described = {name: build.ask("describe") for name, build in builds.items()}
+    result = common.describe_setup(device) | {
+        "method": METHOD,
+        "before": {n: described["before"][n] for n in ("version", "digest")},
+    }
+    for name, folder in (("before", args.before.resolve()), ("now", now)):
+        if Path(described[name]["folder"]) != folder:
+            raise SystemExit(f"asked for {folder}, imported {described[name]['folder']}")
+    rows: list[Json] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if args.host:
+                result["host"] = compare_host(builds)
+            for name, cell, provider in common.progress(jobs, len(jobs), "cells"):
+                if time.monotonic() - started > 60 * args.minutes:
+                    say(f"left out, no time: {len(jobs) - len(rows)} of {len(jobs)} cells")
+                    break
+                found = compare(builds, cell, provider, args.min_time, f"{folder}/results.pt")
+                rows.append(asdict(cell) | {"set": name, "variant": provider.name} | found)
+        finally:
+            for build in builds.values():
+                build.close()
+            path = common.result_path(device, "builds.json", args.out)
+            result["seconds"] = round(time.monotonic() - started, 1)
+            common.write_json(path, result | {"cells": rows})
+    print(f"{result['device']}, source {described['before']['digest']} before, now"
+          f" {described['now']['digest']}")  # fmt: skip
+    for what, times in result.get("host", {}).items():
+        print(f"  CPU, {what}: {times['before']:.1f} us before, now {times['now']:.1f}")
+    for finding in findings(rows):
+        print(f"  {finding}")
+    failed = [r for r in rows if "failed" in r]
+    for row in failed:
+        print(f"  FAILED: {row['variant']} {row['direction']} {place(row)}: {row['failed']}")
+    print(f"written: {path}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--answer"]:
+        answer_requests(sys.argv[2])
+    else:
+        sys.exit(main())
