@@ -12,8 +12,9 @@ ratio is the time before over the time now: above 1 this build is faster. With -
 for a call is compared likewise, without a goal, since it differs by 15 % between processes of one
 build.
 
-Results go to benchmarks/results/<device>/builds.json. Exit status 1 if results differ, or if a
-build failed where the other did not.
+Results go to benchmarks/results/<device>/builds.json, beside those of the same two builds that are
+there, also of a run that goes on at the same time on another GPU of the same kind. Exit status 1 if
+results differ, or if a build failed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import cells
 import common
 import host
 import torch
@@ -229,6 +231,21 @@ def summarise(rows: list[Json]) -> list[Json]:
     return found
 
 
+def key(row: Json) -> tuple[object, ...]:
+    """What identifies a row of a result file."""
+    return row["set"], row["variant"], *cells.key(row)
+
+
+def store(path: Path, result: Json, rows: list[Json]) -> None:
+    """Write the rows, and those that the file has of the same two builds."""
+    with common.exclusive(path.parent):
+        old = common.read_json(path)
+        if old and common.same_setup(old, result) and old["before"] == result["before"]:
+            rows = list(({key(r): r for r in old["cells"]} | {key(r): r for r in rows}).values())
+            result = old | result
+        common.write_json(path, result | {"cells": rows})
+
+
 def findings(rows: list[Json]) -> Iterator[Finding]:
     """Whether nothing became slower."""
     for s in summarise(rows):
@@ -301,9 +318,8 @@ def main() -> int:
         finally:
             for build in builds.values():
                 build.close()
-            path = common.result_path(device, "builds.json", args.out)
             result["seconds"] = round(time.monotonic() - started, 1)
-            common.write_json(path, result | {"cells": rows})
+            store(path := common.result_path(device, "builds.json", args.out), result, rows)
     print(f"{result['device']}, source {described['before']['digest']} before, now"
           f" {described['now']['digest']}")  # fmt: skip
     for what, times in result.get("host", {}).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
 import importlib.util
 import json
 import os
@@ -197,6 +198,17 @@ def write_json(path: Path, content: Json) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """No other process is within this, of the same folder, at the same time."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def same_setup(a: Json, b: Json) -> bool:

@@ -278,6 +278,11 @@ def test_two_builds_take_turns(
         assert cell["ratio"] == pytest.approx(cell["before"] / cell["now"], rel=1e-3)
         assert cell["error"] == 0 and cell["rounds"] >= builds.TURNS
     assert [s["cells"] for s in builds.summarise(result["cells"])] == [1, 1]
+    longer = [backward, forward | {"seqlen": 64}]
+    builds.store(path, result, longer)
+    assert json.loads(path.read_text())["cells"] == [forward, *longer]
+    builds.store(path, result | {"before": {"digest": "of another source"}}, longer)
+    assert json.loads(path.read_text())["cells"] == longer
 
     before = ("--before", str(tmp_path / "other"))
     assert run(builds.main, *before, *arguments, monkeypatch=monkeypatch) == 1
