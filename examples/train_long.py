@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/train_long.py                   # 131,072 tokens each
     torchrun --nproc-per-node 2 examples/train_long.py --device cpu      # small, with gloo
 
-Every rank holds its rows of each sequence: embeddings, perceptrons and the loss need nothing else.
+Every rank holds its rows of each sequence: embeddings, MLPs and the loss need nothing else.
 Only attention does, `flash_ext.integrations.distributed.attention`, which is given the group. Every
 rank has the whole model, and gradients are added up over the ranks after each step. The model and
 its text are those of train_gpt.py.

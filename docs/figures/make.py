@@ -136,7 +136,7 @@ def draw_roles():
     lanes = dict(K=85, Q=225, V=365, C0=540, C1=710)
     heads = {
         "K": ["K's producer", "warp 0, lane 0"],
-        "Q": ["Q's producer", "warp 1, lane 0"],
+        "Q": ["Q's producer", "warp 3, lane 0"],
         "V": ["V's producer", "warp 2, lane 0"],
         "C0": ["consumer 0", "warps 4-7"],
         "C1": ["consumer 1", "warps 8-11"],
