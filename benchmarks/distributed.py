@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
+import importlib.util
 import math
 import os
 import random
@@ -57,7 +57,7 @@ PROJECTED_RANKS = (8, 16, 64, 256, 1024)
 MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
 
 METHOD = (
-    "Each rank is a process with one GPU. The providers take turns, round by round; before each "
+    "Each rank is a process with one GPU. The providers are timed one after the other; before each "
     "call all ranks meet. A call's time is that between CUDA events (on a CPU the wall clock) on "
     "the slowest rank, 'ms' the median of the rounds. Backward is one torch.autograd.grad call on"
     " a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times "
@@ -67,7 +67,8 @@ METHOD = (
     " communication that nothing hides. 'peak_bytes' is the most memory a rank's allocator held "
     "during forward and backward, inputs included, 'shared_bytes' what it holds beside that for "
     "copies of the others. 'model_ms' is the cost model's time with this machine's measured "
-    "kernels."
+    "kernels. torch's context_parallel is given as many KV heads as query heads, since it takes no "
+    "grouped ones: more K and V travel. 'launch_bound' marks a call that the CPU may have delayed."
 )
 
 
@@ -127,6 +128,8 @@ class Provider:
     def backward_of(self, out: Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
 
+
+THEIRS = importlib.util.find_spec("flash_attn") is not None  # Is flash-attn installed?
 
 _arrived: dict[object, Tensor] = {}
 
@@ -242,10 +245,9 @@ def ours(
             )  # fmt: skip
         return out[None] if packed else out
 
-    title = f"{name} {layout}" + (f", {transport}" if transport != "auto" else "")
     engines = symmetric.has_engines(transport, dist.group.WORLD, ranks.device)
     facts = {"transport": "copy_engines" if engines else "collectives"}
-    return Provider(title, forward, tuple(leaves), dout, facts=facts)
+    return Provider(title(name, layout, transport), forward, tuple(leaves), dout, facts=facts)
 
 
 @contextlib.contextmanager
@@ -328,15 +330,13 @@ def torchs(ranks: Ranks, backend: str, rotation: str) -> Provider:
 
 def ring_flash_attns(ranks: Ranks, function: str) -> Provider:
     """ring-flash-attn's, over the flash_attn that is installed, or over flash_ext's drop-in."""
-    over = "flash_attn"
-    if importlib.util.find_spec("flash_attn") is None:
+    if not THEIRS:
         import flash_ext.flash_attn as drop_in
 
         sys.modules["flash_attn"] = drop_in
         sys.modules["flash_attn.flash_attn_interface"] = importlib.import_module(
             "flash_ext.flash_attn.flash_attn_interface"
         )
-        over = "flash_ext.flash_attn"
     # For transformers before 5, which it cannot do without.
     sys.modules["ring_flash_attn.adapters"] = types.SimpleNamespace(
         substitute_hf_flash_attn=None, update_ring_flash_attn_params=None
@@ -347,30 +347,37 @@ def ring_flash_attns(ranks: Ranks, function: str) -> Provider:
     leaves, dout = ranks.inputs(ranks.rows_of("zigzag"))
     return Provider(
         f"ring-flash-attn {function}", lambda: call(*leaves, causal=True), tuple(leaves), dout,
-        facts={"over": over},
+        facts={"over": "flash_attn" if THEIRS else "flash_ext.flash_attn"},
     )  # fmt: skip
 
 
-def providers(ranks: Ranks, args: argparse.Namespace) -> Iterator[Callable[[], Provider]]:
-    """Makers of all that are asked for."""
+def title(name: str, layout: str, transport: str = "auto") -> str:
+    """What a method of this package is called in results."""
+    return f"{name} {layout}" + (f", {transport}" if transport != "auto" else "")
+
+
+def providers(
+    ranks: Ranks, args: argparse.Namespace
+) -> Iterator[tuple[str, Callable[[], Provider]]]:
+    """Names and makers of all that are asked for."""
     layouts = ("zigzag",) if ranks.cell.documents is None else ("zigzag", "document_zigzag")
     names = list(args.methods)
     if ranks.cell.ranks >= 4 and ranks.cell.ranks % 2 == 0 and args.two_level:
         names += ["two_level_all_gather", "two_level_ring"]
     for layout in layouts:
         for method in names:
-            yield lambda method=method, layout=layout: ours(ranks, method, layout)
+            yield title(method, layout), partial(ours, ranks, method, layout)
         if ranks.device.type == "cuda" and not args.brief:
             for method in names:
-                yield lambda method=method, layout=layout: ours(
-                    ranks, method, layout, "collectives"
-                )
+                there = method, layout, "collectives"
+                yield title(*there), partial(ours, ranks, *there)
     if args.peers != "none" and ranks.device.type == "cuda":
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")[: 1 if args.brief else 2]:
             for rotation in ("allgather", "alltoall"):
-                yield lambda backend=backend, rotation=rotation: torchs(ranks, backend, rotation)
+                name = f"torch {backend.lower()} {rotation}"
+                yield name, partial(torchs, ranks, backend, rotation)
         for function in ("zigzag_ring_flash_attn_func", "ring_flash_attn_func"):
-            yield lambda function=function: ring_flash_attns(ranks, function)
+            yield f"ring-flash-attn {function}", partial(ring_flash_attns, ranks, function)
 
 
 # ---------------------------------------------------------------------------------------- timing
@@ -379,26 +386,28 @@ class Clock:
 
     def __init__(self, device: torch.device, limit: float) -> None:
         self.device, self.limit, self.cuda = device, limit, device.type == "cuda"
+        self.late: set[str] = set()
 
     def meet(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def once(self, call: Callable[[], object]) -> float:
-        """Seconds of one call on this rank."""
+    def once(self, call: Callable[[], object]) -> tuple[float, bool]:
+        """Seconds of one call on this rank, and whether the CPU may have delayed it."""
         self.meet()
         if not self.cuda:
             start = time.perf_counter()
             call()
-            return time.perf_counter() - start
+            return time.perf_counter() - start, False
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(5_000_000)  # the host is ahead when the call begins
         begin.record()
         call()
         end.record()
+        late = begin.query()  # the GPU has come to the call before it was enqueued
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e-3
+        return begin.elapsed_time(end) * 1e-3, late
 
     def slowest(self, seconds: float) -> float:
         """The largest of all ranks' numbers."""
@@ -407,17 +416,22 @@ class Clock:
         return float(found.item())
 
     def median(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Seconds of each call on the slowest rank; they take turns."""
+        """Seconds of each call on the slowest rank; they take turns. `late` names those that the
+        CPU delayed in most rounds, on any rank."""
         for call in calls.values():
             for _ in range(WARM_UP):
                 call()
-        first = {name: self.slowest(self.once(call)) for name, call in calls.items()}
+        first = {name: self.slowest(self.once(call)[0]) for name, call in calls.items()}
         rounds = int(self.limit / max(sum(first.values()), 1e-6))
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, rounds))
         times: dict[str, list[float]] = {name: [] for name in calls}
+        late = dict.fromkeys(calls, 0)
         for _ in range(rounds):
             for name, call in calls.items():
-                times[name].append(self.slowest(self.once(call)))
+                seconds, was_late = self.once(call)
+                times[name].append(self.slowest(seconds))
+                late[name] += was_late
+        self.late = {name for name in calls if self.slowest(late[name]) > rounds / 2}
         return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -428,14 +442,18 @@ def measure(provider: Provider, clock: Clock, cell: Cell, backward: bool) -> Jso
     with provider.around():
         with torch.no_grad():
             found = clock.median({"forward": provider.forward})
+        late = clock.late
         if backward:
             out = provider.forward()
             found |= clock.median({"backward": provider.backward_of(out)})
+            late |= clock.late
             del out
     result: Json = {"provider": provider.name, **provider.facts}
     for name, seconds in found.items():
         flops = cell.flops * (2.5 if name == "backward" else 1) / cell.ranks
         result[name] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
+        if name in late:
+            result[name]["launch_bound"] = True
     if clock.cuda:
         result["peak_bytes"] = int(clock.slowest(torch.cuda.max_memory_allocated()))
         if provider.facts.get("transport") == "copy_engines":
@@ -489,9 +507,12 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
     cell, device = ranks.cell, ranks.device
     clock = Clock(device, args.seconds)
     kernels: dict[tuple[str, bool], dict[str, float]] = {}
-    for make in providers(ranks, args):
+    for name, make in providers(ranks, args):
         if clock.slowest(time.monotonic() - end) > 0:
+            if ranks.rank == 0:
+                say(f"left out, no time: {name} and what comes after it, {cell.rows:,} rows")
             return
+        provider = alone = None  # its inputs are memory that the next would be charged with
         _arrived.clear()
         _silent_staging.clear()
         gc.collect()
@@ -510,17 +531,17 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
                     kernels[same] = kernel_times(ranks, clock, *same, args.backward)
                 alone = ours(ranks, method, layout, transport or "auto", moves=False)
                 measured = measure(alone, clock, cell, args.backward)
-                for name, seconds in kernels[same].items():
-                    result[name]["kernels_ms"] = seconds * 1e3
-                    result[name]["share"] = seconds * 1e3 / result[name]["ms"]
-                    result[name]["silent_ms"] = measured[name]["ms"]
+                for which, seconds in kernels[same].items():
+                    result[which]["kernels_ms"] = seconds * 1e3
+                    result[which]["share"] = seconds * 1e3 / result[which]["ms"]
+                    result[which]["silent_ms"] = measured[which]["ms"]
                 engines = result["transport"] == "copy_engines"
                 machine = machine_with(kernels[same], cell, device, engines)
                 add_model(result, method, cell, machine)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             error = first_line(wrong)
         if error is not None:
-            result = {"provider": result.get("provider", "a peer"), "error": error}
+            result = {"provider": name, "error": error}
         keys = {"kind": cell.kind, "rows": cell.rows, "ranks": cell.ranks}
         yield keys | asdict(cell.shape) | result
 
@@ -535,6 +556,7 @@ def line_of(result: Json) -> str:
         if name in result:
             x = result[name]
             share = f" share {x['share']:.3f}" if "share" in x else ""
+            share += " launch-bound" if "launch_bound" in x else ""
             parts.append(f"{name} {x['ms']:9.3f} ms {x['tflops']:6.1f} TFLOP/s{share}")
     return head + "  ".join(parts)
 
@@ -599,6 +621,12 @@ def work(
     return found
 
 
+def failed(found: list[Json]) -> int:
+    """1 if a method of this package has an error in place of a result."""
+    names = [x["provider"].split()[0].removeprefix("two_level_") for x in found if "error" in x]
+    return int(any(name in cp.METHODS for name in names))
+
+
 class ResultFile:
     """The result file, with what an earlier run of the same setup left there."""
 
@@ -622,15 +650,16 @@ class ResultFile:
         common.write_json(self.path, self._result)
 
 
-def work_and_write(args: argparse.Namespace) -> None:
-    """`work`, with the result file; then the group ends."""
+def work_and_write(args: argparse.Namespace) -> int:
+    """`work`, with the result file; then the group ends. 1 if a method of this package failed."""
     if dist.get_rank() == 0:
         file = ResultFile(args)
-        work(args, file.write)
+        found = work(args, file.write)
         say(f"written: {file.path}")
     else:
-        work(args)
+        found = work(args)
     dist.destroy_process_group()
+    return failed(found)
 
 
 def process(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
@@ -645,7 +674,8 @@ def process(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=args.timeout),
     )  # fmt: skip
-    work_and_write(args)
+    if failed := work_and_write(args):
+        sys.exit(failed)
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -670,21 +700,25 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def main() -> None:
+def main() -> int:
+    """Run; the exit status is 1 if a method of this package failed."""
     args = parse()
     if "RANK" in os.environ:  # torchrun
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "nccl" if args.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-        work_and_write(args)
-        return
+        return work_and_write(args)
     ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (ranks, port, args), ranks)
+    try:
+        torch.multiprocessing.spawn(process, (ranks, port, args), ranks)
+    except torch.multiprocessing.ProcessExitedException as ended:
+        return ended.exit_code
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

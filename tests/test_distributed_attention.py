@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -180,6 +181,12 @@ def check_benchmark(ranks: int, device: str) -> None:
         for row in benchmark.projection(found):
             assert all(0 < x["share"] <= 1 for x in row["methods"].values())
     assert benchmark.work(benchmark.parse([*small, "ring", "--minutes", "0"])) == []
+    assert benchmark.failed(found) == 0
+    with mock.patch.object(benchmark, "measure", side_effect=RuntimeError("why")):
+        found = benchmark.work(benchmark.parse([*small, "ring"]))
+    assert [(x["provider"], x["error"]) for x in found] == [("ring zigzag", "RuntimeError: why")]
+    assert benchmark.failed(found) == 1
+    assert benchmark.failed([{"provider": "ring-flash-attn ring", "error": "no"}]) == 0
     edges = benchmark.heavy_tail(131072)
     lengths = [b - a for a, b in itertools.pairwise(edges)]
     assert edges[-1] == 131072 and max(lengths) > 20 * statistics.median(lengths)

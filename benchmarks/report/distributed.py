@@ -6,6 +6,7 @@ import itertools
 
 import common
 from common import Json
+from distributed import METHOD
 
 from .tables import NO, NOWHERE, gpu_folders, provenance, table
 
@@ -21,6 +22,12 @@ def _speed(result: Json, which: str) -> str:
     return f"{found['tflops']:.0f}{share}"
 
 
+def _provider(result: Json) -> str:
+    """Its name, and what makes it unlike the others."""
+    over = f", over {result['over']}" if "over" in result else ""
+    return result["provider"] + over + (", no GQA" if "torch" in result["provider"] else "")
+
+
 def _modelled(result: Json) -> str:
     """The cost model's time over the measured one, of both passes."""
     found = [f"{result[x]['model_ms'] / result[x]['ms']:.2f}" for x in PASSES
@@ -33,7 +40,7 @@ def speed_table(cells: list[Json]) -> str:
     rows = [
         [
             f"{c['kind']}, {c['rows']:,} tokens, {c['ranks']} GPUs",
-            c["provider"],
+            _provider(c),
             *(_speed(c, x) for x in PASSES),
             f"{c['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in c else NO,
             _modelled(c),
@@ -73,7 +80,7 @@ def distributed_section() -> str:
             continue
         missing = left_out(result["cells"])
         parts += [
-            f"{result['device']}: {provenance(result)}. {result['method']}",
+            f"{result['device']}: {provenance(result)}. {METHOD}",
             speed_table(result["cells"]),
             *(["Not measured:\n\n" + "\n".join(missing)] if missing else []),
         ]
