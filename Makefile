@@ -129,7 +129,7 @@ soak: build
 sanitize: build
 	bash tests/sanitize.sh $(ARGS)
 
-# The script in benchmarks/: compare, io, memory, numerics, options, support or train; or all.
+# A script in benchmarks/ (docs/benchmarks.md lists them); everything.py runs the usual ones.
 BENCH ?= everything
 bench: build
 	$(need) tqdm matplotlib

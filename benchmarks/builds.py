@@ -239,8 +239,8 @@ def key(row: Json) -> tuple[object, ...]:
 def store(path: Path, result: Json, rows: list[Json]) -> None:
     """Write the rows, and those that the file has of the same two builds."""
     with common.exclusive(path.parent):
-        old = common.read_json(path)
-        if old and common.same_setup(old, result) and old["before"] == result["before"]:
+        old = common.earlier(path, result)
+        if old.get("before") == result["before"]:
             rows = list(({key(r): r for r in old["cells"]} | {key(r): r for r in rows}).values())
             result = old | result
         common.write_json(path, result | {"cells": rows})
@@ -260,9 +260,7 @@ def findings(rows: list[Json]) -> Iterator[Finding]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     common.add_device(parser)
     add = parser.add_argument
     add("--before", type=Path, required=True, metavar="FOLDER", help="holds flash_ext/")

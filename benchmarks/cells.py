@@ -63,7 +63,10 @@ class Cell:
         Of the five, dP and dV have the head dim of V, the others that of Q and K.
         """
         queries, width, width_v = self.seqlen_q or self.seqlen, self.d, self.d_v or self.d
-        pairs = queries * (self.seqlen - (queries / 2 if self.causal else 0))
+        pairs: float = queries * self.seqlen
+        if self.causal:  # aligned bottom-right: the queries before the first key see none
+            seeing = min(queries, self.seqlen)
+            pairs = seeing * (self.seqlen - seeing / 2)
         if self.window and self.causal:  # the first window of queries sees less, as a triangle
             whole = max(self.seqlen - self.window, 0)
             seen = min(queries, whole)

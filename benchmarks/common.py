@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,10 +94,17 @@ def nvidia_smi(device: torch.device) -> dict[str, str]:
 
 
 class ClockLog:
-    """SM clock, power and temperature of a GPU over time, from a running nvidia-smi."""
+    """SM clock, power and temperature of a GPU over time, from a running nvidia-smi.
 
-    FIELDS = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
-    PERIOD_MS = 100
+    `power.draw` would be the mean of a second, in which other calls ran as well.
+    """
+
+    FIELDS = {
+        "sm_mhz": "clocks.sm",
+        "power_w": "power.draw.instant",
+        "temperature_c": "temperature.gpu",
+    }
+    PERIOD_MS, START_SECONDS = 50, 3.0
 
     def __init__(self, device: torch.device) -> None:
         self.samples: list[list[float]] = []
@@ -125,6 +133,12 @@ class ClockLog:
         except ValueError:
             return
 
+    def wait_for_sample(self) -> None:
+        """Return when there is one, or when there should have been: nvidia-smi takes a moment."""
+        end = time.monotonic() + self.START_SECONDS
+        while self.process is not None and not self.samples and time.monotonic() < end:
+            time.sleep(self.PERIOD_MS * 1e-3)
+
     def since_last(self) -> dict[str, float]:
         """Medians of the values since the last call; {} if there are none."""
         found, self.samples = self.samples, []
@@ -141,6 +155,7 @@ class ClockLog:
 def describe_setup(device: torch.device) -> Json:
     """Device, versions, source digest, date and clocks: the head of every result file."""
     import flash_ext
+    from flash_ext.ops import binary
 
     cuda = device.type == "cuda"
     smi = nvidia_smi(device) if cuda else {}
@@ -151,6 +166,9 @@ def describe_setup(device: torch.device) -> Json:
             " install with pip install --no-build-isolation -e .",
             file=sys.stderr,
         )
+    build, digest = binary.cuda_build(), source_digest()
+    if cuda and build is not None and build.digest not in (None, digest):
+        raise SystemExit(f"the kernels are of source {build.digest}, this is {digest}: make build")
     setup: Json = {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "torch": torch.__version__,
@@ -158,7 +176,7 @@ def describe_setup(device: torch.device) -> Json:
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "driver": smi.get("driver_version"),
         "python": platform.python_version(),
-        "digest": source_digest(),
+        "digest": digest,
         "date": now(),
     }
     if smi:
@@ -214,6 +232,19 @@ def exclusive(folder: Path) -> Iterator[None]:
 def same_setup(a: Json, b: Json) -> bool:
     """Whether two results come from the same device, versions and sources."""
     return all(a.get(key) == b.get(key) for key in SAME_SETUP)
+
+
+def earlier(path: Path, setup: Json) -> Json:
+    """What a result file has of the same device, versions and sources, or {}."""
+    found = read_json(path)
+    return found if found and same_setup(found, setup) else {}
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a module's docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
@@ -288,7 +319,7 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--digest", action="store_true", required=True)
-    parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--digest", action="store_true", required=True)
+    arguments.parse_args()
     print(source_digest())

@@ -55,15 +55,10 @@ import common
 import host
 import torch
 from cells import (
-    CPU_HIDDEN,
-    CPU_TOKENS,
-    HIDDEN,
-    TOKENS,
     Cell,
     add_grid,
     grid,
     key,
-    on_grid,
 )
 from common import Json, say
 from console import print_fp8, print_shapes, print_tables
@@ -82,7 +77,7 @@ from providers import (
     variant,
     versions,
 )
-from ratios import GOALS, fp8_findings, summarise, verdict, with_best
+from ratios import GOALS, fp8_findings, verdict, with_best
 from timing import METHOD, Timer
 
 GRAPH_CALLS = 20
@@ -124,6 +119,8 @@ class Bench:
         self.args = args
         self.device = torch.device(args.device)
         self.timer = Timer(self.device)
+        self.log = common.ClockLog(self.device)
+        self.clocks: dict[str, float] = {}  # and power, while a cell was timed
         self.providers = providers
 
     def shape(self, cells: list[Cell]) -> Iterator[tuple[Cell, Json]]:
@@ -185,10 +182,13 @@ class Bench:
         results: Json,
     ) -> None:
         """Add every call's times to its results."""
+        self.clocks = {}
         if not calls:
             return
         if not cell.sustained:
+            self.log.since_last()
             timed = self.timer.compare(calls, estimates, self.args.min_time, self.args.rounds)
+            self.clocks = self.log.since_last()
             for name, samples in timed.items():
                 summary = samples.summary()
                 summary["tflops"] = round(cell.flops() / summary["ms"] * 1e-9, 4)
@@ -256,28 +256,23 @@ def main() -> int:
     result = common.describe_setup(bench.device) | {
         "method": METHOD,
         "extra_bytes": common.EXTRA_MEMORY,
+        "power": common.ClockLog.FIELDS["power_w"],
         "not_importable": missing,
         "labels": {p.name: p.label for p in providers},
     }
-    old = common.read_json(path)
-    if not old or not common.same_setup(old, result):
-        old = {"cells": [], "labels": {}}
+    old = {"cells": [], "labels": {}} | common.earlier(path, result)
     kept = {key(c): c for c in old["cells"]}
     result["labels"] = old["labels"] | result["labels"]
     result["versions"] = old.get("versions", {}) | versions(providers)
     recorded = common.read_json(common.result_path(bench.device, "recorded_peers.json"))
 
     measured: list[Json] = []
-    log = common.ClockLog(bench.device)
     shapes: dict[Cell, list[Cell]] = {}
     for cell in cells:
         shapes.setdefault(Cell(**(asdict(cell) | {"direction": "forward"})), []).append(cell)
 
     def store() -> list[Json]:
         everything = sorted((kept | {key(c): c for c in measured}).values(), key=key)
-        size = (TOKENS, HIDDEN) if bench.device.type == "cuda" else (CPU_TOKENS, CPU_HIDDEN)
-        standard = [c for c in everything if on_grid(c, *size)]
-        result["summary"] = summarise(with_best(standard, recorded), [*result["labels"], BEST])
         result["seconds"] = round(time.monotonic() - started, 1)
         common.write_json(path, result | {"cells": everything})
         return everything
@@ -295,12 +290,12 @@ def main() -> int:
         result["host"] = old["host"]
     try:
         for cell, results in common.progress(run(), len(cells), "cells"):
-            state = {"gpu": clocks} if (clocks := log.since_last()) else {}
+            state = {"gpu": bench.clocks} if bench.clocks else {}
             measured.append(asdict(cell) | {"date": common.now()} | state | {"providers": results})
         if args.host:
             result["host"] = host.measure(bench.timer, providers)
     finally:  # also what an interrupted run has measured
-        log.close()
+        bench.log.close()
         if bench.device.type == "cuda":
             result["nvidia_smi_at_end"] = common.nvidia_smi(bench.device)
         everything = store()
@@ -325,6 +320,9 @@ def main() -> int:
     bad = [c for c in measured for p in providers
            if p.ours and (r := c["providers"].get(p.name, {})).get("skipped")
            and not r.get("refused") and "--skip-slow" not in r["skipped"]]  # fmt: skip
+    if args.host:
+        times = [result["host"][row] for row in host.ROWS.values()]
+        bad += [t for t in times if any("skipped" in t[name] for name in args.variants)]
     return 1 if bad else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from cells import shape_name
+from cells import HEAD_DIMS, shape_name
 from common import Json
 from fp8_providers import FP8_PROVIDERS
 from providers import VARIANTS
@@ -55,7 +55,8 @@ def print_tables(cells: list[Json], labels: dict[str, str], brief: bool) -> None
                 )
     print("\ngeometric mean of the ratio, and the smallest")
     for row in summarise(cells, labels):
-        d = "standard grid" if row["d"] is None else f"d {row['d']}"
+        dims = HEAD_DIMS if row["d"] is None else (row["d"],)
+        d = f"d {', '.join(map(str, dims))}"
         print(
             f"  {row['dtype']} {row['direction']:<9}{row['ours']} / {labels[row['peer']]:<20}"
             f"{d:<14}{row['geometric_mean']:6.2f}x {row['min']:6.2f}x ({row['min_at']})"

@@ -634,9 +634,7 @@ class ResultFile:
         device = torch.device(args.device)
         self.path = common.result_path(device, "distributed.json", args.out)
         self._result = common.describe_setup(device) | {"method": METHOD}
-        before = common.read_json(self.path)
-        same = before is not None and common.same_setup(before, self._result)
-        self._before: list[Json] = before["cells"] if before is not None and same else []
+        self._before: list[Json] = common.earlier(self.path, self._result).get("cells", [])
 
     def write(self, found: list[Json]) -> None:
         """The earlier results, those that were measured again replaced."""
@@ -679,9 +677,7 @@ def process(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     add = parser.add_argument
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=["cuda", "cpu"], default=default)

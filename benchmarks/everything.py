@@ -17,7 +17,6 @@ failed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import subprocess
@@ -151,9 +150,7 @@ def run(names: list[str], minutes: float = math.inf) -> list[str]:
 
 def main() -> int:
     """Measure, write the tables and figures, and say what moved."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     usual = [name for name in RUNS if name not in ON_REQUEST]
     parser.add_argument("--only", nargs="*", default=usual, choices=list(RUNS))
     parser.add_argument("--against", metavar="REVISION", help="only compare, with that revision's")

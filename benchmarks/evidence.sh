@@ -39,12 +39,14 @@ stop_mps() {
 
 # GPU PART ...: in a checkout of its own, whose results are added to those here.
 results_on() {
-    local gpu=$1 copy
+    local gpu=$1 copy visible
     shift
     trap : TERM
+    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-0,1}"
     copy=$(mktemp -d)
-    tar -c --anchored --exclude=./.git --exclude=./.venv --exclude=./build --exclude="$OUT" . | tar -x -C "$copy"
-    (cd "$copy" && CUDA_VISIBLE_DEVICES=$gpu "$PYTHON" benchmarks/everything.py --no-report \
+    tar -c --anchored --exclude=./.git --exclude=./.venv --exclude=./build \
+        --exclude="./$(realpath --relative-to=. "$OUT")" . | tar -x -C "$copy" || return 1
+    (cd "$copy" && CUDA_VISIBLE_DEVICES=${visible[$gpu]} "$PYTHON" benchmarks/everything.py --no-report \
         ${MINUTES:+--minutes "$MINUTES"} --only "$@") \
         >"$OUT/results_$gpu.log" 2>&1
     local status=$?

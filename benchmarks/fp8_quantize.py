@@ -139,9 +139,7 @@ def measure(kind: Kind, shape: tuple[int, ...], timer: Timer, min_time: float) -
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     common.add_device(parser)
     add = parser.add_argument
     add("--min-time", type=float, default=0.05, help="seconds for each call")

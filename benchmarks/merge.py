@@ -4,13 +4,12 @@
 
 For benchmarks that ran at the same time on several GPUs, each in a checkout of its own
 (evidence.sh). Cells of compare*.json and train.json with the same device, versions and source are
-added to those here, or replace them if they are newer. Any other file replaces the one here if it
-is newer.
+added to those here, or replace them if they are newer. Any other file of the same setup gives its
+parts that are newer or are not here; of another setup the newer file stays.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
@@ -32,7 +31,19 @@ def with_cells(here: Json, other: Json) -> Json:
         for part in ("labels", "versions")
         if part in here or part in other
     }
-    return other | here | both | {"cells": list(cells.values())}
+    old, new = sorted((here, other), key=lambda result: result["date"])
+    return old | new | both | {"cells": list(cells.values())}
+
+
+def with_parts(here: Json, other: Json) -> Json:
+    """A file of the same setup with the parts that only the other has; the newer one's go first."""
+    old, new = sorted((here, other), key=lambda result: result["date"])
+    inner = {
+        name: old[name] | part
+        for name, part in new.items()
+        if isinstance(part, dict) and isinstance(old.get(name), dict)
+    }
+    return old | new | inner
 
 
 def merge(source: Path, target: Path) -> None:
@@ -40,8 +51,9 @@ def merge(source: Path, target: Path) -> None:
     here, other = common.read_json(target), common.read_json(source)
     if other is None or here == other:
         return
-    if target.name in WITH_CELLS and here is not None and common.same_setup(here, other):
-        common.write_json(target, with_cells(here, other))
+    if here is not None and common.same_setup(here, other):
+        add = with_cells if target.name in WITH_CELLS else with_parts
+        common.write_json(target, add(here, other))
     elif here is None or here["date"] < other["date"]:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
@@ -51,9 +63,7 @@ def merge(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     for source in sorted(folder.glob("*/*.json")):

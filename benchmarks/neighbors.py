@@ -12,7 +12,6 @@ Results go to benchmarks/results/<device>/neighbors.json.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -90,9 +89,7 @@ def findings(rows: list[Json]) -> Iterator[Finding]:
 
 def main() -> int:
     """Run; the exit status is 0 whatever was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     common.add_device(parser)
     parser.add_argument("--variant", default="fa3")
     parser.add_argument("--min-time", type=float, default=0.03, help="seconds for each call")

@@ -255,9 +255,7 @@ def main() -> int:
     variants = args.variants or running(device)
     path = common.result_path(device, "numerics.json", args.out)
     result = common.describe_setup(device)
-    old = common.read_json(path)
-    if not old or not common.same_setup(old, result):
-        old = {}
+    old = common.earlier(path, result)
     cells: list[Json] = []
     if not args.fp8 or "cells" not in old:
         result |= everything_but_fp8(args, variants, device)

@@ -21,7 +21,6 @@ its first heads agree with float32 standard attention.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import inspect
@@ -403,9 +402,7 @@ def print_cell(table: str, cell: Json) -> None:
 
 def main() -> int:
     """Run; the exit status is 1 if a call of flash_ext was wrong or failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     add = parser.add_argument
     common.add_device(parser)
     add("--only", choices=("options", "mix", "deterministic"), help="one of the tables")
@@ -423,8 +420,7 @@ def main() -> int:
     lengths = draw_lengths(sizes.tokens, sizes.longest)
     path = common.result_path(device, "options.json", args.out)
     result = common.describe_setup(device)
-    old = common.read_json(path)
-    kept = old if old and common.same_setup(old, result) else {}
+    kept = common.earlier(path, result)
     result |= {
         "method": METHOD,
         "dtype": str(sizes.dtype).removeprefix("torch."),

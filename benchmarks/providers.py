@@ -112,7 +112,7 @@ def package(name: str, label: str, module: str) -> Provider:
     function = importlib.import_module(module).flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int = 0) -> Tensor:
-        options = {"window_size": (window - 1, 0)} if window else {}
+        options = {"window_size": (window - 1, 0 if causal else -1)} if window else {}
         result = function(q, k, v, causal=causal, **options)
         return result[0] if isinstance(result, tuple) else result
 
@@ -139,9 +139,7 @@ BEST, BEST_LABEL, BEST_OF = "best_peer", "best peer", ("cudnn", "flash_attn_4")
 
 def command_line(description: str | None, peers: Iterable[str]) -> argparse.ArgumentParser:
     """A parser of what every benchmark of providers takes: --device, --variants, --peers."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(description)
     add = parser.add_argument
     common.add_device(parser)
     add("--variants", nargs="*", choices=list(VARIANTS), help="default: all that run")

@@ -213,7 +213,7 @@ def repeats(call: Call, variant: str, direction: str) -> str | None:
     first = run()
     for _ in range(10):
         if not all(torch.equal(a, b) for a, b in zip(first, run(), strict=True)):
-            return "results differ between runs"
+            return "wrong result: differs between runs"
     return agrees(call, variant, direction)
 
 
@@ -358,7 +358,9 @@ def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | N
         # The package's own messages, without the place in the source that C++ puts before them.
         line = str(error).partition("\n")[0]
         own = line.find("flash_ext: ")
-        return line[own + len("flash_ext: ") :] if own >= 0 else common.first_line(error)
+        if own < 0:
+            return f"failed: {common.first_line(error)}"
+        return line[own + len("flash_ext: ") :]
 
 
 def probe(device: torch.device, only: Iterable[str] | None = None) -> Json:
@@ -415,10 +417,8 @@ def probe_ptx() -> Json:
 
 
 def main() -> int:
-    """Ask the device everything and write support.json; exit status 1 for a wrong result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Ask the device everything and write support.json; status 1 for what is wrong or fails."""
+    parser = common.parser(__doc__)
     common.add_device(parser)
     parser.add_argument("--ptx", action="store_true", help="only the PTX path: minutes")
     parser.add_argument("--ptx-child", action="store_true", help=argparse.SUPPRESS)
@@ -430,8 +430,7 @@ def main() -> int:
     device = torch.device(args.device)
     path = common.result_path(device, "support.json", args.out)
     result = common.describe_setup(device)
-    old = common.read_json(path)
-    known = old["support"] if old and common.same_setup(old, result) else {}
+    known = common.earlier(path, result).get("support", {})
     found = {PTX: probe_ptx()} if args.ptx else probe(device)
     result["support"] = known | found
     common.write_json(path, result)
@@ -444,7 +443,7 @@ def main() -> int:
     for where, reason in answers:
         print(f"{where}: {reason or 'yes'}")
     print(f"written: {path}")
-    return int(any(reason and reason.startswith("wrong") for _, reason in answers))
+    return int(any(reason and reason.startswith(("wrong", "failed")) for _, reason in answers))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ HOST_METHOD = (
 )
 
 METHOD = (
-    "One process; the providers take turns, round by round, in orders in which each follows every "
-    "other one equally often, on the same fresh random inputs. "
+    "One process; the providers take turns, round by round, in orders that are balanced, so that "
+    "each follows every other one about equally often, on the same fresh random inputs. "
     "Before each call 256 MiB are written, so that L2 is cold, and the GPU is kept busy for "
     "longer than the CPU needs to enqueue the call (the same time for every provider), so that "
     "the two CUDA events around the call see only GPU time. Calls where the CPU still came late "
@@ -245,6 +245,7 @@ class Timer:
         states: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
         results: dict[str, dict[str, float | str]] = {}
         log = common.ClockLog(self.device)
+        log.wait_for_sample()
         for name in itertools.chain.from_iterable(orders):
             if name in results:
                 continue

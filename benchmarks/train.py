@@ -125,11 +125,10 @@ def chosen_backend(work: Workload, causal: bool) -> str:
 
 
 def in_model(provider: Provider, causal: bool = True) -> train_gpt.Attention:
-    """A provider as the model calls it: (B, S, H, D) in and out."""
+    """A provider as the model calls it, within what must be around it: (B, S, H, D) in and out."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with provider.around():
-            return provider.view(provider.attend(*map(provider.view, (q, k, v)), causal))
+        return provider.view(provider.attend(*map(provider.view, (q, k, v)), causal))
 
     return attention
 
@@ -154,6 +153,7 @@ class Trainee:
         self.device = torch.device(config.device)
         with self.device:  # the weights are drawn there
             self.training = train_gpt.Training(in_model(provider, causal), config)
+        self.around = provider.around
         self.chunks = iter(chunks)
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
@@ -161,7 +161,8 @@ class Trainee:
 
     def step(self) -> None:
         """One step; the GPU is not waited for."""
-        self.losses.append(self.training.step(next(self.chunks)))
+        with self.around():
+            self.losses.append(self.training.step(next(self.chunks)))
 
     def warm_up(self) -> None:
         """The first steps, and the peak memory of the last of them."""
@@ -378,9 +379,7 @@ def print_cell(cell: Json, labels: dict[str, str]) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     add = parser.add_argument
     common.add_device(parser, choices=["cuda", "cpu"])
     add("--model", nargs="+", choices=list(MODELS), help="default: small, on a CPU tiny")
@@ -435,9 +434,7 @@ def main() -> int:
         "not_importable": missing,
         "labels": {p.name: p.label for p in providers},
     }
-    old = common.read_json(path)
-    if not old or not common.same_setup(old, result):
-        old = {"cells": [], "labels": {}}
+    old = {"cells": [], "labels": {}} | common.earlier(path, result)
     result["labels"] = old["labels"] | result["labels"]
 
     cells = {key(cell): cell for cell in old["cells"]}

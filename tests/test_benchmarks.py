@@ -27,6 +27,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext.ops import binary
 
 common = gpu_test_report.common
 import activation  # noqa: E402
@@ -156,6 +157,26 @@ def test_flops_of_windows(seqlen_q: int, window: int) -> None:
     assert abs(cell.flops() / (2 * (64 + 32)) - pairs) <= seqlen_q / 2
     backward = dataclasses.replace(cell, direction="backward")
     assert backward.flops() / cell.flops() == (3 * 64 + 2 * 32) / (64 + 32)
+
+
+def test_flops_of_queries_that_see_no_key() -> None:
+    """Aligned bottom-right, 64 of 192 queries come before the first of 128 keys."""
+    cell = Cell("bf16", 64, True, 128, 1, 1, seqlen_q=192)
+    assert cell.flops() == Cell("bf16", 64, True, 128, 1, 1).flops() > 0
+
+
+def test_results_of_kernels_of_another_source_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(common, "nvidia_smi", lambda _: {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    for digest in (None, common.source_digest()):
+        monkeypatch.setattr(
+            binary, "cuda_build", lambda digest=digest: binary.Build("80", digest=digest)
+        )
+        assert common.describe_setup(device)["digest"] == common.source_digest()
+    monkeypatch.setattr(binary, "cuda_build", lambda: binary.Build("80", digest="0" * 16))
+    with pytest.raises(SystemExit, match="of source 0000000000000000, this is .*: make build"):
+        common.describe_setup(device)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -572,6 +593,24 @@ def test_cells_of_two_runs_are_merged(tmp_path: Path) -> None:
     common.write_json(source, other | {"digest": "another", "date": "0"})
     merge.merge(source, target)
     assert json.loads(target.read_text()) == merged, "an older file of another source is left out"
+    later = other | {"date": "0", "host": {"us": 1.0}}
+    assert merge.with_cells(merged | {"host": {"us": 2.0}}, later)["host"] == {"us": 2.0}
+    assert merge.with_cells(merged, later)["host"] == {"us": 1.0}
+
+
+def test_parts_of_a_file_that_two_gpus_measured_are_merged(tmp_path: Path) -> None:
+    setup = dict.fromkeys(common.SAME_SETUP, "same")
+    here = setup | {"date": "1", "cells": [1], "support": {"window": None, "sink": "old"}}
+    other = setup | {"date": "2", "fp8": [2], "support": {"sink": "new"}}
+    target, source = tmp_path / "here" / "support.json", tmp_path / "other.json"
+    target.parent.mkdir()
+    for first, second in ((here, other), (other, here)):
+        common.write_json(target, first)
+        common.write_json(source, second)
+        merge.merge(source, target)
+        assert json.loads(target.read_text()) == here | other | {
+            "support": {"window": None, "sink": "new"}
+        }
 
 
 def test_failed_tests_run_again() -> None:

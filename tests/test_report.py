@@ -305,7 +305,14 @@ def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "1 of " in printed and f"digest {old['digest']} -> {'0' * 16}" in printed
 
+    several = figures.load(common.RESULTS / "nvidia-h100-80gb-hbm3")["distributed"]
+    where = [w for w, _, _ in moved.numbers(several["cells"])]
+    assert len(where) == len(set(where)) > 10
+
     io = copy.deepcopy(results["io"])
+    io["cases"][2]["model"] += 1
+    assert len(moved.moved(results["io"], io)[0]) == 1, "and the case's other numbers are found"
+    io["cases"][2]["model"] -= 1
     io["cases"][3]["sm"] *= 1.5
     assert len(moved.moved(results["io"], io)[0]) == 1
     moved.print_moved("x.json", None, io)
@@ -318,6 +325,18 @@ def test_what_moved_where_there_are_no_speeds(capsys: pytest.CaptureFixture[str]
     new["support"]["dropout"]["fa2"]["forward"] = "no time"
     moved.print_moved("support.json", results["support"], new)
     assert "dropout, fa2, forward: None -> no time" in capsys.readouterr().out
+
+
+def test_the_best_speed_is_of_the_standard_grid() -> None:
+    results = figures.load(common.RESULTS / "nvidia-h200")
+    grid = [c for run in ("compare", "compare_full")
+            for c in claims.standard_cells(results[run]["cells"], "forward")]  # fmt: skip
+    speeds = {name: [c["providers"].get(name, {}).get("tflops", 0) for c in grid]
+              for name in ("fa1", "fa3")}  # fmt: skip
+    for name, found in speeds.items():
+        finding = claims.of_peak(name, "forward", 0.1, "why")(results)
+        assert finding is not None
+        assert float(finding.figure.partition(" ")[0]) <= round(max(found))
 
 
 def test_every_part_of_the_bench_is_a_script_that_takes_its_arguments() -> None:

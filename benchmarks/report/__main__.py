@@ -11,7 +11,6 @@ were asked on the GPU.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -24,9 +23,7 @@ from .tables import gpu_folders
 
 def main() -> int:
     """Rewrite or check the documents and figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     parser.add_argument("--root", type=Path, default=common.ROOT, help="of README.md and docs/")
     args = parser.parse_args()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import common
 from cells import HIDDEN, SEQLENS, TOKENS, is_plain, on_grid, shape_name
-from common import Json
+from common import ClockLog, Json
 from host import ROWS as HOST_ROWS
 from models import SHAPES
 from providers import BEST, BEST_LABEL
@@ -199,6 +199,8 @@ def speed_parts(compare: Json, folder: Path, newest: bool) -> Iterator[str]:
         found = [c for c in compare["cells"] if c.get(kind) and (kind == "sustained") == bool(
             c.get("sustained"))]  # fmt: skip
         yield from [shapes_table(found, labels)] if found else []
+        if found and kind == "sustained" and compare.get("power") != ClockLog.FIELDS["power_w"]:
+            yield "W is nvidia-smi's mean of a second there, which is longer than a call's turn."
     yield from [host_table(compare["host"], labels)] if "host" in compare else []
     for direction in ("forward", "backward"):
         found = select(cells, direction=direction, dtype="bf16")

@@ -22,6 +22,7 @@ LIMITS = {
 IDENTITY = (
     "model", "variant", "method", "direction", "dtype", "d", "causal", "seqlen", "batch", "heads",
     "seqlen_q", "kv_heads", "d_v", "window", "sustained", "graph", "distribution", "scale",
+    "kind", "rows", "ranks", "provider", "set",
 )  # fmt: skip
 SHOWN = 12
 
@@ -38,8 +39,12 @@ def numbers(value: object, path: tuple[str, ...] = (), kind: str = "") -> Iterat
     elif isinstance(value, list):
         for entry in value:
             if isinstance(entry, dict):
-                who = [f"{k} {entry[k]}" for k in IDENTITY if entry.get(k)]
-                inner = {k: x for k, x in entry.items() if k not in IDENTITY or k == "model"}
+                # "model" is whose shape it is, or what a model of the cost says.
+                names = {k: entry[k] for k in IDENTITY if entry.get(k)}
+                if not isinstance(names.get("model", ""), str):
+                    del names["model"]
+                who = [f"{k} {x}" for k, x in names.items()]
+                inner = {k: x for k, x in entry.items() if k not in names}
                 yield from numbers(inner, (*path, " ".join(who)))
     elif kind and isinstance(value, int | float) and not isinstance(value, bool):
         yield ", ".join(path), kind, float(value)

@@ -146,5 +146,7 @@ def claims_section() -> str:
         results = figures.load(folder)
         device = next((r["device"] for r in results.values() if "device" in r), folder.name)
         head = ["claim", "source", f"measured, {device}", "conditions", "verdict"]
+        used = [f"{name}.json {r['digest']}" for name, r in results.items() if "digest" in r]
+        parts.append("Sources: " + ", ".join(used) + ".")
         parts.append(table(head, relevant(folder, claims.rows(results), 2), words=5))
     return "\n\n".join(parts) or NOWHERE
