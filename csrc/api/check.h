@@ -1,6 +1,6 @@
-// Argument checks. A message names the argument, what was expected and what was given. Nothing is
-// allocated or launched before all checks have passed. The CPU kernels have the same checks in
-// flash_ext/cpu/checks.py.
+// Argument checks. A message names the argument, what was expected and what was given. The ops fwd
+// and bwd allocate and launch nothing before all checks have passed. The CPU kernels have the same
+// checks in flash_ext/cpu/checks.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

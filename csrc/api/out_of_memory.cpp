@@ -1,5 +1,6 @@
 // c10::OutOfMemoryError made by torch's own constructor, found by name at run time: nothing is
-// linked, and the only assumption about its layout is that it is smaller than kBytes.
+// linked. Assumed of its layout: it is smaller than kBytes, has no members beyond those of
+// c10::Error, and begins with the pointer to its table of virtual functions.
 #include "api/out_of_memory.h"
 
 #include <cxxabi.h>

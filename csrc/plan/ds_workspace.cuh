@@ -44,8 +44,8 @@ FLASH_HOST_DEVICE constexpr int64_t ds_group_bytes(const AttentionParams& params
 
 // The memory that a call takes for dS: that of all heads, or of an equal share of them. Its limit
 // is two and a half times the size of q, out and their gradients, which is linear in the sequence
-// length, or a fixed size. 0 if one head exceeds it, or if sequences are packed: the host does not
-// know their lengths.
+// length, or 576 MiB if that is less. 0 if one head exceeds it, or if sequences are packed: the
+// host does not know their lengths.
 FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& params) {
     constexpr int64_t kMost = int64_t{576} << 20;
     const int64_t heads_q = int64_t{params.heads_q} * params.batch;

@@ -54,8 +54,8 @@ int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_k
     return tiles * params.num_splits;
 }
 
-// Statistics of the rows, in blocks of `block`; dQ's sum, with so many columns; and its
-// semaphores.
+// Statistics of the rows, in blocks of `block`; dQ's sum, with dq_accum_cols columns;
+// and its semaphores.
 void reserve_rows(BackwardPlan& plan, int block, int dq_accum_cols) {
     BackwardParams& params = plan.params;
     params.dq_accum_cols = dq_accum_cols;

@@ -55,7 +55,7 @@ FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int line
     return {tile, flat_head % params.heads_q};
 }
 
-// How many of them there are.
+// The rows of the backward's workspaces.
 FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params,
                                                    int block = kWorkspaceRows) {
     return int64_t{params.q_blocks} * block * params.heads_q * tensor_batches(params);

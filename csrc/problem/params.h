@@ -142,12 +142,12 @@ struct ForwardParams : AttentionParams {
     unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or in decode.cuh
                                              // (tiles, 8)
     bool few_tiles = false;  // do the smallest Q tiles fill the GPU no more than once?
-    DecodeTile decode_tile = DecodeTile::kNone;  // otherwise by decode.cuh
+    DecodeTile decode_tile = DecodeTile::kNone;  // otherwise decode.cuh runs the call
 
     int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
 
-    // FA2 and FA3: the results of splits; see combine.cuh. In decode.cuh
-    // those of clusters of splits.
+    // FA2 and FA3: the results of splits, see combine.cuh; in decode.cuh those of clusters of
+    // splits.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
     PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)

@@ -1,5 +1,5 @@
 // A counter in global memory that needs no initialization: its upper bits are the epoch of the
-// launch that it counts for. Who finds another epoch there starts the count.
+// launch that it counts for. Whoever finds another epoch there starts the count.
 #pragma once
 
 #include <cstdint>

@@ -49,7 +49,7 @@ inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles
            tile_numbers(params, params.seqlen_q, tiles.queries);
 }
 
-// Tiles of block_q rows. GQA is packed if that halves their number at least and saves more bytes of
+// Tiles of block_q rows. GQA is packed if that at least halves their number and saves more bytes of
 // K and V than its results cost, which are written in float32 and read again (combine.cuh).
 inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
     const QueryTiles one_head{params.heads_q, block_q};

@@ -46,8 +46,8 @@ inline constexpr int kFewTilesPerHead = 8;
 inline constexpr int64_t kSmallL2Share = 8 << 20;
 
 // Host side: the heads of an L2 swizzle group, from the bytes of the operands that the tiles of a
-// head share. A group has some `waves` waves of CTAs, at least half as many: with fewer, its last
-// tiles would leave much of the GPU idle.
+// head share. A group has tiles for about `waves` waves of CTAs (one where heads have few tiles),
+// and for half as many at least: with fewer, its last tiles would leave much of the GPU idle.
 inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
                               int64_t bytes_per_head, int ctas_per_sm, int waves = 2) {
     const bool few_tiles = tiles <= kFewTilesPerHead;

@@ -11,13 +11,13 @@
 //
 // Warps: kWarpsKV x kWarpsD. A warp owns kKeysPerWarp rows of the KV tile and every kWarpsD-th
 // 16-column block of their dK and dV, in registers. With kWarpsD = 1, P^T and dS^T never leave the
-// warp. With kWarpsD = 2 (large head dims, where a row of dK and dV does not fit one warp) the two
-// warps of a row group compute half of the queries each and exchange P^T and dS^T through shared
-// memory. For dQ the warps are regrouped kWarpsM x kWarpsN over (queries, columns).
+// warp. With kWarpsD > 1 (large head dims, where a row of dK and dV does not fit one warp) the
+// warps of a row group compute an equal share of the queries each and exchange P^T and dS^T through
+// shared memory. For dQ the warps are regrouped kWarpsM x kWarpsN over (queries, columns).
 //
 // Shared memory: K, V [kBlockKV][D]; kStages x (Q, dO [kBlockQ][D], lse, delta,
-// reference [kBlockQ]);
-// dS^T and, for kWarpsD = 2, P^T [kBlockKV][kBlockQ]. dV and dK leave through the K and V tiles.
+// reference [kBlockQ]); dS^T and, for kWarpsD > 1, P^T [kBlockKV][kBlockQ]. dV and dK leave through
+// the K and V tiles.
 #pragma once
 
 #include "kernels/common/backward_math.cuh"

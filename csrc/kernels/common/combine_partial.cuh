@@ -18,7 +18,8 @@ namespace flash_ext {
 inline constexpr int kCombinePartialThreads = 256;
 inline constexpr int kColumnsPerLane = 4;
 
-// Lanes of a row: the first power of two from 8 on that has a place for each four columns, or 32.
+// Lanes of a row: the first power of two from 8 on that holds the row at four columns a lane,
+// or 32.
 FLASH_HOST_DEVICE constexpr int lanes_per_row(int head_dim) {
     int lanes = 8;
     while (lanes < 32 && lanes * kColumnsPerLane < head_dim) lanes *= 2;

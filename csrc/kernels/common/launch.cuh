@@ -98,7 +98,7 @@ struct LaunchOptions {
     int most_shared_bytes = 0;  // of any launch of the kernel, where they differ
 };
 
-// An empty grid is not launched, without an error: an empty tensor has no tiles. More than 48 KB of
+// An empty grid is skipped, which is no error: an empty tensor has no tiles. More than 48 KB of
 // shared memory must be requested.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Params& params,

@@ -5,9 +5,9 @@
 // and dV stay in registers; dQ is summed over CTAs in float32 in HBM by vector reductions; the
 // postprocess pass converts it. Iterations, warps and shared memory are those of backward_tile.cuh.
 //
-// Barriers, per Q tile, in addition to those that the comments in the loop name: after the first,
-// its Q, lse and delta have landed for all threads and all warps have left the previous tile, so
-// that dS and the next tile's stage may be overwritten. With two stages a whole tile is fetched
+// Barriers, per Q tile: the comments in the loop say what each is for. After the first, its Q, lse
+// and delta have landed for all threads and all warps have left the previous tile, so that dS and
+// the next tile's stage may be overwritten. With two stages a whole tile is fetched
 // ahead. With one, which makes room for larger tiles, each load is hidden by a matmul that does not
 // need its tile: dO of this iteration by S^T = K Q^T, Q of the next by dQ = dS K.
 //

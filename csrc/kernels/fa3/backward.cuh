@@ -155,7 +155,7 @@ struct Fa3BackwardConfig {
 
     struct SharedStorage {
         typename KPipeline::Stages k;
-        typename VPipeline::Stages v;  // behind K: see kTransposeDQ
+        typename VPipeline::Stages v;  // after K: see kTransposeDQ
         typename QPipeline::Stages q;
         typename DOPipeline::Stages dout;
         char ds[2][DSTile::kBytes];

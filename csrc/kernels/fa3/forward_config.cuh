@@ -46,10 +46,10 @@ struct Fa3ForwardConfig {
     static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
     static constexpr int kBlockKV = kTuning.block_kv;
     static constexpr bool kPingPong = kTuning.ping_pong;
-    // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
-    // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kFp8 = sizeof(Element) == 1;
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
+    // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
+    // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = kConsumers < 4 && !kFp8;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     // What the launch gives a CTA of this size, divided again by setmaxnreg. The warps that

@@ -1,5 +1,5 @@
-// Reductions over the rows of a head: maxima of columns, of which those of a head or of the tensor
-// follow, and the mean.
+// Reductions over the rows of a head: maxima of columns, from which those of a head or of the
+// tensor follow, and the mean.
 //
 // One CTA has kColumnRows rows of a head and 2 D threads. A thread has eight columns and every 16th
 // row, so a warp reads 512 bytes at a time, and has eight such loads in flight; with 1024 threads

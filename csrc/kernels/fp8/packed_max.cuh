@@ -12,7 +12,7 @@
 
 namespace flash_ext {
 
-// NaN has no part in it, unless kNaN: then it is NaN where an element is. Infinite where one is.
+// NaNs are ignored, unless kNaN: then it is NaN where an element is. Infinite where one is.
 template <class Element, bool kNaN = false>
 struct PackedMax {
     using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;

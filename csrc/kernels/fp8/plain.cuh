@@ -37,7 +37,7 @@ class PlainRows {
     __device__ void last_butterflies() {}
     // NaN where an element is.
     __device__ float amax_before_last() const { return largest_magnitude<true>(); }
-    // NaN has no part in it.
+    // NaNs are ignored.
     __device__ float amax() const { return largest_magnitude<false>(); }
 
     __device__ void spoil() {

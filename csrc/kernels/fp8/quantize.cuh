@@ -10,7 +10,8 @@
 //
 //     x_8bit = e4m3(v * (448 / a)),   descale = a * norm / 448        (1 where a = 0)
 //
-// and with 127 for int8. This has no NaN: where a number of the tile is not finite, descale is NaN.
+// and with 127 for int8, which has no NaN: where a number of the tile is not finite, descale is
+// NaN.
 #pragma once
 
 #include "kernels/fp8/plain.cuh"

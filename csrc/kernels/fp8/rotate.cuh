@@ -32,16 +32,16 @@
 
 namespace flash_ext {
 
-// Not finite, or NaN.
+// x, or NaN where x is not finite.
 __device__ __forceinline__ float or_nan(float x) { return fabsf(x) <= FLT_MAX ? x : CUDART_NAN_F; }
 
-// `largest`: of the numbers to which is rounded.
+// `largest`: the largest number of the result's type.
 __device__ __forceinline__ float inverse_of(float amax, float largest) {
     return largest / fmaxf(amax, kMinAmax);
 }
 
-// Eight numbers times their factors, rounded to int8, to even numbers where two are as near. They
-// are at most 127 in magnitude; what a NaN becomes does not matter, as its scale is NaN.
+// Eight numbers times their factors, rounded to int8, ties to even. They are at most 127 in
+// magnitude; what a NaN becomes does not matter, as its scale is NaN.
 __device__ __forceinline__ uint2 scaled(Int8, const float (&x)[8], const float (&factors)[8]) {
     constexpr float kOneAndAHalf = 0x1.8p23f;  // added to a number, has it in the low bits
     uint32_t bits[8];
@@ -55,8 +55,8 @@ __device__ __forceinline__ uint2 scaled(Int8, const float (&x)[8], const float (
     return {pack(0), pack(4)};
 }
 
-// The same, rounded to e4m3. Numbers beyond 448 become 448; a NaN stays one. Before sm_89 this is
-// no instruction.
+// The same, rounded to e4m3. Numbers beyond 448 become 448; a NaN stays one. Before sm_89 there
+// is no instruction for this.
 __device__ __forceinline__ uint2 scaled(Float8, const float (&x)[8], const float (&factors)[8]) {
     uint32_t pairs[4];
 #pragma unroll
@@ -86,7 +86,7 @@ class RotatedRows {
     static constexpr int kUnitStep = 32 / kLanes * (kDim / 8);  // vectors between a lane's units
     static constexpr int kUnitRows = Layout::kVectorRows * (kUnitStep / 32);
     static_assert(kUnitStep % 32 == 0);  // so they are in the same columns
-    // An SM has registers for so many threads, half of them or more for elements. (Code for sm_80
+    // An SM has registers for this many threads, half of them or more for elements. (Code for sm_80
     // needs a few more of them.)
     static constexpr int kSmThreads = kThreadVectors == 16 ? 384 : 512;
     static constexpr int kRegisters = kThreadVectors < 16 ? 128 : 168;
@@ -173,8 +173,8 @@ class RotatedRows {
         for (int n = 0; n < kUnits; ++n) vector_butterflies(n, kVectors / 2);
     }
 
-    // The maximum of the magnitudes after the last butterflies, of which it comes before: of a + b
-    // and a - b, rounded, the larger magnitude is |a| + |b|, rounded. Infinite or NaN where one of
+    // The largest magnitude after the last butterflies, found before they are made: of a + b and
+    // a - b, rounded, the larger magnitude is |a| + |b|, rounded. Infinite or NaN where one of
     // a and b is, or the sum overflows. The order of floats without a sign is that of their bits,
     // of which one instruction has the maximum of three (on sm_90).
     __device__ float amax_before_last() const {
@@ -194,7 +194,7 @@ class RotatedRows {
         return __int_as_float(largest);
     }
 
-    // NaN has no part in it. Infinite where an element is.
+    // NaNs are ignored. Infinite where an element is.
     __device__ float amax() const {
         float largest = 0.f;
 #pragma unroll
@@ -317,7 +317,8 @@ class RotatedRows {
 
     TilePosition<Layout> at_;  // of the first vector
 
-    // -1 is 1. Bits 15 - i and 31 - i of word w are of the elements of word 16 w + i of a unit.
+    // A set bit means -1. Bits 15 - i and 31 - i of word w are of the elements of word 16 w + i of
+    // a unit.
     uint32_t signs_[kSignWords] = {};
 
     uint32_t raw_[kUnits][kVectors][4];

@@ -250,7 +250,8 @@ struct TileMaxima {
     uint32_t of_warps[2][32];
     uint64_t arrived[2];  // mbarriers
 
-    // Before the first maxima: this CTA's barriers, and later that the other one has its own.
+    // Before the first maxima: initializes this CTA's barriers. wait_for_init() waits until the
+    // other CTA has initialized its own.
     __device__ __forceinline__ void init() {
         if constexpr (Layout::kCtas > 1) {
             if (threadIdx.x == 0) {
@@ -258,7 +259,7 @@ struct TileMaxima {
                 ptx::mbarrier_init(ptx::shared_address(&arrived[1]), 1);
                 ptx::mbarrier_fence_init();
             }
-            __syncwarp();  // they are, before any of the warp arrives
+            __syncwarp();  // initialized before any lane of this warp arrives
             ptx::cluster_arrive_relaxed();
         }
     }
