@@ -110,8 +110,6 @@ format: $(ENVIRONMENT)
 	$(PY) -m ruff check --fix .
 	clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.cu*' -o -name '*.h')
 
-# With few cores, two targets of a file at a time only take turns.
-export NVCC_THREADS ?= $(shell [ $$(nproc) -lt 16 ] && echo 1 || echo 2)
 build: $(ENVIRONMENT)
 	$(need) $(BUILD)
 	$(PY) setup.py -q build_ext --inplace

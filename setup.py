@@ -19,7 +19,8 @@ Environment variables:
   FLASH_EXT_STRICT=0      ptxas warnings (spills, local memory, ...) no longer fail the build
   CUDA_HOME               the CUDA toolkit; if set, no other is tried, and it must be one
   PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
-  MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets at once (default: 2)
+  MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets of a file at once
+                          (default: 1 of fewer than 16 files, otherwise 2)
 """
 
 import gzip
@@ -169,6 +170,10 @@ def cuda_options(cuda_home: Path) -> dict:
     targets = gencode_flags(archs)
     if any("sm_90a" in flag for flag in targets):
         common.append("-DFLASH_EXT_SM90A")  # fa3's kernels are there
+    if any("sm_90" in flag for flag in targets):
+        common.append("-DFLASH_EXT_SM90")  # other kernels have code for Hopper's shared memory
+    # With few jobs two targets of a file at a time only take turns.
+    targets_at_once = 1 if int(os.environ["MAX_JOBS"]) < 16 else 2
     nvcc_flags = [
         *common,
         *targets,
@@ -177,7 +182,7 @@ def cuda_options(cuda_home: Path) -> dict:
         "--expt-relaxed-constexpr",
         "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
         "-Xcompiler=-fvisibility=hidden",
-        f"--threads={os.environ.get('NVCC_THREADS') or 2}",
+        f"--threads={os.environ.get('NVCC_THREADS') or targets_at_once}",
     ]
     sources = find_files("csrc/api/*.cpp", "csrc/plan/*.cpp", "csrc/instantiate/*.cu")
     extension = Extension(
