@@ -96,12 +96,44 @@ def test_wrong_tensors_are_refused(device: str) -> None:
         (out.float(), "out must be of q's dtype"),
         (out.mT.contiguous().mT, "out must be"),
         (out.new_empty((*out.shape[:-1], 65))[..., 1:], "begin at multiples of 16 bytes"),
+        (out[:, :, :1].expand_as(out), "rows of their own"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             ops.fwd_into(wrong, x.q, x.k, x.v)
     tensors = (x.dout, None, x.q, x.k, x.v, out, lse)
     with pytest.raises((ValueError, RuntimeError), match="dk must be of shape"):
         ops.bwd_into(x.q.clone(), x.q.clone(), x.v.clone(), *tensors)
+
+
+def test_what_has_no_place_is_refused(device: str) -> None:
+    """8-bit inputs, whose results have another dtype, and a bias, whose gradient would be lost."""
+    x = Inputs({}, device)
+    out, lse = ops.fwd(x.q, x.k, x.v, **x.options)
+    bias = {"bias": torch.zeros(1, 1, 1, 150, device=device)}
+    in_8_bits = tuple(y.to(torch.float8_e4m3fn) for y in (x.q, x.k, x.v))
+    tensors = (x.dout, None, x.q, x.k, x.v, out, lse)
+    gradients = (x.q.clone(), x.k.clone(), x.v.clone())
+    for message, call in (
+        ("bias must be None", lambda: ops.fwd_into(out, x.q, x.k, x.v, **bias)),
+        ("bias must be None", lambda: ops.bwd_into(*gradients, *tensors, **bias)),
+        ("q must be float16 or bfloat16 where", lambda: ops.fwd_into(out, *in_8_bits)),
+        ("q must be float16 or bfloat16 where", lambda: ops.fwd_into(in_8_bits[0], *in_8_bits)),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            call()
+
+
+def test_nothing_is_recorded(device: str) -> None:
+    """Inputs that require gradients give results that have none."""
+    x = Inputs({}, device)
+    out, lse = ops.fwd(x.q, x.k, x.v, **x.options)
+    leaves = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
+    assert not ops.fwd_into(out, *leaves).requires_grad and not out.requires_grad
+    into = [torch.empty_like(y) for y in leaves]
+    assert not ops.bwd_into(*into, x.dout, None, *leaves, out, lse).requires_grad
+    assert not any(y.requires_grad for y in into)
+    registered = ("test_schema", "test_autograd_registration")
+    torch.library.opcheck(ops.fwd_into, (out, *leaves), test_utils=registered)
 
 
 def test_opcheck(device: str) -> None:

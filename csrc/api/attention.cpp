@@ -247,7 +247,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     params.ds_factor = std::sqrt(params.keep_scale);
     params.inverse_ds_factor = 1.f / params.ds_factor;
     params.gradient_scale = params.scale * params.ds_factor;
-    params.deterministic = options.deterministic;
+    params.deterministic = options.deterministic && q.numel() > 0;  // otherwise nothing is added
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     const auto empty_as = [&](const Tensor& x) {

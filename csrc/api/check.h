@@ -310,7 +310,7 @@ inline void check_sizes(const Sizes& sizes) {
                                               std::tuple{"k", sizes.seqlen_k, sizes.heads_k}}) {
         if (length >= kMaxLength)
             refuse(std::string(name) + "'s sequence length", "below 2^29", length);
-        const int64_t blocks = length / kSmallestTile + 1 + (sizes.varlen ? sizes.batch : 0);
+        const int64_t blocks = length / kSmallestTile + 1 + (sizes.varlen ? sizes.batch + 1 : 0);
         const int64_t matrices = heads * sizes.tensor_batches();
         if (matrices >= kMaxTiles || matrices * blocks >= kMaxTiles)
             refuse(name, "of fewer than 2^31 tiles of 16 rows",

@@ -23,17 +23,28 @@ void require_into(const char* argument, const Tensor& into, const Tensor& like, 
     const int64_t bytes = into.element_size();
     bool aligned = reinterpret_cast<uintptr_t>(into.data_ptr()) % kAlignment == 0 &&
                    last * bytes % kAlignment == 0;
-    for (int64_t dim = 0; dim + 1 < into.dim(); ++dim)
-        aligned = aligned && (into.size(dim) == 1 || into.stride(dim) * bytes % kAlignment == 0);
+    for (int64_t dim = 0; dim + 1 < into.dim(); ++dim) {
+        const int64_t stride = into.stride(dim) * bytes;
+        aligned = aligned && (into.size(dim) == 1 || (stride != 0 && stride % kAlignment == 0));
+    }
     if (!aligned)
-        refuse(argument, "of contiguous rows that begin at multiples of 16 bytes",
+        refuse(argument, "of contiguous rows of their own that begin at multiples of 16 bytes",
                "strides " + shape_text(into.strides()));
+}
+
+// Without these `out` has q's dtype, and all gradients have a place.
+void require_plain(const Tensor& q, const Options& options) {
+    if (has_8_bits(q.scalar_type()))
+        refuse("q", "float16 or bfloat16 where results are written into tensors",
+               dtype_name(q.scalar_type()));
+    if (options.bias) refuse("bias", "None where results are written into tensors", "a tensor");
 }
 
 }  // namespace
 
 Tensor attention_forward_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
                               const Options& options) {
+    require_plain(q, options);
     require_into("out", out, q, v.dim() > 0 ? v.size(v.dim() - 1) : 0);
     return std::get<1>(attention_forward(q, k, v, options, out));
 }
@@ -42,6 +53,7 @@ Tensor attention_backward_into(const Tensor& dq, const Tensor& dk, const Tensor&
                                const Tensor& dout, const std::optional<Tensor>& dlse,
                                const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                                const Tensor& lse, const Options& options) {
+    require_plain(q, options);
     const std::tuple<const char*, const Tensor*, const Tensor*> results[] = {
         {"dq", &dq, &q}, {"dk", &dk, &k}, {"dv", &dv, &v}};
     for (const auto& [name, into, like] : results)

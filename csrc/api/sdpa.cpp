@@ -107,20 +107,20 @@ Tensor empty_as(const Tensor& x) {
 
 // --- What flash_ext runs ---
 
+// Forward and backward: torch's backward could not continue this package's forward.
 bool passes_check(const Tensor& q, const Tensor& k, const Tensor& v) {
     try {
-        attention_check(q, k, v, {});
-        return true;
+        return std::get<1>(attention_check(q, k, v, {})) >= 0;
     } catch (const std::exception&) {
         return false;
     }
 }
 
-// Whether there is a kernel for the device, dtype and head dim of q (B, S, H, D). The answer, 1 or
-// -1, is cached.
+// Whether there are kernels for q (B, S, H, D). That there are some for a device, dtype and head
+// dim is remembered; that there are none may have other reasons, and is asked again.
 bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     constexpr int kDevices = 64, kDims = 257;
-    static std::atomic<int8_t> answers[kDevices][2][kDims];
+    static std::atomic<bool> known[kDevices][2][kDims];
     const int device = q.get_device_index() + 1;  // the CPU is -1
     const int64_t dim = q.size(3);
     const ScalarType dtype = q.scalar_type();
@@ -128,9 +128,9 @@ bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
     const bool half = dtype == ScalarType::Half;
     if (device >= kDevices || dim >= kDims || (!half && dtype != ScalarType::BFloat16))
         return passes_check(q, k, v);
-    auto& answer = answers[device][half][dim];
-    if (answer == 0) answer = passes_check(q, k, v) ? 1 : -1;
-    return answer > 0;
+    auto& found = known[device][half][dim];
+    if (!found && passes_check(q, k, v)) found = true;
+    return found;
 }
 
 // For q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), or packed, (total, H, D). For calls that torch does

@@ -17,7 +17,7 @@ bool Operand::is_aligned() const {
 
 bool Operand::is_reached_by_tma() const {
     int64_t end = 0;  // in elements, of the memory that the tensor's rows span
-    for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * strides[dim];
+    for (int dim = 0; dim < 4; ++dim) end += sizes[dim] * used_stride(dim);
     const bool rows_differ = sizes[1] == 1 || strides[1] > 0;
     return rows_differ && element_bytes * end < int64_t{1} << 35;
 }

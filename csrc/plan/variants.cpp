@@ -208,7 +208,7 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     const int rows = backward ? tuning::kMinFa3BackwardBlock : tuning::kForwardBlockQ;
     const auto tiles = [&](int64_t heads, int64_t length) {
         return heads * sizes.tensor_batches() *
-               (length / rows + 1 + (sizes.varlen ? sizes.batch : 0));
+               (length / rows + 1 + (sizes.varlen ? sizes.batch + 1 : 0));
     };
     const int64_t keys = backward ? tiles(sizes.heads_k, sizes.seqlen_k) : 0;
     if (std::max(keys, tiles(sizes.heads_q, sizes.seqlen_q)) >= int64_t{1} << 24)

@@ -1,6 +1,7 @@
 // Scratch memory of a call: one allocation, cut into regions.
 #pragma once
 
+#include <cassert>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -47,6 +48,7 @@ class Workspace {
     static constexpr int kMaxRegions = 16;
 
     void add(void* pointer, int64_t bytes) {
+        assert(count_ < kMaxRegions);
         regions_[count_++] = {pointer, bytes_, bytes};
         bytes_ += ceil_div(bytes, kAlignment) * kAlignment;
     }

@@ -18,6 +18,7 @@ from torch.library import register_fake
 
 from .checks import require_one_device, statistics_dtype
 from .schemas import define, library
+from .torch_private import register_no_gradient
 
 ALIGNMENT = 16
 """Bytes: where each row of a written tensor begins."""
@@ -33,14 +34,19 @@ bwd_into = define(
 )
 
 
+register_no_gradient(library, fwd_into)
+register_no_gradient(library, bwd_into)
+
+
 def fits(*tensors: Tensor) -> bool:
-    """Whether the ops can write these: rows are contiguous and begin at multiples of 16 bytes."""
+    """Whether the ops can write these: rows are contiguous, begin at multiples of 16 bytes, and no
+    two are the same memory."""
     return all(
         x.stride(-1) == 1
         and x.shape[-1] * x.element_size() % ALIGNMENT == 0
         and x.data_ptr() % ALIGNMENT == 0
         and all(
-            count == 1 or stride * x.element_size() % ALIGNMENT == 0
+            count == 1 or (stride != 0 and stride * x.element_size() % ALIGNMENT == 0)
             for count, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
         )
         for x in tensors

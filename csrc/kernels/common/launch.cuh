@@ -65,12 +65,18 @@ __device__ constexpr bool may_run() {
     return kCudaArch == 900 ? !Config::kForLessMemory : !kNeedsHopper<Config>;
 }
 
+#ifdef FLASH_EXT_SM90
+inline constexpr bool kHasHopperCode = true;
+#else
+inline constexpr bool kHasHopperCode = false;  // a Hopper GPU runs code of a smaller target
+#endif
+
 // Calls launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {
     const Device& device = current_device();
-    const bool fits =
-        Large::kSharedBytes <= device.shared_bytes && (device.major == 9 || !kNeedsHopper<Large>);
+    const bool fits = Large::kSharedBytes <= device.shared_bytes &&
+                      ((kHasHopperCode && device.major == 9) || !kNeedsHopper<Large>);
     return fits ? launch(Large{}) : launch(Small{});
 }
 
@@ -128,7 +134,10 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
             attribute.id = cudaLaunchAttributeClusterDimension;
             attribute.val.clusterDim = {static_cast<unsigned>(options.cluster), 1, 1};
         }
-        return cudaLaunchKernelEx(&config, kKernel, params);
+        status = cudaLaunchKernelEx(&config, kKernel, params);
+        if (status != cudaSuccess)
+            cudaGetLastError();  // clears it: the next launch would report it
+        return status;
     }
     kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(params);
     return cudaGetLastError();

@@ -593,7 +593,9 @@ int fa1_forward_shared_bytes() {
             __half, kHeadDim, kHeadDimV, features.value,
             tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv>::kSharedBytes;
     };
-    return largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
+    constexpr int kBytes = largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
+    static_assert(kHeadDim > 64 || kBytes <= 99 * 1024, "compute capability 8.6, 8.9 and 12.x");
+    return kBytes;
 }
 
 template <int kHeadDim, int kHeadDimV>
