@@ -26,6 +26,11 @@ def _package():
                 f"this kernel is flash_ext {_VERSION}, and flash_ext {version} is imported already,"
                 f" from {loaded.__file__}: a process can have one"
             )
+        if any(_HERE.glob("flash_ext/_C.*.so")) and (missing := loaded.ops.cuda_missing):
+            raise ImportError(
+                f"flash_ext is imported already, from {loaded.__file__}, and its CUDA kernels are"
+                f" {missing}"
+            )
         return loaded
     spec = importlib.util.spec_from_file_location("flash_ext", _HERE / "flash_ext" / "__init__.py")
     module = importlib.util.module_from_spec(spec)

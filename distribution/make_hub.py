@@ -15,6 +15,7 @@ import argparse
 import base64
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -47,7 +48,7 @@ flash_ext {version}, source {digest}, for {targets}, CUDA {cuda}.
 def architectures(targets: str) -> list[str]:
     """Turns "80+PTX;90a" into ["8.0+PTX", "9.0a"], as `kernels` writes them."""
     found = []
-    for target in targets.split(";"):
+    for target in re.split(r"[;,\s]+", targets.strip("; ,")):  # as setup.py takes them
         number = target.rstrip("af+PTX")
         found.append(f"{number[:-1]}.{number[-1]}{target[len(number) :]}")
     return found

@@ -39,6 +39,20 @@ def usable_device(text: str) -> str:
     return text
 
 
+def _size(text: str) -> int:
+    size = int(text)
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"a size must be at least 0, got {size}")
+    return size
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise argparse.ArgumentTypeError(f"torch has no dtype {text!r}")
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flash_ext",
@@ -46,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    shape: dict[str, Any] = {"type": int, "nargs": 4, "metavar": _SHAPE}
+    shape: dict[str, Any] = {"type": _size, "nargs": 4, "metavar": _SHAPE}
     add("--q", default=(2, 1024, 16, 64), **shape, help="queries; default: 2 1024 16 64")
     add("--k", **shape, help="keys; default: as q")
     add("--v", **shape, help="values; default: as k")
@@ -57,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         x, about = FIELDS[name], ABOUT[name].meaning.replace("%", "%%")
         taken: dict[str, Any] = {"action": "store_true"}
         if name == "out_dtype":
-            taken = {"type": lambda text: getattr(torch, text), "metavar": "DTYPE"}
+            taken = {"type": _dtype, "metavar": "DTYPE"}
         elif x.default is not False:
             taken = {"default": x.default, "type": str if x.type == "str" else float}
         add(f"--{name.replace('_', '-')}", help=about, **taken)

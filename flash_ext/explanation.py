@@ -142,9 +142,8 @@ def explain(
     require_tensors(q=q, k=k, v=v)
     ops.meet(q, k, v)
     wanted = options.pop("variant", "auto")
-    if (
-        options.get("rng_state") is None
-    ):  # otherwise one would be drawn, which advances the generator
+    if options.get("dropout_p", 0.0) != 0.0 and options.get("rng_state") is None:
+        # Otherwise one would be drawn, which advances the generator.
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
 

@@ -44,11 +44,13 @@ from typing_extensions import Unpack
 
 from . import functional
 from .functional import AttentionOptions, attention_options
+from .ops.autograd import autocast_tensors, refuse_tangents
 from .ops.call import is_real
 from .ops.checks import refuse, require_dtype, require_tensors
 from .ops.options import QK_8_BITS
 from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
 from .ops.schemas import bwd
+from .ops.torch_private import in_dual_level, in_transforms
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -149,7 +151,8 @@ def quantize(
 
 
 _LOW32 = 0xFFFFFFFF
-_known_signs: dict[tuple[int, int, torch.device], Tensor] = {}
+_known_signs: dict[tuple[int, int, torch.device, int], Tensor] = {}
+_MOST_SIGNS = 256
 
 
 def _make_signs(dim: int, seed: int, device: torch.device) -> Tensor:
@@ -168,11 +171,15 @@ def _seeded_signs(dim: int, seed: int, x: Tensor) -> Tensor:
     capturing = x.is_cuda and not is_compiling() and torch.cuda.is_current_stream_capturing()
     if is_compiling() or capturing or not is_real(x):
         return _make_signs(dim, seed, x.device)
-    key = (dim, seed, x.device)
-    if key not in _known_signs:
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    key = (dim, seed, x.device, stream)  # on another stream they may not be there yet
+    known = _known_signs.get(key)
+    if known is None:
+        if len(_known_signs) >= _MOST_SIGNS:
+            _known_signs.clear()
         with torch.inference_mode(False):
-            _known_signs[key] = _make_signs(dim, seed, x.device)
-    return _known_signs[key]
+            known = _known_signs[key] = _make_signs(dim, seed, x.device)
+    return known
 
 
 def _refuse_option(name: str, why: str) -> NoReturn:
@@ -190,10 +197,17 @@ _NEVER_GIVEN = {
 """Options of `flash_ext.attention` that are refused, and why."""
 
 
-def _check(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
-    require_tensors(**tensors)
-    q = tensors["q"]
+def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) -> None:
+    """Refuse what quantization would refuse by other names."""
+    q, rank = tensors["q"], 3 if packed else 4
     for name, x in tensors.items():
+        if x.dim() != rank:
+            shape = "(total, heads, D)" if packed else "(batch, seqlen, heads, D)"
+            refuse(name, f"of shape {shape}", tuple(x.shape))
+        if x.stride(-1) != 1:
+            refuse(name, "contiguous in its last dimension", f"strides {x.stride()}")
+        if name == "k" and x.shape[-1] != q.shape[-1]:
+            refuse(name, f"of q's head dim {q.shape[-1]}", x.shape[-1])
         if x.dtype not in (torch.float16, torch.bfloat16):
             refuse(name, "float16 or bfloat16 (8-bit inputs are for flash_ext.attention)", x.dtype)
         if x.dtype != q.dtype:
@@ -264,7 +278,10 @@ def _attend(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` and `attention_varlen`, whose options are described there."""
-    _check({"q": q, "k": k, "v": v}, options)
+    require_tensors(q=q, k=k, v=v)
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        q, k, v = autocast_tensors(q.device.type, q, k, v)
+    _check({"q": q, "k": k, "v": v}, cu_seqlens[0] is not None, options)
     if require_dtype("qk_dtype", qk_dtype) not in QK_8_BITS:
         refuse("qk_dtype", "int8 or float8_e4m3fn", qk_dtype)
     if not incoherent and signs is not None:
@@ -278,9 +295,13 @@ def _attend(
     smooths = _smooths(smooth_k, options.get("softcap", 0.0), options.get("sink"))
     quantization = _Quantization(cu_seqlens, max_seqlens, qk_dtype, signs, smooths)
     sink = options.get("sink")
-    needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, sink))
-    if torch.is_grad_enabled() and needs_grad:
-        out, lse = _Attend.apply(q, k, v, sink, quantization, options)  # type: ignore[no-untyped-call]
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sink)
+    )
+    transformed = not is_compiling() and (in_transforms() or in_dual_level())
+    if needs_grad or transformed:
+        function: Any = _TransformedAttend if transformed else _Attend
+        out, lse = function.apply(q, k, v, sink, quantization, options)
         return (out, lse) if return_lse else out
     return _attend_without_gradient(q, k, v, quantization, return_lse, options)  # type: ignore[no-any-return]
 
@@ -348,19 +369,9 @@ class _Attend(torch.autograd.Function):
         quantization: _Quantization,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _attend_without_gradient(q, k, v, quantization, True, options)
-        options = {name: x for name, x in options.items() if name not in ("out_dtype", "variant")}
-        cu_seqlens_q, cu_seqlens_k = quantization.cu_seqlens
-        given = attention_options(
-            q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options
-        )
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        ctx.options = {name: x for name, x in given.items() if name not in tensors}
-        ctx.names = tuple(tensors)
-        ctx.sink_dtype = None if sink is None else sink.dtype
-        ctx.save_for_backward(q, k, v, out, lse, *tensors.values())
-        ctx.set_materialize_grads(False)
-        return out, lse
+        results = _attend_without_gradient(q, k, v, quantization, True, options)
+        _save_for_backward(ctx, (q, k, v, sink, quantization, options), results)
+        return results  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -373,6 +384,35 @@ class _Attend(torch.autograd.Function):
         dlse = None if dlse is None else dlse.contiguous()
         dq, dk, dv, _, dsink = bwd(dout, dlse, q, k, v, out, lse, need_dbias=False, **options)
         return dq, dk, dv, dsink.to(ctx.sink_dtype) if ctx.needs_input_grad[3] else None, None, None
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """What `_Attend.backward` needs."""
+    q, k, v, sink, quantization, options = inputs
+    options = {name: x for name, x in options.items() if name not in ("out_dtype", "variant")}
+    cu_seqlens_q, cu_seqlens_k = quantization.cu_seqlens
+    given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    ctx.options = {name: x for name, x in given.items() if name not in tensors}
+    ctx.names = tuple(tensors)
+    ctx.sink_dtype = None if sink is None else sink.dtype
+    ctx.save_for_backward(q, k, v, *output, *tensors.values())
+    ctx.set_materialize_grads(False)
+
+
+class _TransformedAttend(torch.autograd.Function):
+    """`_Attend` within torch.vmap, torch.func and forward mode, which torch.compile refuses so."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(refuse_tangents)
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, _, quantization, options = inputs
+        return _attend_without_gradient(q, k, v, quantization, True, options)  # type: ignore[no-any-return]
+
+    setup_context = staticmethod(_save_for_backward)
+    backward = _Attend.backward
 
 
 def _with_options(function: _F) -> _F:
@@ -420,7 +460,10 @@ def attention(
     Returns:
         out, or with return_lse the pair (out, lse), as from `flash_ext.attention`.
     """
-    return _attend(q, k, v, return_lse=return_lse, **options)
+    nothing = (None, None)  # given here, so not among the options
+    return _attend(
+        q, k, v, cu_seqlens=nothing, max_seqlens=nothing, return_lse=return_lse, **options
+    )
 
 
 @_with_options

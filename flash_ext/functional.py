@@ -76,13 +76,13 @@ def attention_options(
         options["softcap"] = softcap
     if alibi_slopes is not None:
         require_tensors(alibi_slopes=alibi_slopes)
-        options["alibi_slopes"] = alibi_slopes.to(statistics_dtype(q.dtype))
+        options["alibi_slopes"] = alibi_slopes.to(statistics_dtype(q.dtype)).contiguous()
     if bias is not None:
         require_tensors(bias=bias)
         options["bias"] = bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
     if sink is not None:
         require_tensors(sink=sink)
-        options["sink"] = sink.to(statistics_dtype(q.dtype))
+        options["sink"] = sink.to(statistics_dtype(q.dtype)).contiguous()
     if cu_seqlens_q is not None:
         options["cu_seqlens_q"] = cu_seqlens_q
     if cu_seqlens_k is not None:
@@ -242,7 +242,8 @@ def attention(
         ValueError, RuntimeError: an argument is wrong; the message names it, what was expected
             and what was given.
     """
-    given = attention_options(q, **options)
+    # Packed sequences are attention_varlen's: given here, they are not among the options.
+    given = attention_options(q, cu_seqlens_q=None, cu_seqlens_k=None, **options)
     out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)
     return (out, lse) if return_lse else out
 

@@ -112,6 +112,13 @@ def test_keys_in_two_parts_are_all_keys(device: str) -> None:
 
 def test_it_is_a_well_formed_op(device: str) -> None:
     torch.library.opcheck(combine_partial, parts((1, 6, 2, 16), device, torch.bfloat16))
+    out, lse, *partial = parts((1, 6, 2, 16), device, torch.bfloat16)
+    partial = [x.requires_grad_() for x in partial]
+    combine_partial(out, lse, *partial)
+    assert not out.requires_grad and not lse.requires_grad
+    torch.library.opcheck(
+        combine_partial, (out, lse, *partial), test_utils="test_autograd_registration"
+    )
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,20 @@ def place(total: torch.Tensor, call: Call, q_rows: torch.Tensor, k_rows: torch.T
     assert pairs.any(), "a call that computes nothing"
     q_rows, k_rows = q_rows[slice(*call.q)], k_rows[slice(*call.k)]
     total[q_rows[:, None], k_rows] += pairs
-    if call.aligned and call.cu_seqlens_q is None:
-        assert q_rows[-1] == k_rows[-1]
+    if not call.aligned:
+        return
+    if call.batch_step is not None:
+        half = len(q_rows) // 2
+        ends = [((i + 1) * half, i * call.batch_step + used)
+                for i, used in enumerate(call.seqused_k)]  # fmt: skip
+    elif call.cu_seqlens_q is not None:
+        used = call.seqused_k or [d - c for c, d in itertools.pairwise(call.cu_seqlens_k)]
+        firsts = zip(call.cu_seqlens_q[1:], call.cu_seqlens_k, used, strict=False)
+        ends = [(b, c + keys) for b, c, keys in firsts if keys > 0]
+    else:
+        ends = [(len(q_rows), len(k_rows))]
+    for q_end, k_end in ends:
+        assert q_rows[q_end - 1] == k_rows[k_end - 1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -180,6 +192,19 @@ def test_many_documents_are_few_calls() -> None:
         shards, mask = cp.sharding(1000, 4, layout, documents), Mask(None, 0, documents)
         assert len(plan.gathered(shards, 1, mask)) == 1 + (layout == "document_zigzag")
         assert max(len(plan.step(shards, 1, s, mask)) for s in range(4)) <= 4
+
+
+def test_segments_are_those_of_a_search_through_all_documents() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        edges = (0, *sorted(draw.choices(range(60), k=draw.randrange(1, 9))), 60)
+        a, b = sorted(draw.sample(range(61), 2))
+        found = [(s.at, s.first, s.last, s.document) for s in plan._segments([(a, b)], edges)]
+        assert found == [
+            (max(a, c) - a, max(a, c), min(b, d), i)
+            for i, (c, d) in enumerate(itertools.pairwise(edges))
+            if max(a, c) < min(b, d)
+        ]
 
 
 def test_a_short_window_needs_one_neighbour() -> None:

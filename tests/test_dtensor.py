@@ -125,6 +125,15 @@ def check_explained(mesh: DeviceMesh) -> None:
     explanation = flash_ext.explain(parts.q, parts.k, parts.v, causal=True)
     assert explanation.variant == plain.variant is not None
     assert str(explanation) == str(plain)
+    inputs = make_inputs(SELF, mesh.device_type)
+    split = [
+        distribute_tensor(x.detach(), mesh, [SEQUENCE]) for x in (inputs.q, inputs.k, inputs.v)
+    ]
+    with CommDebugMode() as communication:
+        explanation = flash_ext.explain(*split, causal=True)
+    assert explanation.variant is not None and not communication.get_total_counts(), (
+        communication.get_comm_counts()
+    )
     explanation = flash_ext.explain(parts.q, parts.k, parts.v, softcap=-1.0)
     assert explanation.variant is None and "softcap must be" in str(explanation)
 

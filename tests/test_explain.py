@@ -244,6 +244,21 @@ def test_command_line_names_what_torch_lacks(
     assert "slower without: torch._C._gone" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--out-dtype", "foo"), "torch has no dtype 'foo'"),
+        (("--q", "-1", "1", "1", "1"), "at least 0, got -1"),
+    ],
+)
+def test_command_line_refuses(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_command_line_of_what_does_not_run(capsys: pytest.CaptureFixture) -> None:
     assert main(["--q", "1", "5", "4", "300", "--device", "cpu"]) == 1
     assert "head dimension must be 1 to 256" in capsys.readouterr().out

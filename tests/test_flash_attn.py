@@ -380,6 +380,15 @@ def test_kvcache_errors_write_nothing(change, message):
     assert not cache.any()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_kvcache_with_lengths_in_a_tensor_is_traced():
+    q, k, v = (torch.randn(2, n, 2, 16, dtype=torch.bfloat16) for n in (1, 8, 8))
+    lengths = torch.tensor([3, 8], dtype=torch.int32)
+    run = torch.compile(fa.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    expected = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    torch.testing.assert_close(run(q, k, v, cache_seqlens=lengths), expected)
+
+
 def test_kvcache_names_a_bad_cache():
     q, k, v = torch.zeros(2, 3, 4, 8), *torch.zeros(2, 2, 12, 2, 8)
     for name, change in (

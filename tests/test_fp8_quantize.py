@@ -17,6 +17,7 @@ from typing import Any
 import gpu_test_report  # noqa: F401  (puts benchmarks/ on the path)
 import pytest
 import torch
+from attention_testing import assert_bitwise_equal
 
 import flash_ext
 from flash_ext import fp8, functional
@@ -396,6 +397,11 @@ def test_opcheck(device: str) -> None:
         torch.library.opcheck(fp8_quantize, arguments, options)
     x = random_rows(2, 150, 2, 64).to(device)
     torch.library.opcheck(fp8_token_mean, (x,), {"seqused": None})
+    x.requires_grad_()
+    for op, options in ((fp8_quantize, ("head",)), (fp8_token_mean, ())):
+        torch.library.opcheck(op, (x, *options), test_utils="test_autograd_registration")
+    x_8bit, descale = fp8_quantize(x, "channel")
+    assert not (x_8bit.requires_grad or descale.requires_grad or fp8_token_mean(x).requires_grad)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -584,8 +590,13 @@ def test_what_fp8_cannot_do() -> None:
     refused("qk_dtype must be a torch.dtype", q, k, v, qk_dtype="int8")
     refused("k must be of q's dtype bfloat16, got float16", q, k.half(), v)
     refused("signs must be None with incoherent=False", q, k, v, incoherent=False, signs=ones)
+    refused(r"q must be of shape \(batch, seqlen, heads, D\)", q[0], k, v)
+    refused("v must be contiguous in its last dimension", q, k, v.mT.contiguous().mT)
+    refused("k must be of q's head dim", q, k[..., :8], v)
     with pytest.raises(TypeError, match="unexpected keyword argument 'causl'"):
         fp8.attention(q, k, v, causl=True)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'cu_seqlens'"):
+        fp8.attention(q, k, v, cu_seqlens=(None, None))
 
 
 @pytest.mark.parametrize("name", ATTENTION_OPTIONS)
@@ -679,6 +690,66 @@ def test_gradients_compiled() -> None:
     got, want = (torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, loss))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_through_transforms() -> None:
+    """torch.vmap and torch.func.grad lose no gradient; forward mode is refused."""
+    tensors = attention_inputs()
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fp8.attention(q[None], k[None], v[None], causal=True)[0].float()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v).square().sum()
+
+    each = torch.stack([attend(*x) for x in zip(*leaves, strict=True)])
+    want = torch.autograd.grad(each.square().sum(), leaves)
+    mapped = torch.vmap(attend)(*leaves)
+    assert_bitwise_equal(mapped.detach(), each.detach())
+    of_mapped = torch.autograd.grad(mapped.square().sum(), leaves)
+    of_each = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*tensors)
+    for x, *others in zip(want, of_mapped, of_each, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, x)
+    refusal = "forward-mode derivatives .* are not supported"
+    with pytest.raises(RuntimeError, match=refusal):
+        torch.func.jvp(fp8.attention, tensors, tensors)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=refusal):
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
+        fp8.attention(dual, *tensors[1:])
+    with torch.no_grad():
+        assert not torch.vmap(attend)(*leaves).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    q, k, v = attention_inputs()
+    want = fp8.attention(q, k, v, return_lse=True), fp8.quantize(q)
+    torch.set_default_dtype(dtype)
+    try:
+        found = fp8.attention(q, k, v, return_lse=True), fp8.quantize(q)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for x, y in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
+        assert x.dtype == y.dtype and torch.equal(x.float(), y.float())
+
+
+def test_autocast() -> None:
+    q, k, v = attention_inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fp8.attention(q.float(), k.float(), v.float())
+    assert_bitwise_equal(found, fp8.attention(q, k, v))
+
+
+def test_signs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_known_signs", {})
+    monkeypatch.setattr(fp8, "_MOST_SIGNS", 3)
+    q, k, v = (x[:1, :8] for x in attention_inputs())
+    for seed in range(7):
+        fp8.attention(q, k, v, seed=seed)
+        assert len(fp8._known_signs) <= 3
 
 
 def test_no_gradient_of_a_gradient() -> None:

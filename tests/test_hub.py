@@ -52,6 +52,11 @@ def python(code: str, layout: Path, *arguments: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.parametrize("targets", ["80+PTX;90a", "80+PTX,90a", "80+PTX 90a;"])
+def test_targets_are_read_as_setup_reads_them(targets: str) -> None:
+    assert make_hub.architectures(targets) == ["8.0+PTX", "9.0a"]
+
+
 def test_the_layout(layout: Path) -> None:
     assert make_hub.complaints(layout) == []
     for name, backend in (("torch-cpu", "cpu"), (CUDA_VARIANT, "cuda")):

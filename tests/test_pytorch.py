@@ -117,6 +117,22 @@ def test_autocast_leaves_the_rest_alone(entry: str, gradients: bool, device: str
     assert all(x.dtype == torch.float32 for _, args, _ in rest for x in args[6:])  # lse
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_autocast_casts_nothing_that_is_refused(dtype: torch.dtype, device: str) -> None:
+    tensors = [torch.ones(1, 8, 2, 16, device=device).to(dtype) for _ in range(3)]
+    for entry in ENTRIES.values():
+        with torch.autocast(device, torch.bfloat16), pytest.raises((ValueError, RuntimeError)) as e:
+            entry(*tensors)
+        assert "q must be float16" in str(e.value)
+
+
+def test_meta_tensors_under_autocast() -> None:
+    tensors = [x.to("meta") for x in qkv("cpu", 1)]
+    for device in ("cpu", "cuda"):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cpu"):
+            assert flash_ext.attention(*tensors).shape == tensors[0].shape
+
+
 def test_autocast_leaves_float64_alone() -> None:
     tensors = qkv("cpu", 1, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
@@ -323,6 +339,23 @@ def test_vmap_of_packed_sequences(device: str) -> None:
     attend = lambda q, k, v: flash_ext.attention_varlen(q, k, v, cu_seqlens, cu_seqlens)  # noqa: E731
     for found, *one in zip(vmap(attend)(*tensors), *tensors, strict=True):
         assert_bitwise_equal(found, attend(*one))
+
+
+def test_vmap_refuses_what_a_call_refuses(device: str) -> None:
+    """Nothing is expanded that the op itself does not expand."""
+    q, k, v = qkv(device, SIZE, 2)
+    slopes = torch.rand(1, 4, device=device)
+    for tensors, options in (
+        ((q, k[:, :1], v[:, :1]), {}),
+        ((q[:, :1], k, v), {}),
+        ((q[:, 0], k[:, 0], v[:, 0]), {}),
+        ((q, k, v), {"alibi_slopes": slopes}),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as plain:
+            flash_ext.attention(*(x[0] for x in tensors), **options)
+        with pytest.raises((ValueError, RuntimeError)) as mapped:
+            vmap(partial(flash_ext.attention, **options))(*tensors)
+        assert str(mapped.value).split(", got")[0] == str(plain.value).split(", got")[0]
 
 
 def test_vmap_with_a_mask_for_each(device: str) -> None:

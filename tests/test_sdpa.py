@@ -99,6 +99,20 @@ def test_activate_and_restore(originals):
         assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
 
 
+def test_a_choice_of_backends_made_meanwhile_stays(originals):
+    """`restore` gives cuDNN's backend back, and changes nothing that was set after `activate`."""
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            sdpa.activate()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        sdpa.restore()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
 def test_with_block(originals):
     with pytest.raises(KeyError), sdpa.activated():
         assert overridden()

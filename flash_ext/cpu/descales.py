@@ -33,5 +33,5 @@ def channel_factors(descale: Tensor | None, v: Tensor) -> Tensor:
 
 def _one_number(descale: Tensor | None, x: Tensor) -> Tensor:
     if descale is None:
-        return torch.ones(1, 1, 1, 1, device=x.device)
+        return torch.ones(1, 1, 1, 1, dtype=torch.float32, device=x.device)
     return descale.reshape(1, 1, 1, 1)

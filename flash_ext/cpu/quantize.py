@@ -165,7 +165,8 @@ def _quantize_cpu(
         refuse("blocks", f"at least that of the longest sequence, {longest}", blocks)
     if scales == "block" and cu_seqlens is None and blocks != -(-x.shape[1] // SCALE_ROWS):
         refuse("blocks", f"ceil(seqlen / 128) = {-(-x.shape[1] // SCALE_ROWS)}", blocks)
-    amax = torch.zeros(descale_shape(x, scales, cu_seqlens, blocks), device=x.device)
+    shape = descale_shape(x, scales, cu_seqlens, blocks)
+    amax = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for b, y in enumerate(rotated):
         of_sequence = _amax(y, scales, keeps_nan=to_int8)
         if scales == "tensor":
@@ -196,7 +197,8 @@ def _token_mean_cpu(
     x: Tensor, *, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None
 ) -> Tensor:
     _check_rows(x, cu_seqlens, seqused)
-    mean = torch.zeros((batch_of(x, cu_seqlens), *x.shape[-2:]), device=x.device)
+    shape = (batch_of(x, cu_seqlens), *x.shape[-2:])
+    mean = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
         if rows.shape[0] > 0:
             mean[b] = rows.float().mean(0)

@@ -200,8 +200,8 @@ def _on_parts(op: Any, args: Any, options: dict[str, Any]) -> tuple[_Layout, Any
     layout = _Layout(_mesh((*args, *options.values())), q, k, v, options)
     q, k, v = (layout.local(name, x) for name, x in zip("qkv", args, strict=True))
     local = {name: layout.local(name, x) for name, x in options.items()}
-    core = layout.core(q, k, v)
-    if core is not None and op is ops.fwd:
+    core = layout.core(q, k, v) if op is ops.fwd else None
+    if core is not None:
         return layout, core.forward(q, k, v, _without_masks(local))[-2:]
     return layout, op(q, k, v, **local)
 

@@ -113,7 +113,8 @@ class Handle:
         if self._originals is not None:
             _override(False, False)
             self._originals = None  # its ops go with the library
-            torch.backends.cuda.enable_cudnn_sdp(self._cudnn)
+            if not torch.backends.cuda.cudnn_sdp_enabled():  # as it was left here
+                torch.backends.cuda.enable_cudnn_sdp(self._cudnn)
 
 
 def _original(name: str) -> Any:
@@ -187,7 +188,9 @@ _blocks: list[str | None] = []
 def activate() -> None:
     """Run the flash backend of SDPA on flash_ext, in the whole process, until `restore`.
 
-    It replaces another implementation, if one is active. A second call does nothing.
+    Call it outside of `torch.nn.attention.sdpa_kernel`, which sets torch's choice of backends back
+    when it ends, cuDNN's too. It replaces another implementation, if one is active. A second call
+    does nothing.
 
     Raises:
         RuntimeError: the CUDA kernels of flash_ext, of SDPA, or torch's interface are missing.

@@ -29,7 +29,8 @@ from .torch_private import (
 _fwd, _bwd = entry(fwd), entry(bwd)
 
 
-def _refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
+def refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
+    """The jvp of an autograd.Function that has none."""
     raise RuntimeError(
         "flash_ext: forward-mode derivatives (jvp, jacfwd, hessian) are not supported; "
         "flash_ext.reference.attention has them"
@@ -67,7 +68,7 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return out, lse
 
-    jvp = staticmethod(_refuse_tangents)
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -98,7 +99,7 @@ class _Backward(torch.autograd.Function):
         with below_autograd():
             return op(*tensors, **options)
 
-    jvp = staticmethod(_refuse_tangents)
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -146,13 +147,13 @@ node.define(library, _record_backward)
 # --- Autocast ---
 # Only of q, k and v: lse, slopes, sink and bias are meant to be float32. Gradients need no cast.
 
-_NOT_CAST = (torch.float64, *QK_8_BITS)
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def autocast_tensors(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's type, except those in float64 or of 8 bits."""
+    """Those of 16 and 32 bits in autocast's type, as torch's own ops; what is refused stays so."""
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype in _NOT_CAST else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x.dtype in _CAST else x for x in tensors)
 
 
 def _fwd_autocast(device_type: str) -> Callable[..., Any]:

@@ -30,8 +30,8 @@ def is_real(x: Tensor) -> bool:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for x's device."""
-    return in_autocast() and torch.is_autocast_enabled(x.device.type)
+    """Whether autocast is on for x's device. (torch knows no autocast for meta.)"""
+    return in_autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options: Any) -> Any:

@@ -23,12 +23,14 @@ from torch.library import register_fake
 
 from .checks import require_one_device
 from .schemas import library
+from .torch_private import register_no_gradient
 
 library.define(
     "combine_partial(Tensor(a!) out, Tensor(b!) lse, Tensor o_partial, Tensor lse_partial) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 combine_partial: Any = torch.ops.flash_ext.combine_partial.default
+register_no_gradient(library, combine_partial)
 
 
 def _combine_fake(out: Tensor, lse: Tensor, o_partial: Tensor, lse_partial: Tensor) -> None:

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.library import register_fake
 
 from .checks import refuse, require_one_device
-from .options import FP8, QK_8_BITS
+from .options import DESCALE_ROWS, FP8, QK_8_BITS
 from .schemas import library
+from .torch_private import register_no_gradient
 
 SCALES = ("tensor", "head", "block", "channel")
 """What shares a scale: the tensor; a head's rows; 128 rows of a head; a column of a head."""
 
-SCALE_ROWS = 128
+SCALE_ROWS = DESCALE_ROWS
 """Rows of a block scale."""
 
 
@@ -73,6 +74,10 @@ fp8_quantize = _define(
 fp8_token_mean = _define(
     "fp8_token_mean(Tensor x, *, Tensor? cu_seqlens=None, Tensor? seqused=None)", "Tensor"
 )
+
+
+register_no_gradient(library, fp8_quantize)
+register_no_gradient(library, fp8_token_mean)
 
 
 def _fp8_quantize_fake(

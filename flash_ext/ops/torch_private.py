@@ -142,6 +142,21 @@ def register_autograd_kernel(library: Library, op: Any, kernel: Callable[..., An
     library.impl(name, kernel_or_next, "Autograd", with_keyset=True)
 
 
+def register_no_gradient(library: Library, op: Any) -> None:
+    """Let an op of the library have no gradient: nothing is recorded, and its results need none.
+
+    On the CPU the kernels are Python, whose own calls of torch would be recorded otherwise; on CUDA
+    there is nothing to do, which costs no time.
+    """
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        with below_autograd():
+            return op(*arguments, **options)
+
+    register_autograd_kernel(library, op, kernel)
+    library.impl(op.overloadpacket.__name__, torch.library.fallthrough_kernel, "AutogradCUDA")
+
+
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply, for an op's Autograd kernel.
 

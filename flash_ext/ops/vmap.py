@@ -49,6 +49,30 @@ def _folded_options(
     return folded
 
 
+def _same_batch(
+    tensors: Any, dims: Any, options: dict[str, Any], option_dims: dict[str, int | None]
+) -> bool:
+    """Whether everything has one batch, for each element; the op itself says what is wrong."""
+
+    def batch_of(x: Tensor, dim: int | None) -> int:
+        return x.shape[0] if dim is None or dim > 0 else x.shape[1]
+
+    given = [(x, dim) for x, dim in zip(tensors, dims, strict=True) if x is not None]
+    if any(x.dim() - (dim is not None) not in (3, 4) for x, dim in given):
+        return False
+    batches = {batch_of(x, dim) for x, dim in given}
+    for name in option_dims.keys() & _OF_BATCH:
+        x, dim = options[name], option_dims[name]
+        rank = x.dim() - (dim is not None)
+        if rank == 0 or (ABOUT[name].factor and _is_one_number(name, x, dim)):
+            continue
+        if name == "alibi_slopes" and rank == 1:
+            continue
+        if not (name == "bias" and batch_of(x, dim) == 1):
+            batches.add(batch_of(x, dim))
+    return len(batches) == 1
+
+
 def _element(tree: Any, dims: Dims, index: int) -> Any:
     """The arguments of one element."""
     if isinstance(tree, dict):
@@ -96,6 +120,7 @@ def _rule(op: Any, sums_over_batch: Callable[[dict[str, Any]], bool]) -> Callabl
         option_dims = {name: every_dim[name] for name, x in options.items() if torch.is_tensor(x)}
         apart = (
             "cu_seqlens_q" in options
+            or not _same_batch(tensors, tensor_dims, options, option_dims)
             or options.get("dropout_p", 0.0) > 0
             or option_dims.get("sink") is not None
             or any(

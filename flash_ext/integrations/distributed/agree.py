@@ -1,7 +1,9 @@
-"""Ranks that disagree raise, all of them, instead of waiting for each other.
+"""Ranks that disagree in a new call raise, all of them, instead of waiting for each other.
 
 Before the first call of every new signature the ranks of a group exchange it: shapes, dtype,
-options. Later calls of the same signature exchange nothing.
+options. Later calls of the same signature exchange nothing. So where a call is new to some ranks
+and known to others, the former wait for an exchange that the latter do not enter, until the group's
+timeout.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import ops
 from ...functional import attention_options
 from ...ops.autograd import autocast_tensors
+from ...ops.call import autocasts
 from ...ops.checks import dtype_name, refuse, require_device, require_pair, require_tensors
 from ...ops.options import QK_8_BITS
 from .agree import agree
@@ -291,7 +292,7 @@ def attention(
         RuntimeError: a transfer failed or timed out; the message names it.
     """
     require_tensors(q=q, k=k, v=v)
-    if torch.is_autocast_enabled(q.device.type):
+    if autocasts(q):
         q, k, v = autocast_tensors(q.device.type, q, k, v)
     given = attention_options(
         q,

@@ -19,20 +19,35 @@ Options = dict[str, Any]
 """Options of the ops, without masks and sequences."""
 
 
-@lru_cache(maxsize=256)
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host on a device, which does not wait for them. The same ones are kept."""
+    return _on_device(numbers, dtype, device, stream_of(device))
+
+
+@lru_cache(maxsize=256)
+def _on_device(
+    numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
     return _moved(torch.tensor(numbers, dtype=dtype), device)
+
+
+def stream_of(device: torch.device) -> int:
+    """What a tensor that is kept is kept for: on another stream it may not be there yet."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=16)
 def orders(shards: Sharding, device: torch.device) -> tuple[Tensor, Tensor]:
     """The row of the sequence of each row of all ranks, one rank after the other, and the inverse:
     where each row of the sequence is then. On a device, which the host does not wait for."""
+    return _orders(shards, device, stream_of(device))
+
+
+@lru_cache(maxsize=16)
+def _orders(shards: Sharding, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     spans = itertools.chain(*shards.spans)
     rows = torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in spans])
     places = torch.empty_like(rows)

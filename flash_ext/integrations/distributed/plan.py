@@ -15,6 +15,7 @@ Keys that no query sees, and queries that see no key, are cut off first: then ne
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -86,10 +87,12 @@ def _segments(spans: Sequence[Span], documents: tuple[int, ...] | None) -> Itera
     at = 0
     for a, b in spans:
         bounds = documents if documents is not None else (min(a, 0), b)
-        for number, (first, last) in enumerate(itertools.pairwise(bounds)):
-            low, high = max(a, first), min(b, last)
+        number = max(bisect_right(bounds, a) - 1, 0)  # the document of row a
+        while number + 1 < len(bounds) and bounds[number] < b:
+            low, high = max(a, bounds[number]), min(b, bounds[number + 1])
             if low < high:
                 yield _Segment(at + low - a, low, high, number)
+            number += 1
         at += b - a
 
 
