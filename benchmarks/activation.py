@@ -6,18 +6,16 @@ in which the GPU often waits for the CPU. Their attention is F.scaled_dot_produc
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import common
 import torch
 import torch.nn.functional as F
 from common import Json
+from timing import step_times
 from torch import Tensor, nn
 
 from flash_ext.integrations import sdpa
@@ -159,22 +157,7 @@ class Steps:
         """The milliseconds of each of ``steps`` steps, after some that are not timed."""
         for _ in range(SKIPPED):
             self.step()
-        marks = [self.mark()]
-        for _ in range(steps):
-            self.step()
-            marks.append(self.mark())
-        if self.device.type != "cuda":
-            return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
-        torch.cuda.synchronize(self.device)
-        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-
-    def mark(self) -> Any:
-        """This moment, on the device's clock: a float, or an event on CUDA."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return [seconds * 1e3 for seconds in step_times(self.step, steps, self.device)]
 
 
 def measure(make: Callable[[int], Case], device: torch.device, rounds: int, steps: int) -> Json:

@@ -76,6 +76,7 @@ from providers import (
     running,
     variant,
     versions,
+    wrong,
 )
 from ratios import GOALS, fp8_findings, verdict, with_best
 from timing import METHOD, Timer
@@ -144,10 +145,9 @@ class Bench:
                 prepare = work.forward if cell.direction == "forward" else work.backward
                 call = prepare(provider, cell.causal)
                 whole, block = self.check(call(), provider, work.wanted(provider, exact))
-                if not (whole <= provider.limits[0] and block <= provider.limits[1]):
-                    reason = f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}"
-                    say(f"!!! {provider.label}, {cell}: {reason} !!!")
-                    results[provider.name] = {"skipped": reason, "wrong": True}
+                if bad := wrong(whole, block, provider.limits):
+                    say(f"!!! {provider.label}, {cell}: {bad['skipped']} !!!")
+                    results[provider.name] = bad
                     continue
                 device_seconds, host_seconds = self.timer.estimate(call)
                 slow = self.args.skip_slow

@@ -40,12 +40,11 @@ import torch
 from calls import Attend, Call, backward, forward
 from common import Json, say
 from providers import (
-    BLOCK_LIMIT,
-    WHOLE_LIMIT,
     Provider,
     collect,
     relative_error,
     running,
+    wrong,
 )
 from timing import METHOD, Timer
 from torch import Tensor
@@ -239,10 +238,9 @@ class Bench:
                 with context():
                     run, error, block = self.prepare(call, attend(), direction)
                 run = context_of_calls(context, run)
-                if not (error <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
-                    reason = f"WRONG RESULT: relative error {error:.2g}, worst block {block:.2g}"
-                    say(f"!!! {name}, {direction}: {reason} !!!")
-                    results[name] = {"skipped": reason, "wrong": True}
+                if bad := wrong(error, block):
+                    say(f"!!! {name}, {direction}: {bad['skipped']} !!!")
+                    results[name] = bad
                     continue
                 estimates[name] = self.timer.estimate(run)
             except Exception as failure:  # one option's failure must not end the run

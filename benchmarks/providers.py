@@ -313,6 +313,16 @@ class Workload:
         ]
 
 
+def wrong(
+    whole: float, block: float, limits: tuple[float, float] = (WHOLE_LIMIT, BLOCK_LIMIT)
+) -> Json | None:
+    """The entry of a provider whose results have these relative errors, where they are wrong."""
+    if whole <= limits[0] and block <= limits[1]:
+        return None
+    reason = f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}"
+    return {"skipped": reason, "wrong": True}
+
+
 def relative_error(got: Tensor, want: Tensor, block: int = Workload.BLOCK) -> tuple[float, float]:
     """Frobenius error of (B, S, H, D) tensors relative to ``want``: of the whole, and of the
     worst block of 64 rows of one head, where a single wrong tile shows. NaN counts as infinite."""

@@ -89,6 +89,23 @@ def balanced_orders(names: list[str]) -> list[list[str]]:
     return [order for pair in zip(orders, (x[::-1] for x in orders), strict=True) for order in pair]
 
 
+def step_times(step: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """Seconds of each of so many steps right after one another, on the device's clock."""
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(count):
+            step()
+            marks.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) * 1e-3 for begin, end in itertools.pairwise(events)]
+
+
 class Timer:
     """Times calls on one device; on the CPU with the wall clock and no flush."""
 

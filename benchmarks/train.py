@@ -50,17 +50,16 @@ import fp8_model
 import torch
 from common import Json, say
 from providers import (
-    BLOCK_LIMIT,
     PEERS,
     VARIANTS,
-    WHOLE_LIMIT,
     Provider,
     Workload,
     collect,
     relative_error,
     running,
+    wrong,
 )
-from timing import Timer
+from timing import Timer, step_times
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -176,24 +175,8 @@ class Trainee:
     def turn(self, steps: int) -> None:
         """A step that is not timed, then ``steps`` that are."""
         self.step()
-        marks = [self.mark()]
-        for _ in range(steps):
-            self.step()
-            marks.append(self.mark())
+        self.seconds += step_times(self.step, steps, self.device)
         self.rest()
-        for begin, end in itertools.pairwise(marks):
-            if isinstance(begin, float):
-                self.seconds.append(end - begin)
-            else:
-                self.seconds.append(begin.elapsed_time(end) * 1e-3)
-
-    def mark(self) -> float | torch.cuda.Event:
-        """This moment, on the device's clock."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def rest(self) -> None:
         """Wait for the device, and free the gradients: the next provider needs the memory."""
@@ -295,11 +278,8 @@ class Bench:
                 got = [work.forward(provider, causal)(), *map(provider.view, call())]
                 errors = [relative_error(x, want) for x, want in zip(got, exact, strict=True)]
                 whole, block = map(max, zip(*errors, strict=True))
-                if not (whole <= WHOLE_LIMIT and block <= BLOCK_LIMIT):
-                    result["skipped"] = (
-                        f"WRONG RESULT: relative error {whole:.2g}, worst block {block:.2g}"
-                    )
-                    result["wrong"] = True
+                if bad := wrong(whole, block):
+                    result |= bad
                     continue
                 result["error"] = float(f"{whole:.3g}")
                 estimates[name] = timer.estimate(call)

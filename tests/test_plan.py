@@ -345,6 +345,19 @@ def test_fa2_stands_in_for_fa3(fields: dict[str, object], why: str, native: Modu
     assert p.choose_backward("fa2") == ("fa2", "")
 
 
+@pytest.mark.parametrize(("batch", "fits"), [(999, True), (1000, False)])
+def test_tiles_of_packed_sequences_are_counted_with_padding(
+    batch: int, fits: bool, native: ModuleType
+) -> None:
+    """96 heads of so many sequences have 16,777,152 tiles, and with one more 16,777,248."""
+    lengths = {"seqlen_q": 173_761 * 128, "seqlen_k": 128}
+    dims = {"head_dim": 8, "head_dim_v": 8, "heads_q": 96, "heads_k": 1}
+    p = problem(native, varlen=True, batch=batch, **lengths, **dims)
+    variant, reason = p.choose_forward("fa3")
+    assert (variant == "fa3") == fits
+    assert fits or reason == "variant 'fa3' needs fewer than 2^24 tiles of 128 rows"
+
+
 def test_fa2_computes_the_gradients_of_empty_tensors(native: ModuleType) -> None:
     p = problem(native, seqlen_q=100, seqlen_k=0)
     assert p.choose_forward("fa3") == ("fa3", "")
