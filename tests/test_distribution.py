@@ -97,13 +97,28 @@ def test_a_deprecation_says_what_to_do(since: str, gone: str) -> None:
     assert caught[0].filename == __file__
 
 
-def test_deprecations_are_of_this_version_or_before() -> None:
-    now = tuple(map(int, flash_ext.__version__.split(".")[:2]))
+def out_of_time(text: str, version: str) -> list[str]:
+    """Deprecations in a module that this version is too early or too late for, by "since"."""
+
+    def number(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")[:2]))
+
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "deprecation.warn":
+            (since,) = (x.value.value for x in node.keywords if x.arg == "since")
+            if not number(since) <= number(version) < number(deprecation.removed_in(since)):
+                found.append(since)
+    return found
+
+
+def test_deprecations_begin_and_end_in_time() -> None:
+    call = 'deprecation.warn("old", "new", since="0.2")'
+    assert out_of_time(call, "0.1.9") == out_of_time(call, "0.3.0") == ["0.2"]
+    assert out_of_time(call, "0.2.5") == []
     for path in (ROOT / "flash_ext").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "deprecation.warn":
-                (since,) = (x.value.value for x in node.keywords if x.arg == "since")
-                assert tuple(map(int, since.split("."))) <= now, path
+        assert out_of_time(path.read_text(), flash_ext.__version__) == [], path
+        assert not re.search(r"from .*deprecation import", path.read_text()), path
 
 
 # --- The sdist ---
