@@ -97,14 +97,14 @@ def test_a_deprecation_says_what_to_do(since: str, gone: str) -> None:
     assert caught[0].filename == __file__
 
 
-def out_of_time(text: str, version: str) -> list[str]:
+def out_of_time(module: str, version: str) -> list[str]:
     """Deprecations in a module that this version is too early or too late for, by "since"."""
 
     def number(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(".")[:2]))
 
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(module)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "deprecation.warn":
             (since,) = (x.value.value for x in node.keywords if x.arg == "since")
             if not number(since) <= number(version) < number(deprecation.removed_in(since)):
