@@ -401,7 +401,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 class _TransformedAttend(torch.autograd.Function):
-    """`_Attend` for torch.vmap, torch.func and forward mode; torch.compile takes none with a jvp."""
+    """`_Attend` for torch.vmap, torch.func and forward mode. It has a jvp, so not for compilers."""
 
     generate_vmap_rule = True
     jvp = staticmethod(refuse_tangents)
