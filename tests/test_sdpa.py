@@ -289,6 +289,22 @@ def test_translation(layout, is_causal, scale, active):
     assert not any(x.calls for x in active.values())
 
 
+def test_what_has_no_backward_is_torchs(active):
+    """At head dim 248 of tests/native/host.cpp: torch could not go on with this forward."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.zeros(1, 2, 6, 248, dtype=dtype)
+        assert aten(FORWARD)(x, x, x)[0].shape == (1,)
+    assert len(active[FORWARD].calls) == 3
+
+
+def test_a_call_that_is_refused_says_nothing_of_others(active):
+    """Of 77 queries there is no kernel in tests/native/host.cpp."""
+    odd, usual = (torch.zeros(1, 2, n, 232, dtype=torch.bfloat16) for n in (77, 6))
+    assert aten(FORWARD)(odd, odd, odd)[0].shape == (1,)
+    assert aten(FORWARD)(usual, usual, usual)[0].shape == usual.shape
+    assert len(active[FORWARD].calls) == 1
+
+
 def layouts(**kind) -> Iterator[torch.Tensor]:
     """(B, H, S, D) tensors with rows in any order, with gaps, and expanded."""
     random.seed(0)
