@@ -4,8 +4,8 @@
 
 For benchmarks that ran at the same time on several GPUs, each in a checkout of its own
 (evidence.sh). Cells of compare*.json and train.json with the same device, versions and source are
-added to those here, or replace them if they are newer. Any other file of the same setup gives its
-parts that are newer or are not here; of another setup the newer file stays.
+added to those here, or replace them if they are newer. Parts of numerics.json and support.json
+likewise. Any other file replaces the one here if it is newer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cells import key
 from common import Json, say
 
 WITH_CELLS = ("compare.json", "compare_fp8.json", "train.json")
+WITH_PARTS = ("numerics.json", "support.json")  # which parts of everything.py add to
 
 
 def with_cells(here: Json, other: Json) -> Json:
@@ -51,9 +52,9 @@ def merge(source: Path, target: Path) -> None:
     here, other = common.read_json(target), common.read_json(source)
     if other is None or here == other:
         return
-    if here is not None and common.same_setup(here, other):
-        add = with_cells if target.name in WITH_CELLS else with_parts
-        common.write_json(target, add(here, other))
+    adds = dict.fromkeys(WITH_CELLS, with_cells) | dict.fromkeys(WITH_PARTS, with_parts)
+    if target.name in adds and here is not None and common.same_setup(here, other):
+        common.write_json(target, adds[target.name](here, other))
     elif here is None or here["date"] < other["date"]:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)

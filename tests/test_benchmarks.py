@@ -611,6 +611,11 @@ def test_parts_of_a_file_that_two_gpus_measured_are_merged(tmp_path: Path) -> No
         assert json.loads(target.read_text()) == here | other | {
             "support": {"window": None, "sink": "new"}
         }
+    target = tmp_path / "here" / "io.json"  # one run writes all of it
+    common.write_json(target, here | {"not_counted": "why"})
+    common.write_json(source, other)
+    merge.merge(source, target)
+    assert json.loads(target.read_text()) == other
 
 
 def test_failed_tests_run_again() -> None:

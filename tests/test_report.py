@@ -332,7 +332,7 @@ def test_the_best_speed_is_of_the_standard_grid() -> None:
     grid = [c for run in ("compare", "compare_full")
             for c in claims.standard_cells(results[run]["cells"], "forward")]  # fmt: skip
     speeds = {name: [c["providers"].get(name, {}).get("tflops", 0) for c in grid]
-              for name in ("fa1", "fa3")}  # fmt: skip
+              for name in ("fa1", "fa2", "fa3")}  # fmt: skip
     for name, found in speeds.items():
         finding = claims.of_peak(name, "forward", 0.1, "why")(results)
         assert finding is not None
