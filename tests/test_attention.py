@@ -637,3 +637,22 @@ def test_no_queries_in_deterministic_mode(variant: str, device: str) -> None:
     gradients = torch.autograd.grad(out, (q, k, v), out)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
     assert all(not x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("keys", (40, 500, 1000, 2500, 9000))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_infinite_value_when_decoding(variant: str, keys: int, device: str) -> None:
+    """It makes its column infinite, however the keys are split, and no other."""
+    if reason := device_unsupported_reason(variant, device):
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(keys)
+    q, k, v = (
+        torch.randn(1, rows, heads, 64, dtype=torch.float16, generator=generator).to(device)
+        for rows, heads in ((1, 8), (keys, 2), (keys, 2))
+    )
+    v[0, keys - 1, :, 5] = float("inf")
+    out = flash_ext.attention(q, k, v, variant=variant)
+    infinite = torch.zeros_like(out, dtype=torch.bool)
+    infinite[..., 5] = True
+    assert torch.equal(out.isposinf(), infinite)
+    assert out[~infinite].isfinite().all()

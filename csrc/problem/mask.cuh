@@ -4,6 +4,8 @@
 // from these two.
 #pragma once
 
+#include "problem/params.h"
+#include "problem/sequences.cuh"
 #include "tile/host_device.h"
 
 namespace flash_ext {
@@ -60,6 +62,11 @@ struct BandMask {
                keys.end <= key_range(queries.begin).end;
     }
 };
+
+FLASH_HOST_DEVICE constexpr BandMask mask_of(const AttentionParams& params,
+                                             const Sequence& sequence) {
+    return {sequence.seqlen_q, sequence.seqlen_k, params.window_left, params.window_right};
+}
 
 // The tiles that a tile sees, or that see it, in ascending order: tile(i), begin <= i < end.
 // Kernels go over the indices and ask here for the numbers of tiles. Under an interval mask these

@@ -169,7 +169,7 @@ struct BackwardTile {
         : params(p),
           head_k(head_k_),
           sequence(sequence_),
-          mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          mask(mask_of(p, sequence)),
           warp_key(warp_id() % Config::kWarpsKV * Config::kKeysPerWarp),
           warp_d(warp_id() / Config::kWarpsKV),
           smem(ptx::shared_address(dynamic_shared())) {}

@@ -4,8 +4,7 @@
 //     O = sum_p 2^((m_p - m) scale) l_p / l O_p
 //
 // Split p is attention over some of the keys, in float32, with the row maxima m_p and sums l_p of
-// its softmax. A split in which a row sees no key has l_p = 0 and does not count. A warp computes a
-// row.
+// its softmax. A split in which a row sees no key has l_p = 0 and does not count.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -19,85 +18,129 @@
 namespace flash_ext {
 
 inline constexpr int kCombineWarps = 4;
+inline constexpr int kCombineRows = 2;  // of a warp, so that more loads are in flight
+inline constexpr int kCombineRowsOfCta = kCombineWarps * kCombineRows;
+
+// Where a row of statistics lies in the tensors, across packed sequences.
+struct RowPlace {
+    int batch, head, row;
+};
+__device__ __forceinline__ RowPlace place_of_row(const ForwardParams& params, int row) {
+    const int flat_head = row / params.seqlen_q;
+    return {flat_head / params.heads_q, flat_head % params.heads_q, row % params.seqlen_q};
+}
+
+// Stores columns `col` and `col` + 1 of a row of O, as far as they exist.
+template <class Element>
+__device__ __forceinline__ void store_pair(Element* row, int col, int head_dim_v, float2 x) {
+    if (col >= head_dim_v) return;
+    const uint32_t pair = ptx::pack<Element>(x.x, x.y);
+    if (head_dim_v % 2 == 0) {
+        *reinterpret_cast<uint32_t*>(row + col) = pair;
+    } else {  // every other row begins inside a pair
+        auto* bits = reinterpret_cast<uint16_t*>(row + col);
+        bits[0] = static_cast<uint16_t>(pair);
+        if (col + 1 < head_dim_v) bits[1] = static_cast<uint16_t>(pair >> 16);
+    }
+}
 
 template <class Element, int kHeadDimV>
 __global__ void __launch_bounds__(32 * kCombineWarps, 6)
     combine_kernel(const __grid_constant__ ForwardParams params) {
     // Memory has no room for the partial results of 2^31 rows.
-    const int row = static_cast<int>(blockIdx.x) * kCombineWarps + warp_id();
-    const int64_t rows = statistics_rows(params);
-    if (row >= rows) return;
+    const int rows = static_cast<int>(statistics_rows(params));
+    const int first_row =
+        static_cast<int>(blockIdx.x) * kCombineRowsOfCta + warp_id() * kCombineRows;
+    if (first_row >= rows) return;
     const int lane = lane_id();
     const float scale = exponent_scale(params);
-    const auto statistics = [&](int split) {
-        return params.statistics_partial[split * rows + row];
+    const auto row_of = [&](int r) { return min_of(first_row + r, rows - 1); };
+    const auto statistics = [&](int split, int r) {
+        return params.statistics_partial[int64_t{split} * rows + row_of(r)];
     };
     ptx::wait_for_grid_before();
 
-    PartialStatistics partial{-INFINITY, 0.f};  // of the lane's first split
-    if (lane < params.num_splits) partial = statistics(lane);
-    float max = partial.max;
-    bool marked = is_marked(max);
+    PartialStatistics partial[kCombineRows];  // of the lane's first split
+    float max[kCombineRows];
+    uint32_t marked = 0;  // bit r: of row r
+#pragma unroll
+    for (int r = 0; r < kCombineRows; ++r) {
+        partial[r] = {-INFINITY, 0.f};
+        if (lane < params.num_splits) partial[r] = statistics(lane, r);
+        max[r] = partial[r].max;
+        marked |= uint32_t{is_marked(max[r])} << r;
+    }
 #pragma unroll 1
     for (int split = lane + 32; split < params.num_splits; split += 32) {
-        const float split_max = statistics(split).max;
-        max = fmaxf(max, split_max);
-        marked |= is_marked(split_max);
+#pragma unroll
+        for (int r = 0; r < kCombineRows; ++r) {
+            const float split_max = statistics(split, r).max;
+            max[r] = fmaxf(max[r], split_max);
+            marked |= uint32_t{is_marked(split_max)} << r;
+        }
     }
-    // The row of the tensors, across packed sequences.
-    const int flat_head = row / params.seqlen_q;
-    const int batch = flat_head / params.heads_q;
-    const int head = flat_head % params.heads_q;
-    const int query = row % params.seqlen_q;
-    if (__any_sync(0xffffffff, marked)) [[unlikely]] {
-        const Sequence sequence = sequence_at(params, batch, query);
-        return recompute_rows<Element>(params, sequence, head, query - sequence.q_begin, 1);
+    RowPlace place[kCombineRows];
+#pragma unroll
+    for (int r = 0; r < kCombineRows; ++r) {
+        place[r] = place_of_row(params, row_of(r));
+        max[r] = finite_max(warp_max(max[r]));
     }
-    max = finite_max(warp_max(max));
 
     constexpr int kPairs = ceil_div(kHeadDimV, 64);  // of adjacent columns, that a lane has
-    float2 out[kPairs] = {};
-    float sum = 0.f;
+    float2 out[kCombineRows][kPairs] = {};
+    float sum[kCombineRows] = {};
 #pragma unroll 1
     for (int first = 0; first < params.num_splits; first += 32) {
         const int splits = min_of(params.num_splits - first, 32);
-        if (first > 0 && lane < splits) partial = statistics(first + lane);
-        // Of the lane's split in the sum: 2^((m_p - m) scale) l_p.
-        const float share =
-            lane < splits ? ptx::ex2((partial.max - max) * scale) * partial.sum : 0.f;
-        sum += share;
-#pragma unroll 8
-        for (int split = 0; split < splits; ++split) {
-            const float weight = __shfl_sync(0xffffffff, share, split);
-            const auto* source =
-                reinterpret_cast<const float2*>(params.o_partial +
-                                                ((first + split) * rows + row) * kHeadDimV) +
-                lane;
+        float share[kCombineRows];  // of the lane's split in the sum: 2^((m_p - m) scale) l_p
 #pragma unroll
-            for (int j = 0; j < kPairs; ++j) {
-                if (kHeadDimV % 64 != 0 && j * 32 + lane >= kHeadDimV / 2) continue;
-                const float2 x = source[j * 32];
-                out[j].x += weight * x.x;
-                out[j].y += weight * x.y;
+        for (int r = 0; r < kCombineRows; ++r) {
+            if (first > 0 && lane < splits) partial[r] = statistics(first + lane, r);
+            share[r] =
+                lane < splits ? ptx::ex2((partial[r].max - max[r]) * scale) * partial[r].sum : 0.f;
+            sum[r] += share[r];
+        }
+#pragma unroll 4
+        for (int split = 0; split < splits; ++split) {
+#pragma unroll
+            for (int r = 0; r < kCombineRows; ++r) {
+                const float weight = __shfl_sync(0xffffffff, share[r], split);
+                const int64_t row_of_split = int64_t{first + split} * rows + row_of(r);
+                const auto* source =
+                    reinterpret_cast<const float2*>(params.o_partial + row_of_split * kHeadDimV) +
+                    lane;
+#pragma unroll
+                for (int j = 0; j < kPairs; ++j) {
+                    if (kHeadDimV % 64 != 0 && j * 32 + lane >= kHeadDimV / 2) continue;
+                    const float2 x = source[j * 32];
+                    out[r][j].x += weight * x.x;
+                    out[r][j].y += weight * x.y;
+                }
             }
         }
     }
-    sum = warp_sum(sum);
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    if (lane == 0) params.lse[row] = log_sum_exp(max, sum, scale);
-    Element* const target = row_pointer<Element>(params.out, batch, query, head);
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-        const int col = 2 * (j * 32 + lane);
-        const uint32_t pair = ptx::pack<Element>(out[j].x * inverse, out[j].y * inverse);
-        if (col >= params.head_dim_v) continue;
-        if (params.head_dim_v % 2 == 0) {
-            *reinterpret_cast<uint32_t*>(target + col) = pair;
-        } else {  // every other row begins inside a pair
-            auto* bits = reinterpret_cast<uint16_t*>(target + col);
-            bits[0] = static_cast<uint16_t>(pair);
-            if (col + 1 < params.head_dim_v) bits[1] = static_cast<uint16_t>(pair >> 16);
-        }
+    for (int r = 0; r < kCombineRows; ++r) {
+        sum[r] = warp_sum(sum[r]);
+        const float inverse = sum[r] == 0.f ? 0.f : 1.f / sum[r];
+        if (lane == 0) params.lse[row_of(r)] = log_sum_exp(max[r], sum[r], scale);
+        auto* const target =
+            row_pointer<Element>(params.out, place[r].batch, place[r].row, place[r].head);
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j)
+            store_pair(target, 2 * (j * 32 + lane), params.head_dim_v,
+                       {out[r][j].x * inverse, out[r][j].y * inverse});
+    }
+    marked = __reduce_or_sync(0xffffffff, marked);
+    if (marked == 0) [[likely]]
+        return;
+    __syncwarp();  // all lanes have written their results
+#pragma unroll 1
+    for (int r = 0; r < kCombineRows; ++r) {
+        if (!(marked >> r & 1)) continue;
+        const RowPlace at = place_of_row(params, row_of(r));
+        const Sequence sequence = sequence_at(params, at.batch, at.row);
+        recompute_rows<Element>(params, sequence, at.head, at.row - sequence.q_begin, 1);
     }
 }
 
@@ -108,8 +151,8 @@ cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl) 
     dispatch_head_dims(padded, [&](auto, auto dim_v) {
         dispatch_element(params.out_type, [&](auto element) {
             status = launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
-                ceil_div<int64_t>(statistics_rows(params), kCombineWarps), 32 * kCombineWarps, 0,
-                params, stream, {.pdl = pdl});
+                ceil_div<int64_t>(statistics_rows(params), kCombineRowsOfCta), 32 * kCombineWarps,
+                0, params, stream, {.pdl = pdl});
         });
     });
     return status;

@@ -28,8 +28,7 @@ template <class Element, bool kGeneral>
 __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParams& params,
                                                              const Sequence& sequence, int head,
                                                              int first_query) {
-    const BandMask mask{sequence.seqlen_q, sequence.seqlen_k, params.window_left,
-                        params.window_right};
+    const BandMask mask = mask_of(params, sequence);
     const float scale = kGeneral ? 1.f : params.scale_log2;
     OnlineSoftmax<16> softmax;
     if (params.sink != nullptr) softmax.begin_with(params.sink[head] * kLog2e * ptx::rcp(scale));

@@ -62,8 +62,7 @@ template <class Element>
 __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
                                                const Sequence& sequence, int head, int first_query,
                                                uint32_t wanted) {
-    const BandMask mask{sequence.seqlen_q, sequence.seqlen_k, params.window_left,
-                        params.window_right};
+    const BandMask mask = mask_of(params, sequence);
     const float scale = params.scale_log2;
     const Interval keys = mask.keys_of({first_query, first_query + 16});
     constexpr int kCols = 16;  // of O at a time, to save registers

@@ -141,7 +141,7 @@ struct Fa1Forward {
           head(flat_head % p.heads_q),
           sequence(warp_uniform<Config::kMayBeVarlen>(
               sequence_of<Config::kMayBeVarlen>(p, flat_head / p.heads_q))),
-          mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          mask(mask_of(p, sequence)),
           first_max(params.sink != nullptr && sequence.is_owned(params)
                         ? params.sink[head] * kLog2e / score_scale()
                         : -INFINITY),

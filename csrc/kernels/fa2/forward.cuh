@@ -121,7 +121,7 @@ struct Fa2Forward {
         : params(p),
           head(tile_coord.head),
           sequence(tile_coord.sequence),
-          mask{sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right},
+          mask(mask_of(p, sequence)),
           first_query(tile_coord.first_row),
           warp_row(warp_id() * Config::kRowsPerWarp),
           sQ(ptx::shared_address(dynamic_shared())),

@@ -740,14 +740,14 @@ inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_
     constexpr int kMaxTiles = 16;
     // 33.5 MiB, for leads of 33 heads of 1 MiB each (132 SMs, 4 tiles a head). The 32 MiB of
     // make_schedule(), which are the share for whole groups of heads, would exclude them.
-    constexpr int64_t kL2Share = int64_t{67} << 19;
+    constexpr int64_t kLeadShare = int64_t{67} << 19;
     const Schedule& schedule = params.schedule;
     if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
         schedule.tiles > kMaxTiles)
         return 0;
     const int lead = masked ? ceil_div(2 * multiprocessors(), schedule.tiles + 1)
                             : ceil_div(multiprocessors(), schedule.tiles);
-    const bool fits = lead * bytes_per_head <= kL2Share;
+    const bool fits = lead * bytes_per_head <= kLeadShare;
     return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
 }
 

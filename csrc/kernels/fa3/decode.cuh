@@ -217,7 +217,7 @@ struct Fa3Decode {
     __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
                                                   int block) const {
         const Interval keys = tile_interval(block, Config::kKeys);
-        if (params.has_options)  // packed GQA has no ALiBi, which uses first_query
+        if (params.has_options) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, false>{params, sequence, head}.apply(
                 rS, first_query, keys.begin);
         if (!mask.is_full({first_query, first_query + queries()}, keys))
@@ -225,8 +225,7 @@ struct Fa3Decode {
     }
 
     __device__ __forceinline__ void attend(Output& rO, Softmax& softmax) const {
-        const BandMask mask{sequence.seqlen_q, sequence.seqlen_k, params.window_left,
-                            params.window_right};
+        const BandMask mask = mask_of(params, sequence);
         const Interval keys = mask.keys_of({first_query, first_query + queries()});
         const VisibleTiles blocks =
             split_of(tiles_of(keys, Config::kKeys), split(), params.num_splits);
@@ -302,10 +301,11 @@ struct Fa3Decode {
         float4 out[kParts];
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {  // all loads before their first use
-            const int part = min_of(i, parts - 1);
-            load(part, max[i], offsetof(OfPart, max) + 4 * row);
-            load(part, sum[i], offsetof(OfPart, sum) + 4 * row);
-            load(part, out[i], row * sizeof(OfPart::out[0]) + 4 * col);
+            max[i] = -INFINITY, sum[i] = 0.f, out[i] = {};
+            if (i >= parts) continue;
+            load(i, max[i], offsetof(OfPart, max) + 4 * row);
+            load(i, sum[i], offsetof(OfPart, sum) + 4 * row);
+            load(i, out[i], row * sizeof(OfPart::out[0]) + 4 * col);
         }
         Four all{-INFINITY, 0.f, {}};
 #pragma unroll
@@ -313,8 +313,7 @@ struct Fa3Decode {
         const float finite = finite_max(all.max);
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
-            const float weight =
-                i < parts ? ptx::ex2((max[i] - finite) * params.exponent_scale) : 0.f;
+            const float weight = ptx::ex2((max[i] - finite) * params.exponent_scale);
             all.sum += weight * sum[i];
             all.out.x += weight * out[i].x;
             all.out.y += weight * out[i].y;

@@ -15,10 +15,6 @@ __device__ __forceinline__ void Fa3Forward<Config>::describe_next(QueryTile& til
     if constexpr (Config::kMayHaveSplits) {
         tile.split = work.tile_index % params.num_splits;
         work.tile_index /= params.num_splits;
-        const Schedule& schedule = params.schedule;
-        tile.number =
-            (work.batch * schedule.heads + work.head) * (schedule.tiles / params.num_splits) +
-            work.tile_index;
         if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
     }
     describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());

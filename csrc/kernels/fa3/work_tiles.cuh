@@ -22,7 +22,6 @@ struct QueryTile {
     VisibleTiles kv_tiles;
     int split;       // index of the split of the keys, in the forward
     bool large_lse;  // in the backward: does any row of the call have a reference?
-    int number;      // of the Q tile among all, in the forward
 
     __device__ __forceinline__ int& first_row() { return first_query; }
 };
@@ -40,11 +39,6 @@ struct KeyTile {
 
 __device__ __forceinline__ VisibleTiles warp_uniform(const VisibleTiles& tiles) {
     return {ptx::warp_uniform(tiles.begin), ptx::warp_uniform(tiles.end)};
-}
-
-__device__ __forceinline__ BandMask mask_of(const AttentionParams& params,
-                                            const Sequence& sequence) {
-    return {sequence.seqlen_q, sequence.seqlen_k, params.window_left, params.window_right};
 }
 
 // Describes a Q tile of `queries` queries. The last tile of a sequence comes first: under a causal
