@@ -3,6 +3,7 @@
     python benchmarks/distributed.py                       # all GPUs of this machine
     python benchmarks/distributed.py --ranks 2 --lengths 32768
     python benchmarks/distributed.py --documents --peers none
+    python benchmarks/distributed.py --lengths --train     # only examples/train_long.py's step
     python benchmarks/distributed.py --brief --minutes 8   # what has not begun by then is left out
     torchrun --nproc-per-node 4 benchmarks/distributed.py  # the same, also on several machines
     python benchmarks/distributed.py --device cpu          # a smoke test with gloo
@@ -10,9 +11,10 @@
 Causal self-attention with the heads of Llama 3.1 8B, one sequence of so many tokens in all, and
 --documents: packed causal documents whose lengths have a heavy tail. Every method of
 `flash_ext.integrations.distributed`, with the transport that it has there and with collectives;
-torch's context_parallel with each of its backends and
-rotations; and ring-flash-attn where it is installed. --brief leaves out what takes most of the
-time: the rows with collectives, and torch's flash backend.
+torch's context_parallel with each of its backends and rotations; and ring-flash-attn where it is
+installed. --train: a step of examples/train_long.py with this package, and with SDPA under
+context_parallel. --brief leaves out what takes most of the time: the rows with collectives, and
+torch's flash backend.
 
 Results go to benchmarks/results/<device>/distributed.json, each as soon as it is there. A run with
 the same device, versions and source digest adds its results to that file or replaces them.
@@ -51,24 +53,30 @@ from flash_ext.integrations.distributed.engines import CopyEngines
 from flash_ext.integrations.distributed.staging import Copy, Staging
 from flash_ext.integrations.distributed.transport import Collectives, Pending, Transport
 
+sys.path.append(str(common.ROOT / "examples"))
+import train_gpt  # noqa: E402
+import train_long  # noqa: E402
+
 LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
 DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
 PROJECTED_RANKS = (8, 16, 64, 256, 1024)
 MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
+TRAINED, STEPS = ("auto", "torch"), 5  # methods of train_long.py
 
 METHOD = (
     "Each rank is a process with one GPU. The providers are timed one after the other; before each "
     "call all ranks meet. A call's time is that between CUDA events (on a CPU the wall clock) on "
-    "the slowest rank, 'ms' the median of the rounds. Backward is one torch.autograd.grad call on"
-    " a graph that was built before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times "
-    "that backward, over all ranks. 'kernels_ms' is the method's kernels alone, on the slowest "
-    "rank and on keys that are there already, one call after the other, and 'share' that over "
-    "'ms'. 'silent_ms' is the whole method with every transfer left out: what 'ms' has more of is"
-    " communication that nothing hides. 'peak_bytes' is the most memory a rank's allocator held "
-    "during forward and backward, inputs included, 'shared_bytes' what it holds beside that for "
-    "copies of the others. 'model_ms' is the cost model's time with this machine's measured "
-    "kernels. torch's context_parallel is given as many KV heads as query heads, since it takes no "
-    "grouped ones: more K and V travel. 'launch_bound' marks a call that the CPU may have delayed."
+    "the slowest rank, 'ms' the median of the rounds, of which there is one where a call takes "
+    "longer than --seconds. Backward is one torch.autograd.grad call on a graph that was built "
+    "before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all "
+    "ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are "
+    "there already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
+    "method with every transfer left out: what 'ms' has more of is communication that nothing "
+    "hides. 'peak_bytes' is the most memory a rank's allocator held during forward and backward, "
+    "inputs included, 'shared_bytes' what it holds beside that for copies of the others. "
+    "'model_ms' is the cost model's time with this machine's measured kernels. torch's "
+    "context_parallel is given as many KV heads as query heads where it takes no grouped ones: "
+    "more K and V travel then. 'launch_bound' marks a call that the CPU may have delayed."
 )
 
 
@@ -295,7 +303,21 @@ class Kernels:
 
 
 def torchs(ranks: Ranks, backend: str, rotation: str) -> Provider:
-    """torch's context_parallel: causal, equal heads, its own zigzag."""
+    """torch's context_parallel: causal, its own zigzag; with every query head's own K and V where
+    it does not take grouped ones."""
+    shape = ranks.cell.shape
+    try:
+        grouped = torchs_with(ranks, backend, rotation, shape.heads_k)
+        with grouped.around():
+            grouped.backward_of(grouped.forward())()
+        return grouped
+    except Exception as wrong:  # on every rank
+        say(f"torch's context_parallel, grouped heads: {first_line(wrong)}")
+        return torchs_with(ranks, backend, rotation, shape.heads_q)
+
+
+def torchs_with(ranks: Ranks, backend: str, rotation: str, heads_k: int) -> Provider:
+    """The same with this many heads of K and V."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -305,7 +327,7 @@ def torchs(ranks: Ranks, backend: str, rotation: str) -> Provider:
     if cell.documents is not None:
         raise NotImplementedError("context_parallel has no documents")
     mesh = init_device_mesh(ranks.device.type, (cell.ranks,))
-    leaves, dout = ranks.inputs(cell.rows // cell.ranks, cell.shape.heads_q)
+    leaves, dout = ranks.inputs(cell.rows // cell.ranks, heads_k)
     heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
 
     @contextlib.contextmanager
@@ -320,11 +342,13 @@ def torchs(ranks: Ranks, backend: str, rotation: str) -> Provider:
 
     return Provider(
         f"torch {backend.lower()} {rotation}",
-        lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True),
+        lambda: F.scaled_dot_product_attention(
+            *heads_first, is_causal=True, enable_gqa=heads_k != cell.shape.heads_q
+        ),
         tuple(heads_first),
         dout.transpose(1, 2),
         around,
-        {"heads_k": cell.shape.heads_q},
+        {"heads_k": heads_k},
     )
 
 
@@ -417,7 +441,12 @@ class Clock:
 
     def median(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Seconds of each call on the slowest rank; they take turns. `late` names those that the
-        CPU delayed in most rounds, on any rank."""
+        CPU delayed in most rounds, on any rank. Calls that take longer than all rounds may are
+        measured once."""
+        self.late = set()
+        first = {name: self.slowest(self.once(call)[0]) for name, call in calls.items()}
+        if sum(first.values()) > self.limit:
+            return first
         for call in calls.values():
             for _ in range(WARM_UP):
                 call()
@@ -529,12 +558,14 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
                 same = layout, method == "ulysses"
                 if same not in kernels:
                     kernels[same] = kernel_times(ranks, clock, *same, args.backward)
-                alone = ours(ranks, method, layout, transport or "auto", moves=False)
-                measured = measure(alone, clock, cell, args.backward)
                 for which, seconds in kernels[same].items():
                     result[which]["kernels_ms"] = seconds * 1e3
                     result[which]["share"] = seconds * 1e3 / result[which]["ms"]
-                    result[which]["silent_ms"] = measured[which]["ms"]
+                if result["forward"]["ms"] < 1e3 * args.seconds:
+                    alone = ours(ranks, method, layout, transport or "auto", moves=False)
+                    measured = measure(alone, clock, cell, args.backward)
+                    for which in kernels[same]:
+                        result[which]["silent_ms"] = measured[which]["ms"]
                 engines = result["transport"] == "copy_engines"
                 machine = machine_with(kernels[same], cell, device, engines)
                 add_model(result, method, cell, machine)
@@ -551,6 +582,8 @@ def line_of(result: Json) -> str:
     head = f"{result['kind']} {result['rows']:>8,} on {result['ranks']}  {result['provider']:<34}"
     if "error" in result:
         return f"{head}left out: {result['error']}"
+    if "losses" in result:
+        return f"{head}{result['tokens_per_second']:,.0f} tokens/s, loss {result['losses'][-1]:.3f}"
     parts = []
     for name in ("forward", "backward"):
         if name in result:
@@ -588,7 +621,8 @@ def projection(results: list[Json]) -> list[Json]:
 def cells(args: argparse.Namespace, ranks: int, cpu: bool) -> Iterator[Cell]:
     """All that are asked for."""
     shape = Shape(2 * ranks, ranks, 16) if cpu else Shape()
-    for rows in args.lengths or (CPU_LENGTHS if cpu else LENGTHS):
+    lengths = (CPU_LENGTHS if cpu else LENGTHS) if args.lengths is None else args.lengths
+    for rows in lengths:
         yield Cell("causal", rows, ranks, shape)
     if args.documents:
         rows = CPU_DOCUMENT_TOKENS if cpu else DOCUMENT_TOKENS
@@ -618,13 +652,49 @@ def work(
             if first:
                 say(line_of(result))
                 store(found)
+    for method in TRAINED if args.train and time.monotonic() < end else ():
+        found.append(training(method, args.device))
+        if first:
+            say(line_of(found[-1]))
+            store(found)
     return found
+
+
+def training(method: str, device: str) -> Json:
+    """Speed of examples/train_long.py's step."""
+    names = ("layers", "heads", "kv_heads", "width", "seq")
+    sizes = dict(zip(names, train_long.SIZES[device], strict=False))
+    ranks = dist.get_world_size()
+    place = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+    config = train_gpt.Config(
+        **sizes, batch=1, steps=STEPS, device=place, megabytes=max(2, 4e-6 * sizes["seq"]),
+        rate=3e-4,
+    )  # fmt: skip
+    result = {"kind": "training", "rows": config.seq, "ranks": ranks, "provider": method} | {
+        name: sizes[name] for name in names[:-1]
+    }
+    _arrived.clear()
+    _silent_staging.clear()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    asked = argparse.Namespace(method=method, layout="zigzag", recompute=True)
+    try:
+        losses, seconds = train_long.train(config, asked)
+    except Exception as wrong:  # on every rank
+        return result | {"error": first_line(wrong)}
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
+    step = statistics.median(seconds)
+    return result | {
+        "seconds": step, "tokens_per_second": config.seq / step, "losses": losses,
+    } | peak  # fmt: skip
 
 
 def failed(found: list[Json]) -> int:
     """1 if a method of this package has an error in place of a result."""
     names = [x["provider"].split()[0].removeprefix("two_level_") for x in found if "error" in x]
-    return int(any(name in cp.METHODS for name in names))
+    return int(any(name in ("auto", *cp.METHODS) for name in names))
 
 
 class ResultFile:
@@ -686,6 +756,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     add("--methods", nargs="*", default=list(cp.METHODS), choices=cp.METHODS)
     add("--two-level", action="store_true", help="two levels too, from 4 ranks on")
     add("--documents", action="store_true", help="packed documents too")
+    add("--train", action="store_true", help="a training step, too")
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
     add("--peers", choices=["all", "none"], default="all")
     add("--brief", action="store_true", help="without collectives and torch's flash backend")

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/train_long.py --device cpu      # small, with gloo
 
 Every rank holds its rows of each sequence: embeddings, MLPs and the loss need nothing else.
-Only attention does, `flash_ext.integrations.distributed.attention`, which is given the group. Every
-rank has the whole model, and gradients are added up over the ranks after each step. The model and
-its text are those of train_gpt.py.
+Only attention does: `flash_ext.integrations.distributed.attention`, or with --method torch SDPA
+under torch's context_parallel. Every rank has the whole model, and gradients are added up over the
+ranks after each step. The model and its text are those of train_gpt.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -68,16 +70,51 @@ def add_up_gradients(model: nn.Module) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
+@contextmanager
+def attention_of(
+    config: train_gpt.Config, method: str, layout: str
+) -> Iterator[train_gpt.Attention]:
+    """The attention of a method, which works inside the context."""
+    if method != "torch":
+        yield lambda q, k, v: cp.attention(
+            q, k, v, causal=True, seqlen=config.seq, method=method, layout=layout
+        )
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if layout != "zigzag":
+        raise ValueError("torch's context_parallel has its rows in the zigzag layout")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # with K and V of its own a head
+        group = q.shape[2] // k.shape[2]
+        return train_gpt.sdpa(q, *(x.repeat_interleave(group, 2) for x in (k, v)))
+
+    device = torch.device(config.device).type
+    ranks = dist.get_world_size()
+    buffer = torch.zeros(2 * ranks, device=config.device)  # it cannot do without one
+    mesh = init_device_mesh(device, (ranks,))
+    fastest = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with (
+        sdpa_kernel(fastest, set_priority=True),
+        context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]),
+    ):
+        yield attention
+
+
 def train(config: train_gpt.Config, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Losses per token and seconds of every step."""
+    with attention_of(config, args.method, args.layout) as attention:
+        return train_with(attention, config, args)
+
+
+def train_with(
+    attention: train_gpt.Attention, config: train_gpt.Config, args: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """The same with this attention."""
     torch.manual_seed(config.seed)  # the same weights on every rank
     device = torch.device(config.device)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cp.attention(
-            q, k, v, causal=True, seqlen=config.seq, method=args.method, layout=args.layout
-        )
-
     model = LongGPT(config, attention, args.recompute).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, betas=(0.9, 0.95))
     positions = cp.position_ids(config.seq, layout=args.layout, device=device)
@@ -116,7 +153,7 @@ def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
     for name in ("layers", "heads", "kv-heads", "width", "seq", "steps"):
         add(f"--{name}", type=int)
     add("--batch", type=int, default=1)
-    add("--method", default="auto", choices=["auto", *cp.METHODS])
+    add("--method", default="auto", choices=["auto", *cp.METHODS, "torch"])
     add("--layout", default="zigzag", choices=["zigzag", "contiguous"])
     add("--recompute", action=argparse.BooleanOptionalAction, default=True,
         help="keep only the inputs of blocks for the backward pass")  # fmt: skip

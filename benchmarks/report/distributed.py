@@ -25,7 +25,12 @@ def _speed(result: Json, which: str) -> str:
 def _provider(result: Json) -> str:
     """Its name, and what makes it unlike the others."""
     over = f", over {result['over']}" if "over" in result else ""
-    return result["provider"] + over + (", no GQA" if "torch" in result["provider"] else "")
+    return result["provider"] + over + (", no GQA" if _is_expanded(result) else "")
+
+
+def _is_expanded(result: Json) -> bool:
+    """Was a peer given as many KV heads as query heads?"""
+    return "torch" in result["provider"] and result["heads_k"] == result["heads_q"]
 
 
 def _modelled(result: Json) -> str:
@@ -46,11 +51,28 @@ def speed_table(cells: list[Json]) -> str:
             _modelled(c),
         ]
         for c in cells
-        if "error" not in c
     ]
     head = ["sequence", "provider", "forward, TFLOP/s a GPU", "backward", "GiB a GPU",
             "model / measured"]  # fmt: skip
     return table(head, rows, words=2)
+
+
+def training_table(rows: list[Json]) -> str:
+    """A training step with each attention."""
+    names = {"auto": "flash_ext", "torch": "SDPA under context_parallel, no GQA"}
+    body = [
+        [
+            f"{r['layers']} layers of width {r['width']}, {r['heads']}/{r['kv_heads']} heads,"
+            f" {r['rows']:,} tokens, {r['ranks']} GPUs",
+            names[r["provider"]],
+            f"{r['tokens_per_second']:,.0f}",
+            f"{r['losses'][0]:.3f} to {r['losses'][-1]:.3f}",
+            f"{r['peak_bytes'] / 2**30:.1f}",
+        ]
+        for r in rows
+    ]
+    head = ["examples/train_long.py", "attention", "tokens/s", "loss", "GiB a GPU"]
+    return table(head, body, words=2)
 
 
 def left_out(cells: list[Json]) -> list[str]:
@@ -79,9 +101,16 @@ def distributed_section() -> str:
         if result is None:
             continue
         missing = left_out(result["cells"])
+        cells = [c for c in result["cells"] if "error" not in c]
+        steps = [c for c in cells if c["kind"] == "training"]
         parts += [
             f"{result['device']}: {provenance(result)}. {METHOD}",
-            speed_table(result["cells"]),
+            speed_table([c for c in cells if c not in steps]),
+            *(
+                [f"Training, the median of {len(steps[0]['losses'])} steps:", training_table(steps)]
+                if steps
+                else []
+            ),
             *(["Not measured:\n\n" + "\n".join(missing)] if missing else []),
         ]
         if result["projection"]:
