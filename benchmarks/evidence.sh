@@ -63,7 +63,7 @@ case $what in
         mps=$(mktemp -d)
         if start_mps >"$OUT/mps.log" 2>&1; then
             jobs=(--jobs "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits |
-                awk '{ n = int($1 / 13000); jobs += n < 8 ? n : 8 } END { print jobs }')")
+                awk '{ n = int($1 / 10000); jobs += n < 8 ? n : 8 } END { print jobs }')")
         else
             stop_mps >>"$OUT/mps.log" 2>&1
         fi

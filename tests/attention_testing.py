@@ -678,6 +678,11 @@ class Expected(NamedTuple):
     """`sizes`, of the results whose rows are judged one by one."""
 
 
+def _error_of_p(dtype: torch.dtype) -> float:
+    """P = exp(S - lse) is as wrong as S - lse, whose rounding error grows with it."""
+    return 16 * torch.finfo(statistics_dtype(dtype)).eps
+
+
 def sizes(
     problem: Problem, inputs: Inputs, ref: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -711,8 +716,9 @@ def sizes(
         found["dk"] = found["dk"] + tiny * q.unflatten(-2, (-1, group)).norm(dim=-2)
         dout = dout.nan_to_num(0.0).norm(dim=-3, keepdim=True).unflatten(-2, (-1, group))
         found["dv"] = found["dv"] + smallest * dout.norm(dim=-2)
-    if problem.softcap:  # what float32 leaves of 1 - tanh^2 where that is nearly 0
-        ratio = torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
+    if problem.softcap:
+        # Where 1 - tanh^2 is nearly 0 it is as wrong as tanh, which kernels find from P and lse.
+        ratio = _error_of_p(problem.dtype) / torch.finfo(problem.dtype).eps
         for name in names:
             found[name] = found[name] + ratio * _largest(found[name])
     return found
@@ -762,8 +768,7 @@ def _assert_rows_accurate(
     """The rule for each row, and for the direction of all of them. In float64."""
     if x.numel() == 0:
         return
-    # P = exp(S - lse) is as wrong as S - lse, whose rounding error grows with it.
-    eps = torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
+    eps = torch.finfo(dtype).eps + _error_of_p(dtype)
     # What numbers near 0 are rounded to: the type's smallest, one of fp16's grid; and exponentials
     # below 2^-126 to 0, whose products with dP and q are larger, and summed.
     limits = torch.finfo(dtype)

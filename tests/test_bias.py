@@ -236,3 +236,12 @@ def test_bias_past_2_31_elements(
         assert not actual["dbias"].any(), "the other rows have no gradient"
         actual["dbias"] = sample
     assert_accurate(actual, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("variant", ("fa1", "fa2"))
+def test_a_bias_without_columns_hides_all_keys(variant: str, device: str) -> None:
+    """It has no elements, and so no address."""
+    lengths = {"seqlen_q": 70, "seqlen_k": 4, "lengths_q": (3, 70), "lengths_k": (4, 2)}
+    problem = Problem(**lengths, bias="bhqk", bias_short=4)
+    assert make_inputs(problem, device).bias.shape[-1] == 0
+    check(problem, variant, device)

@@ -165,7 +165,7 @@ def check_benchmark(ranks: int, device: str) -> None:
     import distributed as benchmark
 
     benchmark.WARM_UP, benchmark.FEWEST_ROUNDS = 0, 1
-    small = ["--device", device, "--lengths", "32", "--seconds", "0", "--methods"]
+    small = ["--device", device, "--lengths", "32", "--seconds", "0.1", "--methods"]
     for given in (["all_gather", "ring", "ulysses"], ["all_gather", "--documents"]):
         stored: list[int] = []
         args = benchmark.parse([*small, *given])

@@ -57,7 +57,9 @@ const T* data_of(const std::optional<Tensor>& tensor) {
 
 Bias bias_of(const Tensor& tensor) {
     Bias bias;
-    bias.data = tensor.data_ptr();
+    // One without elements has no address, but it hides every key of its sequences.
+    static constexpr char kNoElements = 0;
+    bias.data = tensor.numel() > 0 ? tensor.data_ptr() : &kNoElements;
     if (tensor.scalar_type() == ScalarType::Float) bias.type = BiasType::kFloat32;
     if (tensor.scalar_type() == ScalarType::Bool) bias.type = BiasType::kBool;
     bias.paired = reinterpret_cast<uintptr_t>(bias.data) % (2 * tensor.element_size()) == 0;
