@@ -6,12 +6,12 @@
 #
 #     bash tests/sanitize.sh [tool ...]
 #
-# May be set: PYTHON, SECONDS_PER_TOOL (200), COMPUTE_SANITIZER (its path).
+# May be set: PYTHON, SECONDS_PER_TOOL (300), COMPUTE_SANITIZER (its path).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
-LIMIT=${SECONDS_PER_TOOL:-200}
+LIMIT=${SECONDS_PER_TOOL:-300}
 SANITIZER=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer)}
 SANITIZER=${SANITIZER:-${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer}
 [ -x "$SANITIZER" ] || { echo "compute-sanitizer is neither on PATH nor in \$CUDA_HOME/bin"; exit 2; }

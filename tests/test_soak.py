@@ -1,12 +1,15 @@
 """Random problems for as long as --soak says: `make soak`. Without that option nothing is here.
 
 Would catch what no grid thought of: a combination of lengths and options. Every run draws others; a
-failure prints the smallest problem that fails, ready to be pasted into a test.
+failure prints the smallest problem that fails, ready to be pasted into a test; before that, since
+the search for it takes minutes, the first one. The problem that is running is in
+build/soak_<variant>.txt, for what never ends.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from attention_testing import VARIANTS, Problem, check, runnable
@@ -15,12 +18,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 LONGEST = {"cpu": 200, "cuda": 1500}
+RUNNING = Path(__file__).resolve().parents[1] / "build"
 AT_ONCE = 100  # hypothesis counts examples; the clock is looked at in between
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_soak(variant: str, device: str, pytestconfig: pytest.Config) -> None:
+    RUNNING.mkdir(exist_ok=True)
+    running = RUNNING / f"soak_{variant}.txt"
     stop = time.monotonic() + pytestconfig.option.soak
     done = 0
     failed = False  # then hypothesis calls again, also when time is over
@@ -37,13 +43,18 @@ def test_soak(variant: str, device: str, pytestconfig: pytest.Config) -> None:
         nonlocal done, failed
         if time.monotonic() >= stop and not failed:
             return
+        problem = runnable(variant, drawn)
+        running.write_text(f"{problem}, deterministic={deterministic}\n")
         try:
-            check(runnable(variant, drawn), variant, device, deterministic=deterministic)
-        except Exception:
+            check(problem, variant, device, deterministic=deterministic)
+        except Exception as error:
+            if not failed:
+                print(f"{error}\n{running.read_text()}", flush=True)
             failed = True
             raise
         done += 1
 
     while time.monotonic() < stop:
         seed(time.time_ns())(some)()
+    running.unlink(missing_ok=True)
     print(f"{done} problems")
