@@ -31,7 +31,12 @@ FA3_BACKWARD = (
     "at d 128 flash-attn 4 takes fewer cycles for the same traffic, at a lower clock; why is not"
     " known (docs/notes/010-fa3-backward.md)"
 )
+FA3_FORWARD = (
+    "512 tokens take as long as their bytes; why cuDNN needs less there is not known"
+    " (docs/notes/022-short-sequences.md)"
+)
 OPEN = "the reason is not known yet"
+REASONS = {("fa3", "forward"): FA3_FORWARD, ("fa3", "backward"): FA3_BACKWARD}
 
 
 def verdict(reached: bool, why: str = OPEN) -> str:
@@ -48,7 +53,7 @@ def goal_rows(goal: Goal, cells: list[Json], names: dict[str, str]) -> list[list
     if not values:
         return [[every, UNKNOWN, ""]]
     whole = len(values) == GRID
-    why = FA3_BACKWARD if (goal.ours, goal.direction) == ("fa3", "backward") else OPEN
+    why = REASONS.get((goal.ours, goal.direction), OPEN)
     reached, mean = sum(v >= goal.least for v in values), geometric_mean(values)
     return [
         [
