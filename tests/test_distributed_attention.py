@@ -180,6 +180,11 @@ def check_benchmark(ranks: int, device: str) -> None:
         assert {x["kind"] for x in found} == {"causal", *(["documents"] if len(given) == 2 else [])}
         for row in benchmark.projection(found):
             assert all(0 < x["share"] <= 1 for x in row["methods"].values())
+    no_cells = ["--device", device, "--lengths", "--train"]
+    ours, torchs = benchmark.work(benchmark.parse(no_cells))  # that of torch may not run on a CPU
+    assert (ours["kind"], ours["provider"], torchs["provider"]) == ("training", "auto", "torch")
+    assert ours["tokens_per_second"] > 0 and len(ours["losses"]) == benchmark.STEPS
+    assert max(ours["losses"]) < 8, "of a byte, untrained 5.5"
     assert benchmark.work(benchmark.parse([*small, "ring", "--minutes", "0"])) == []
     assert benchmark.failed(found) == 0
     with mock.patch.object(benchmark, "measure", side_effect=RuntimeError("why")):
