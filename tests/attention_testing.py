@@ -690,8 +690,8 @@ def sizes(
 
     P |V| for out, and P^T |dO| for dV. In dS = P (dP - D) an error of D = rowsum(dO * O) meets each
     P, and the sum of P K is the gradient of lse: so dQ, dK and dbias have that much in addition.
-    dS and P below the type's smallest normal number are rounded to a grid, half a step each, as if
-    they had that size: in out, dQ, dK and dV these errors meet rows of V, K, Q and dO.
+    O, dS and P below the type's smallest normal number are rounded to a grid, half a step each, as
+    if they had that size: in D, out, dQ, dK and dV these errors meet dO and rows of V, K, Q and dO.
     """
     inputs = inputs.upcast(torch.float64)
     leaves = inputs.leaves()
@@ -704,21 +704,22 @@ def sizes(
     options = {"allow_unused": True, "materialize_grads": True}
     dout = inputs.dout.abs()
     (found["dv"],) = torch.autograd.grad(out, leaves["dv"], dout, retain_graph=True, **options)
-    delta = (dout * ref["out"]).norm(dim=-1).mT  # of the errors of this many products
+    smallest = torch.finfo(problem.dtype).tiny
+    rounded = ref["out"].abs().clamp_min(smallest)
+    delta = (dout * rounded).norm(dim=-1).mT  # of the errors of this many products
     shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
     found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
-    smallest = torch.finfo(problem.dtype).tiny
-    tiny = smallest * (problem.scale or inputs.q.shape[-1] ** -0.5)
+    kept = smallest / (1 - problem.dropout_p)
+    tiny = kept * (problem.scale or inputs.q.shape[-1] ** -0.5)
     if inputs.q.numel() and inputs.k.numel():  # rows of k that are not in use may be NaN
         q, k = (x.detach().nan_to_num(0.0).norm(dim=-3, keepdim=True) for x in (inputs.q, inputs.k))
         group = q.shape[-2] // k.shape[-2]
         found["dq"] = found["dq"] + tiny * k.repeat_interleave(group, dim=-2)
         found["dk"] = found["dk"] + tiny * q.unflatten(-2, (-1, group)).norm(dim=-2)
         dout = dout.nan_to_num(0.0).norm(dim=-3, keepdim=True).unflatten(-2, (-1, group))
-        found["dv"] = found["dv"] + smallest * dout.norm(dim=-2)
+        found["dv"] = found["dv"] + kept * dout.norm(dim=-2)
         # Without dropout a row's largest P, 1, makes this little.
         v = inputs.v.detach().nan_to_num(0.0).norm(dim=-3, keepdim=True)
-        kept = smallest / (1 - problem.dropout_p)
         found["out"] = found["out"] + kept * v.repeat_interleave(group, dim=-2)
     if problem.softcap:
         # Where 1 - tanh^2 is nearly 0 it is as wrong as tanh, which kernels find from P and lse.
