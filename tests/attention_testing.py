@@ -699,28 +699,35 @@ def sizes(
     out, lse = attend(problem, inputs, flash_ext.reference)
     found = {"out": out.detach()}
     names = [name for name in ("dq", "dk", "dbias") if name in leaves]
-    if inputs.dout is None:
-        return found | {name: ref[name].abs() for name in names}
-    options = {"allow_unused": True, "materialize_grads": True}
-    dout = inputs.dout.abs()
-    (found["dv"],) = torch.autograd.grad(out, leaves["dv"], dout, retain_graph=True, **options)
     smallest = torch.finfo(problem.dtype).tiny
-    rounded = ref["out"].abs().clamp_min(smallest)
-    delta = (dout * rounded).norm(dim=-1).mT  # of the errors of this many products
-    shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
-    found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
-    kept = smallest / (1 - problem.dropout_p)
-    tiny = kept * (problem.scale or inputs.q.shape[-1] ** -0.5)
-    if inputs.q.numel() and inputs.k.numel():  # rows of k that are not in use may be NaN
-        q, k = (x.detach().nan_to_num(0.0).norm(dim=-3, keepdim=True) for x in (inputs.q, inputs.k))
-        group = q.shape[-2] // k.shape[-2]
-        found["dq"] = found["dq"] + tiny * k.repeat_interleave(group, dim=-2)
-        found["dk"] = found["dk"] + tiny * q.unflatten(-2, (-1, group)).norm(dim=-2)
-        dout = dout.nan_to_num(0.0).norm(dim=-3, keepdim=True).unflatten(-2, (-1, group))
-        found["dv"] = found["dv"] + kept * dout.norm(dim=-2)
+    if inputs.dout is None:
+        dout = None
+        found |= {name: ref[name].abs() for name in names}
+    else:
+        options = {"allow_unused": True, "materialize_grads": True}
+        dout = inputs.dout.abs()
+        (found["dv"],) = torch.autograd.grad(out, leaves["dv"], dout, retain_graph=True, **options)
+        rounded = ref["out"].abs().clamp_min(smallest)
+        delta = (dout * rounded).norm(dim=-1).mT  # of the errors of this many products
+        shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
+        found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
+    if inputs.q.numel() and inputs.k.numel():
+        kept = smallest / (1 - problem.dropout_p)
+        tiny = kept * (problem.scale or inputs.q.shape[-1] ** -0.5)
+        group = inputs.q.shape[-2] // inputs.k.shape[-2]
+
+        def of_all_rows(x: torch.Tensor) -> torch.Tensor:  # those that are not in use may be NaN
+            return x.detach().nan_to_num(0.0).norm(dim=-3, keepdim=True)
+
+        def of_groups(x: torch.Tensor) -> torch.Tensor:
+            return of_all_rows(x).unflatten(-2, (-1, group)).norm(dim=-2)
+
         # Without dropout a row's largest P, 1, makes this little.
-        v = inputs.v.detach().nan_to_num(0.0).norm(dim=-3, keepdim=True)
-        found["out"] = found["out"] + kept * v.repeat_interleave(group, dim=-2)
+        found["out"] = found["out"] + kept * of_all_rows(inputs.v).repeat_interleave(group, dim=-2)
+        found["dq"] = found["dq"] + tiny * of_all_rows(inputs.k).repeat_interleave(group, dim=-2)
+        found["dk"] = found["dk"] + tiny * of_groups(inputs.q)
+        if dout is not None:
+            found["dv"] = found["dv"] + kept * of_groups(dout)
     if problem.softcap:
         # Where 1 - tanh^2 is nearly 0 it is as wrong as tanh, which kernels find from P and lse.
         ratio = _error_of_p(problem.dtype) / torch.finfo(problem.dtype).eps
