@@ -54,7 +54,6 @@ from flash_ext.integrations.distributed.staging import Copy, Staging
 from flash_ext.integrations.distributed.transport import Collectives, Pending, Transport
 
 sys.path.append(str(common.ROOT / "examples"))
-import train_gpt  # noqa: E402
 import train_long  # noqa: E402
 
 LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
@@ -66,7 +65,7 @@ TRAINED, STEPS = ("auto", "torch"), 5  # methods of train_long.py
 METHOD = (
     "Each rank is a process with one GPU. The providers are timed one after the other; before each "
     "call all ranks meet. A call's time is that between CUDA events (on a CPU the wall clock) on "
-    "the slowest rank, 'ms' the median of the rounds, of which there is one where a call takes "
+    "the slowest rank, 'ms' the median of the rounds, of which there is one where it takes "
     "longer than --seconds. Backward is one torch.autograd.grad call on a graph that was built "
     "before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all "
     "ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are "
@@ -531,6 +530,16 @@ def add_model(result: Json, method: str, cell: Cell, machine: cost.Machine) -> N
             result[name]["model_ms"] = seconds * 1e3
 
 
+def free_memory(device: str) -> None:
+    """Give back what nobody holds, and forget how much was held."""
+    _arrived.clear()
+    _silent_staging.clear()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Json]:
     """Every provider's result in one cell, of those that begin before `end` on all ranks."""
     cell, device = ranks.cell, ranks.device
@@ -542,11 +551,7 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
                 say(f"left out, no time: {name} and what comes after it, {cell.rows:,} rows")
             return
         provider = alone = None  # its inputs are memory that the next would be charged with
-        _arrived.clear()
-        _silent_staging.clear()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device.type)
         result: Json = {}
         error = None
         try:
@@ -662,23 +667,12 @@ def work(
 
 def training(method: str, device: str) -> Json:
     """Speed of examples/train_long.py's step."""
-    names = ("layers", "heads", "kv_heads", "width", "seq")
-    sizes = dict(zip(names, train_long.SIZES[device], strict=False))
-    ranks = dist.get_world_size()
     place = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
-    config = train_gpt.Config(
-        **sizes, batch=1, steps=STEPS, device=place, megabytes=max(2, 4e-6 * sizes["seq"]),
-        rate=3e-4,
-    )  # fmt: skip
-    result = {"kind": "training", "rows": config.seq, "ranks": ranks, "provider": method} | {
-        name: sizes[name] for name in names[:-1]
-    }
-    _arrived.clear()
-    _silent_staging.clear()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    config = train_long.config_of(place, steps=STEPS)
+    names = ("layers", "heads", "kv_heads", "width")
+    result = {"kind": "training", "rows": config.seq, "ranks": dist.get_world_size(),
+              "provider": method} | {name: getattr(config, name) for name in names}  # fmt: skip
+    free_memory(device)
     asked = argparse.Namespace(method=method, layout="zigzag", recompute=True)
     try:
         losses, seconds = train_long.train(config, asked)

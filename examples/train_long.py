@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -33,7 +34,8 @@ import train_gpt
 
 from flash_ext.integrations import distributed as cp  # train_gpt finds the checkout
 
-SIZES = {  # by device: layers, heads, kv_heads, width, seq, steps
+SIZE_NAMES = ("layers", "heads", "kv_heads", "width", "seq", "steps")
+SIZES = {  # by device
     "cuda": (4, 32, 8, 4096, 131072, 20),
     "cpu": (2, 4, 4, 64, 512, 30),
 }
@@ -144,6 +146,14 @@ def train_with(
     return losses, seconds
 
 
+def config_of(device: str, **given: int) -> train_gpt.Config:
+    """The sizes for a device, of which some are given."""
+    usual = SIZES[torch.device(device).type]
+    sizes = dict(zip(SIZE_NAMES, usual, strict=True)) | given
+    megabytes = max(2.0, 4e-6 * sizes["seq"])
+    return train_gpt.Config(**sizes, batch=1, device=device, megabytes=megabytes, rate=3e-4)
+
+
 def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,16 +168,12 @@ def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
     add("--recompute", action=argparse.BooleanOptionalAction, default=True,
         help="keep only the inputs of blocks for the backward pass")  # fmt: skip
     args = parser.parse_args()
-    names = ("layers", "heads", "kv_heads", "width", "seq", "steps")
-    sizes = dict(zip(names, SIZES[args.device], strict=True))
-    sizes |= {name: x for name in names if (x := getattr(args, name)) is not None}
-    megabytes = max(2.0, 4e-6 * sizes["seq"])
     device = args.device
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    return train_gpt.Config(
-        **sizes, batch=args.batch, device=device, megabytes=megabytes, rate=3e-4
-    ), args
+    given = {name: getattr(args, name) for name in SIZE_NAMES}
+    config = config_of(device, **{name: x for name, x in given.items() if x is not None})
+    return replace(config, batch=args.batch), args
 
 
 def main() -> None:

@@ -730,7 +730,8 @@ def sizes(
             found["dv"] = found["dv"] + kept * of_groups(dout)
     if problem.softcap:
         # Where 1 - tanh^2 is nearly 0 it is as wrong as tanh, which kernels find from P and lse.
-        ratio = _error_of_p(problem.dtype) / torch.finfo(problem.dtype).eps
+        error = _error_of_p(problem.dtype)
+        ratio = error / (torch.finfo(problem.dtype).eps + error)
         for name in names:
             found[name] = found[name] + ratio * _largest(found[name])
     return found

@@ -27,7 +27,8 @@ AT_ONCE = 100  # hypothesis counts examples; the clock is looked at in between
 def check_seeds(problem: Problem, variant: str, device: str, deterministic: bool) -> None:
     """`check`, with other seeds, too, where an error is above its bound by little.
 
-    The bound is made of standard attention's errors, which in few numbers may be small by luck.
+    The bound is made of standard attention's errors, which in few numbers may be small by luck; and
+    it does not round O before D = rowsum(dO * O), as all variants do.
     """
     last = problem.seed + SEEDS - 1
     for number in range(problem.seed, last + 1):

@@ -32,7 +32,7 @@ FA3_BACKWARD = (
     " known (docs/notes/010-fa3-backward.md)"
 )
 FA3_FORWARD = (
-    "with 512 tokens two thirds of the time are those of the bytes; why cuDNN needs less is not"
+    "with 512 tokens more than half of the time is that of the bytes; why cuDNN needs less is not"
     " known (docs/notes/022-short-sequences.md)"
 )
 OPEN = "the reason is not known yet"

@@ -18,7 +18,7 @@
 namespace flash_ext {
 
 inline constexpr int kCombineWarps = 4;
-inline constexpr int kCombineRows = 2;  // of a warp, so that more loads are in flight
+inline constexpr int kCombineRows = 2;  // of a warp, which waits for both at once
 inline constexpr int kCombineRowsOfCta = kCombineWarps * kCombineRows;
 
 // Where a row of statistics lies in the tensors, across packed sequences.

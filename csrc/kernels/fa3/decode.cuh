@@ -294,7 +294,8 @@ struct Fa3Decode {
         float4 out;
     };
 
-    // Combines `parts` partial results, kParts at most. load(part, x, offset) loads from one.
+    // Combines `parts` partial results, kParts at most. load(part, x, offset) loads from one. Those
+    // that do not exist are zeros: 0 times an existing one would be NaN where V is infinite.
     template <class OfPart, int kParts, class Load>
     __device__ __forceinline__ Four combine(int row, int col, int parts, Load load) const {
         float max[kParts], sum[kParts];
