@@ -151,7 +151,8 @@ def config_of(device: str, **given: int) -> train_gpt.Config:
     usual = SIZES[torch.device(device).type]
     sizes = dict(zip(SIZE_NAMES, usual, strict=True)) | given
     megabytes = max(2.0, 4e-6 * sizes["seq"])
-    return train_gpt.Config(**sizes, batch=1, device=device, megabytes=megabytes, rate=3e-4)
+    rate = min(3e-4, 0.2 / sizes["width"])  # wide models diverge at the others' rate
+    return train_gpt.Config(**sizes, batch=1, device=device, megabytes=megabytes, rate=rate)
 
 
 def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
