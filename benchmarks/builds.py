@@ -12,9 +12,10 @@ ratio is the time before over the time now: above 1 this build is faster. With -
 for a call is compared likewise, without a goal, since it differs by 15 % between processes of one
 build.
 
-Results go to benchmarks/results/<device>/builds.json, beside those of the same two builds that are
-there, also of a run that goes on at the same time on another GPU of the same kind. Exit status 1 if
-results differ, or if a build failed.
+Results go to benchmarks/results/<device>/builds.json, beside those with the same build before that
+are there, also of a run that goes on at the same time on another GPU of the same kind. A row names
+the source that was 'now' when it was measured: what has not changed since then need not be measured
+again. Exit status 1 if results differ, or if a build failed.
 """
 
 from __future__ import annotations
@@ -227,6 +228,7 @@ def summarise(rows: list[Json]) -> list[Json]:
             "min": least["ratio"],
             "min_at": place(least) + (f", {least['seqlen_q']} queries" * bool(least["seqlen_q"])),
             "below": sum(r["ratio"] < LEAST for r in group),
+            "digests": sorted({r["digest"] for r in group}),
         })  # fmt: skip
     return found
 
@@ -237,10 +239,11 @@ def key(row: Json) -> tuple[object, ...]:
 
 
 def store(path: Path, result: Json, rows: list[Json]) -> None:
-    """Write the rows, and those that the file has of the same two builds."""
+    """Write the rows, and those that the file has with the same build before."""
     with common.exclusive(path.parent):
-        old = common.earlier(path, result)
-        if old.get("before") == result["before"]:
+        old = common.read_json(path) or {}
+        same = common.same_setup(old | {"digest": result["digest"]}, result)
+        if same and old["before"] == result["before"]:
             rows = list(({key(r): r for r in old["cells"]} | {key(r): r for r in rows}).values())
             result = old | result
         common.write_json(path, result | {"cells": rows})
@@ -313,7 +316,8 @@ def main() -> int:
                     say(f"left out, no time: {len(jobs) - len(rows)} of {len(jobs)} cells")
                     break
                 found = compare(builds, cell, provider, args.min_time, f"{folder}/results.pt")
-                rows.append(asdict(cell) | {"set": name, "variant": provider.name} | found)
+                what = {"set": name, "variant": provider.name, "digest": result["digest"]}
+                rows.append(asdict(cell) | what | found)
         finally:
             for build in builds.values():
                 build.close()

@@ -77,6 +77,7 @@ from report import builds as builds_report  # noqa: E402
 from report import claims  # noqa: E402
 from report import compare as compare_report  # noqa: E402
 from report import fp8 as fp8_report  # noqa: E402
+from report import neighbors as neighbors_report  # noqa: E402
 from report import options as options_report  # noqa: E402
 from report import support as support_report  # noqa: E402
 from report import train as train_report  # noqa: E402
@@ -302,6 +303,8 @@ def test_two_builds_take_turns(
     longer = [backward, forward | {"seqlen": 64}]
     builds.store(path, result, longer)
     assert json.loads(path.read_text())["cells"] == [forward, *longer]
+    builds.store(path, result | {"digest": "of a later source"}, [backward])
+    assert json.loads(path.read_text())["cells"] == [forward, *longer]
     builds.store(path, result | {"before": {"digest": "of another source"}}, longer)
     assert json.loads(path.read_text())["cells"] == longer
 
@@ -319,7 +322,7 @@ def test_what_became_slower_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The verdicts of two builds, and their table."""
     cells = [
         dataclasses.asdict(Cell("bf16", 64, True, seqlen, 1, 1, direction, seqlen_q=seqlen_q))
-        | {"set": name, "variant": "fa2", "ratio": ratio}
+        | {"set": name, "variant": "fa2", "ratio": ratio, "digest": f"{seqlen}"}
         for name, direction, seqlen_q, ratios in (
             ("standard", "forward", 0, (1.0, 0.99)),
             ("standard", "backward", 0, (0.99, 0.99)),
@@ -343,8 +346,10 @@ def test_what_became_slower_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
         json.dumps(setup | {"before": {"digest": "a" * 16}, "cells": cells, "host": host})
     )
     text = builds_report.builds_section()
-    assert "source `bbbbbbbbbbbbbbbb`; before it source `aaaaaaaaaaaaaaaa`" in text
-    assert "| chunks | fa2 | forward | 2 | 1.079 | 0.970 (d 64 causal S 1024, 16 queries) |" in text
+    assert "source `bbbbbbbbbbbbbbbb`, or that of the row" in text
+    assert "before it source `aaaaaaaaaaaaaaaa`" in text
+    row = "| chunks | fa2 | forward | 2 | 1.079 | 0.970 (d 64 causal S 1024, 16 queries)"
+    assert f"{row} | `1024`, `512` |" in text
     assert "forward 6.0, 5.0." in text
 
 
@@ -366,6 +371,21 @@ def test_neighbors_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rows = json.loads(path.read_text())["rows"]
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     assert all(next(iter(row["ratios"].values())) == 1 for row in rows)
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert neighbors_report.neighbors_section() == "On a GPU: not measured yet."
+    row = rows[0] | {"ratios": {"S 9, H 1": 1.0, "S 8, H 1": 0.8, "S 7, H 1": 0.95}, "kv_heads": 1}
+    row["tflops"] = dict.fromkeys(row["ratios"], 5.0)
+    others = rows[1] | {"ratios": {"S 9, H 4": 1.0, "S 8, H 4": 0.91}, "kv_heads": 2}
+    others["tflops"] = dict.fromkeys(others["ratios"], 4.0)
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "neighbors.json").write_text(
+        json.dumps(json.loads(path.read_text()) | {"rows": [row, others]})
+    )
+    text = neighbors_report.neighbors_section()
+    assert "0.80 at least, 1 below; NOT REACHED" in text
+    assert "| d 16, causal, B 1, S 9, H 1 | forward | 5 | S 8, H 1 | 0.80 |" in text
+    assert "S 9, H 4, 2 of K and V | backward | 4 | S 8, H 4 | 0.91 |" in text
 
 
 def grid_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[Cell]:

@@ -22,15 +22,17 @@ def parts() -> Iterator[str]:
         if result is None:
             continue
         yield (
-            f"{result['device']}: {provenance(result)}; before it source"
+            f"{result['device']}: {provenance(result)}, or that of the row; before it source"
             f" `{result['before']['digest']}`. Times before over times now, medians of turns;"
-            " above 1 this source is faster."
+            " above 1 the later source is faster."
         )
         yield table(
-            ["cells", "variant", "direction", "number", "geometric mean", "smallest"],
+            ["cells", "variant", "direction", "number", "geometric mean", "smallest",
+             "source"],
             [
                 [s["set"], s["variant"], s["direction"], f"{s['cells']}",
-                 f"{s['geometric_mean']:.3f}", f"{s['min']:.3f} ({s['min_at']})"]
+                 f"{s['geometric_mean']:.3f}", f"{s['min']:.3f} ({s['min_at']})",
+                 ", ".join(f"`{digest}`" for digest in s["digests"])]
                 for s in summarise(result["cells"])
             ],
             words=3,

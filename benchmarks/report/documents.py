@@ -12,6 +12,7 @@ from .compat import compat_section
 from .distributed import distributed_section
 from .fp8 import fp8_section
 from .front import front_section
+from .neighbors import neighbors_section
 from .options import options_section
 from .sections import claims_section, io_section, memory_section, numerics_section
 from .support import support_section
@@ -31,6 +32,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "options": options_section,
         "fp8": fp8_section,
         "distributed": distributed_section,
+        "neighbors": neighbors_section,
         "builds": builds_section,
     },
     "docs/walkthrough.md": STEPS,
