@@ -310,7 +310,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         try:
             if args.host:
-                result["host"] = compare_host(builds)
+                source = {"digest": result["digest"]}
+                result["host"] = {n: us | source for n, us in compare_host(builds).items()}
             for name, cell, provider in common.progress(jobs, len(jobs), "cells"):
                 if time.monotonic() - started > 60 * args.minutes:
                     say(f"left out, no time: {len(jobs) - len(rows)} of {len(jobs)} cells")

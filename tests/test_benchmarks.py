@@ -340,7 +340,7 @@ def test_what_became_slower_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert builds_report.builds_section() == "On a GPU: not measured yet."
     setup = {"device": "GPU", "torch": "2", "date": "2026-01-01", "digest": "b" * 16}
-    host = {"forward": {"before": 6.0, "now": 5.0}}
+    host = {"forward": {"before": 6.0, "now": 5.0, "digest": "c" * 16}}
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "builds.json").write_text(
         json.dumps(setup | {"before": {"digest": "a" * 16}, "cells": cells, "host": host})
@@ -350,7 +350,7 @@ def test_what_became_slower_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "before it source `aaaaaaaaaaaaaaaa`" in text
     row = "| chunks | fa2 | forward | 2 | 1.079 | 0.970 (d 64 causal S 1024, 16 queries)"
     assert f"{row} | `1024`, `512` |" in text
-    assert "forward 6.0, 5.0." in text
+    assert "forward 6.0, 5.0 (source `cccccccccccccccc`)." in text
 
 
 def test_neighbors_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,9 +344,9 @@ def guards(nbytes: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("side", ("q", "k", "qk"))
 def test_bad_offsets_touch_nothing_else(side: str, deterministic: bool, variant: str) -> None:
-    """Unchecked, they give numbers of no meaning, but no write outside the outputs, and they end.
+    """Unchecked, they give numbers of no meaning, but no write outside the outputs.
 
-    Some rows at the ends of sequences have scores so large that they are computed twice.
+    Some rows at the ends of sequences are written twice, as their scores are large.
     tests/sanitize_cases.py has the same for reads.
     """
     total, far = 32768, 2**31 - 1  # outputs of 16 MiB: what is small comes from elsewhere

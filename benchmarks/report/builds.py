@@ -41,7 +41,7 @@ def parts() -> Iterator[str]:
             yield (
                 "The CPU's time per call, µs before and now: "
                 + "; ".join(
-                    f"{what} {times['before']:.1f}, {times['now']:.1f}"
+                    f"{what} {times['before']:.1f}, {times['now']:.1f} (source `{times['digest']}`)"
                     for what, times in result["host"].items()
                 )
                 + "."
