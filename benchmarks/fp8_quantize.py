@@ -1,12 +1,14 @@
-"""Quantization to FP8: bytes per second of each kind, beside a copy of as many bytes.
+"""Quantization to FP8: bytes per second of each kind, beside a copy or sum of as many bytes.
 
     python benchmarks/fp8_quantize.py               # on the GPU, under a minute
     python benchmarks/fp8_quantize.py --device cpu  # a smoke test
 
 'bytes' is what the passes over memory read and write: block scales have one (two bytes read and one
 written for each element), the others read everything once more for the maxima, and the mean only
-reads. 'copy' is torch's copy_ between two tensors, which together have as many bytes, in turns with
-the call: 'ratio' is its time over the call's, 1 where the call is as fast as a copy.
+reads. The peer is torch's copy_ between two tensors, which together have as many bytes, in turns
+with the call: 'ratio' is its time over the call's, 1 where the call is as fast. Of the mean it is
+torch's sum: before a call L2 is filled with writes, so what only reads has these written to memory
+beside its own bytes, while of a copy's bytes half are writes, of which as many stay in L2.
 
 Results go to benchmarks/results/<device>/fp8_quantize.json. No call is timed before its first rows
 agree with the CPU kernels.
@@ -31,7 +33,7 @@ from torch import Tensor
 from flash_ext import fp8
 
 ELEMENT = 2  # bytes of bfloat16
-LIMIT = 0.85  # of a copy's speed, for block scales
+LIMIT = 0.85  # of the peer's speed
 CHECKED = 300  # rows, of two heads
 # (batch, seqlen, heads, head_dim)
 GPU_SHAPES = (
@@ -59,6 +61,11 @@ class Kind:
         """For tables."""
         more = (("int8", self.int8), ("rotation", self.rotated), ("mean subtracted", self.smooth))
         return ", ".join((self.scales, *(name for name, on in more if on)))
+
+    @property
+    def peer(self) -> str:
+        """What has the same bytes to move."""
+        return "sum" if self.scales == "mean" else "copy"
 
     @property
     def bytes_per_element(self) -> int:
@@ -113,27 +120,29 @@ def check(kind: Kind, x: Tensor) -> None:
 
 
 def measure(kind: Kind, shape: tuple[int, ...], timer: Timer, min_time: float) -> Json:
-    """The call and the copy, in turns."""
+    """The call and its peer, in turns."""
     x = torch.randn(shape, dtype=torch.bfloat16, device=timer.device)
     check(kind, x)
     size = math.prod(shape) * kind.bytes_per_element
     source, target = (
         torch.empty(size // 2, dtype=torch.uint8, device=timer.device) for _ in range(2)
     )
-    calls = {"call": call_of(kind, x), "copy": lambda: target.copy_(source)}
+    peers = {"copy": lambda: target.copy_(source), "sum": lambda: x.view(-1).sum()}
+    calls = {"call": call_of(kind, x), "peer": peers[kind.peer]}
     estimates = {name: timer.estimate(call) for name, call in calls.items()}
     samples = timer.compare(calls, estimates, min_time)
     summaries = {name: s.summary() for name, s in samples.items()}
-    ms, copy_ms = (float(summaries[name]["ms"]) for name in calls)
+    ms, peer_ms = (float(summaries[name]["ms"]) for name in calls)
     return {
         "method": kind.name,
         **dict(zip(("batch", "seqlen", "heads", "d"), shape, strict=True)),
         "bytes": size,
         **summaries["call"],
-        "copy_ms": copy_ms,
+        "peer": kind.peer,
+        "peer_ms": peer_ms,
         "gbps": round(size / ms * 1e-6, 1),
-        "copy_gbps": round(size / copy_ms * 1e-6, 1),
-        "ratio": round(copy_ms / ms, 3),
+        "peer_gbps": round(size / peer_ms * 1e-6, 1),
+        "ratio": round(peer_ms / ms, 3),
     }
 
 
@@ -148,7 +157,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run; on a GPU the exit status is 1 if a kind of block scales is slower than ``LIMIT``."""
+    """Run; on a GPU the exit status is 1 if a kind is slower than ``LIMIT``."""
     args = parse()
     started = time.monotonic()
     device = torch.device(args.device)
@@ -170,15 +179,15 @@ def main() -> int:
     common.write_json(path, result)
 
     print(f"{result['device']}, torch {result['torch']}, source {result['digest']}")
-    print(f"  {'shape':<22}{'kind':<36}{'ms':>9}{'GB/s':>9}{'copy':>9}{'ratio':>8}")
+    print(f"  {'shape':<22}{'kind':<36}{'ms':>9}{'GB/s':>9}{'peer':>9}{'ratio':>8}")
     for row in rows:
         shape = " x ".join(str(row[name]) for name in ("batch", "seqlen", "heads", "d"))
         print(f"  {shape:<22}{row['method']:<36}{row['ms']:>9.4f}{row['gbps']:>9.0f}"
-              f"{row['copy_gbps']:>9.0f}{row['ratio']:>8.2f}")  # fmt: skip
-    slow = [row for row in rows if row["method"].startswith("block") and row["ratio"] < LIMIT]
+              f"{row['peer_gbps']:>9.0f}{row['ratio']:>8.2f}")  # fmt: skip
+    slow = [row for row in rows if row["ratio"] < LIMIT]
     print(f"\nwritten: {path}, after {result['seconds']:.0f} s")
     if device.type == "cuda" and slow:
-        print(f"{len(slow)} with block scales run at less than {LIMIT:.0%} of a copy's speed")
+        print(f"{len(slow)} of {len(rows)} run at less than {LIMIT:.0%} of their peer's speed")
         return 1
     return 0
 

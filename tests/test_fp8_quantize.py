@@ -854,15 +854,28 @@ def test_cuda_varlen(form: str, dim: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_cuda_mean_of_each_tile(dim: int) -> None:
+    """Would catch a mean that stays while a CTA goes on to another head or sequence."""
+    for batch, heads in ((5, 12), (5, 11), (1, 66)):
+        x, mean = random_rows(batch, 1900, heads, dim), torch.randn(batch, heads, dim)
+        compare_with_cpu(x, mean=mean, signs=fp8.random_signs(dim))
+        compare_with_cpu(x, scales="head", mean=mean, signs=fp8.random_signs(dim))
+
+
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    lambda x: torch.nn.functional.pad(x, (1, 2))[..., 1:-2],  # unaligned
+    lambda x: torch.nn.functional.pad(x, (0, 8))[..., :-8],
+)
+"""The same (B, S, H, D) with other strides."""
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_cuda_strides(form: str) -> None:
-    x = random_rows(2, 300, 4, 64)
-    for move in (
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: torch.nn.functional.pad(x, (1, 2))[..., 1:65],  # unaligned
-        lambda x: torch.nn.functional.pad(x, (0, 8))[..., :64],
-    ):
-        compare_with_cpu(x, move, **FORMS[form])
+    for move in LAYOUTS:
+        compare_with_cpu(random_rows(2, 300, 4, 64), move, **FORMS[form])
 
 
 @pytest.mark.gpu
@@ -873,14 +886,20 @@ def test_cuda_small(form: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", (16, 96, 128, 256))
-def test_cuda_mean(dim: int) -> None:
-    x = random_rows(2, 1300, 3, dim) + 5
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "dim"), ((1, 16), (3, 96), (5, 80), (8, 128), (37, 128), (16, 256))
+)
+def test_cuda_mean(heads: int, dim: int, dtype: torch.dtype) -> None:
+    x = random_rows(2, 1300, heads, dim, dtype=dtype) + 5
     seqused = torch.tensor([0, 700], dtype=torch.int32)
+    used = x.clone()
+    used[0] = used[1, 700:] = math.nan
+    packed = torch.nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 0, 0, 9), value=math.nan)
     cases = (
         (x, {}),
-        (x, {"seqused": seqused}),
-        (x.flatten(0, 1), {"cu_seqlens": offsets(0, 1, 511, 0, 2000, 80)}),
+        (used, {"seqused": seqused}),
+        (packed, {"cu_seqlens": offsets(0, 1, 511, 0, 2008, 80)}),
         (x[:0], {}),
         (x[:, :0], {}),
     )
@@ -890,6 +909,8 @@ def test_cuda_mean(dim: int) -> None:
         got = fp8.token_mean(y.cuda(), **on_gpu)
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
         assert torch.equal(got, fp8.token_mean(y.cuda(), **on_gpu)), "it repeats bit by bit"
+    for move in LAYOUTS:
+        assert torch.equal(fp8.token_mean(move(x.cuda())), fp8.token_mean(x.cuda()))
 
 
 @pytest.mark.gpu

@@ -48,8 +48,8 @@ cudaError_t find_maxima(const QuantizeParams& params, cudaStream_t stream) {
         if constexpr (Rows::kDim == 0) {
             return cudaErrorInvalidValue;  // handled above
         } else {
-            return launch_persistent<amax_kernel<Rows>, Rows,
-                                     WarpRowsAndMeans<typename Rows::Layout>>(params, stream, true);
+            return launch_persistent<amax_kernel<Rows>, Rows, WarpRows<typename Rows::Layout>>(
+                params, stream, true);
         }
     });
 }

@@ -150,9 +150,8 @@ __device__ __noinline__ void recompute_marked(const ForwardParams& params, int f
         const int first = __ffs(left) - 1;
         const Sequence sequence =
             warp_uniform<true>(sequence_at(params, flat_head / params.heads_q, row + first));
-        // sequence_at() finds a sequence that has the row, whatever cu_seqlens holds: so `end` is
-        // beyond `first` without the max, too.
-        const int end = min_of(max_of(sequence.q_begin + sequence.seqlen_q - row, first + 1), 16);
+        // Beyond `first`: the sequence has the row, whatever cu_seqlens holds.
+        const int end = min_of(sequence.q_begin + sequence.seqlen_q - row, 16);
         const uint32_t own = left & ((1u << end) - 1);
         recompute_rows<Element>(params, sequence, flat_head % params.heads_q,
                                 row + first - sequence.q_begin, own >> first);

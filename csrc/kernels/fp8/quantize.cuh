@@ -88,6 +88,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
     TileStream<WarpRowsAndResults<Layout>> stream(params, second_pass);
     const TilePosition<Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
+    rows.load_mean(params, stream.next(), stream.storage.mean);  // while the rows are on their way
     maxima.wait_for_init();
 
     if (second_pass) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
     bool more = true;
     for (uint32_t tile = 0; more; ++tile) {
         const WorkTile& work = stream.read(params, rows);
-        rows.prepare(params, work, stream.storage.means());
+        rows.prepare(params, work, stream.storage.mean);
         float largest = rows.amax_before_last();
         rows.last_butterflies();
         if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
@@ -157,14 +158,15 @@ __global__ void __launch_bounds__(kZeroThreads)
 template <class Rows>
 __device__ __forceinline__ void amax_of_tiles(const QuantizeParams& params) {
     __shared__ uint32_t maxima[32];
-    TileStream<WarpRowsAndMeans<typename Rows::Layout>> stream(params, false);
+    TileStream<WarpRows<typename Rows::Layout>> stream(params, false);
     Rows rows(params);
+    rows.load_mean(params, stream.next(), stream.storage.mean);  // while the rows are on their way
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
     ptx::wait_for_grid_before();  // for zeros in amax
     for (bool more = true; more; more = stream.next().is_valid) {
         const WorkTile& work = stream.read(params, rows);
 
-        rows.prepare(params, work, stream.storage.means());
+        rows.prepare(params, work, stream.storage.mean);
         float largest = rows.amax_before_last();
         if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
             rows.last_butterflies();

@@ -13,9 +13,9 @@
 // A lane's units are in different rows, but in the same columns. H is a product of log2(kDim)
 // butterflies between elements at distance 1, 2, 4 (same vector), 8, ... (another lane),
 // 8 kLanes, ... (another vector of the same lane). Only distances between lanes cost shuffles, of
-// which an SM does 32 lanes a clock: as much time as four other instructions. With 128 elements
-// there are none up to D 128, and one for each element at D 256; what a thread does once a tile is
-// half as much for an element. With D 16, 48, ... D threads are no whole warps: 64 elements.
+// which an SM does 32 lanes a clock: as much time as four other instructions. With 64
+// elements there are none up to kDim 64. Beyond that a thread has 128: none at 128, one for each
+// element at 256.
 //
 // The order of the butterflies is that of the CPU kernels, so that results are the same bit by bit.
 // Tensor cores would add in another one.
@@ -67,8 +67,8 @@ __device__ __forceinline__ uint2 scaled(Float8, const float (&x)[8], const float
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 
-// The Hadamard dimensions whose rows always have a multiple of 32 columns.
-constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim >= 32 ? 16 : 8; }
+// Of a thread.
+constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim > 64 ? 16 : 8; }
 
 template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHadamardDim),
           int kCtas = 1>
@@ -118,11 +118,30 @@ class RotatedRows {
                 ptx::ld_shared_v4(raw_[n][j], Layout::vector_address(of_lane, vector(n, j)));
     }
 
+    // The mean of the tile's head, with signs as the elements have them, to shared memory, unless it
+    // is there: a lane has eight columns. From there they are read without waiting for each other.
+    __device__ void load_mean(const QuantizeParams& params, const WorkTile& work, WarpMean& mean) {
+        const int64_t head = work.scale_head(params);
+        if (params.mean == nullptr || work.rows.used == 0 || mean.head == head) return;
+        __syncwarp();  // all lanes have compared
+        const int column = 8 * ptx::lane_not_hoisted();
+        if (column == 0) mean.head = head;
+        if (column < params.head_dim) {
+            const float4* source =
+                reinterpret_cast<const float4*>(params.mean + head * params.head_dim + column);
+            const uint2 signs = *reinterpret_cast<const uint2*>(params.signs + column);
+            const float4 low = source[0], high = source[1];
+            float4* target = reinterpret_cast<float4*>(&mean.of_columns[mean_index(column)]);
+            target[0] = with_signs(low, signs.x);
+            target[1] = with_signs(high, signs.y);
+        }
+        __syncwarp();  // all columns are there
+    }
+
     // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim), and
-    // without the butterflies of the largest distance. `means`: the warp's, for those of columns.
-    __device__ void prepare(const QuantizeParams& params, const WorkTile& work, float* means) {
-        const bool subtracts = params.mean != nullptr && work.rows.used > 0;
-        if (subtracts) store_means(params, work, means);
+    // without the butterflies of the largest distance.
+    __device__ void prepare(const QuantizeParams& params, const WorkTile& work, WarpMean& mean) {
+        load_mean(params, work, mean);
         uint32_t signs[kSignWords];
 #pragma unroll
         for (int w = 0; w < kSignWords; ++w) signs[w] = ptx::not_hoisted(signs_[w]);
@@ -140,7 +159,7 @@ class RotatedRows {
                     v_[n][j][2 * i + 1] = pair.y;
                 }
             }
-        if (subtracts) subtract_means(work, means);
+        if (params.mean != nullptr && work.rows.used > 0) subtract(work, mean);
 #pragma unroll
         for (int n = 0; n < kUnits; ++n) {
 #pragma unroll
@@ -251,21 +270,6 @@ class RotatedRows {
     // Where the mean of a column is: lanes that read one of different units use different banks.
     static __device__ constexpr int mean_index(int column) { return column + column / 32 * 4; }
 
-    // The means of the tile's head, with signs as the elements have them, to shared memory: a lane
-    // has eight columns. From there they are read without waiting for each other.
-    __device__ void store_means(const QuantizeParams& params, const WorkTile& work, float* means) {
-        const int column = 8 * ptx::lane_not_hoisted();
-        if (column < params.head_dim) {
-            const float4* source = reinterpret_cast<const float4*>(
-                params.mean + work.scale_head(params) * params.head_dim + column);
-            const uint2 signs = *reinterpret_cast<const uint2*>(params.signs + column);
-            const float4 low = source[0], high = source[1];
-            float4* target = reinterpret_cast<float4*>(&means[mean_index(column)]);
-            target[0] = with_signs(low, signs.x);
-            target[1] = with_signs(high, signs.y);
-        }
-        __syncwarp();  // the means of all columns are there
-    }
     // `signs`: a byte for each number.
     static __device__ float4 with_signs(float4 x, uint32_t signs) {
         const auto with_sign = [&](float y, int byte) {
@@ -275,8 +279,8 @@ class RotatedRows {
     }
 
     // Both have their signs, as the CPU kernels have it. Rows that are not in use stay 0.
-    __device__ void subtract_means(const WorkTile& work, const float* means) {
-        const uint32_t of_lane = ptx::shared_address(&means[mean_index(at_.column())]);
+    __device__ void subtract(const WorkTile& work, const WarpMean& mean) {
+        const uint32_t of_lane = ptx::shared_address(&mean.of_columns[mean_index(at_.column())]);
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)
 #pragma unroll
@@ -288,7 +292,6 @@ class RotatedRows {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) v_[n][j][e + i] -= m[i];
             }
-        __syncwarp();  // all lanes have read them: results take their place
         const int used = work.rows.used;
         if (used == kScaleRows) return;
 #pragma unroll

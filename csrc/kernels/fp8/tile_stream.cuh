@@ -87,6 +87,12 @@ struct WorkTile {
     }
 };
 
+// The mean of the columns of a head, where rows are rotated.
+struct WarpMean {
+    int64_t head;  // scale_head(); -1: none
+    alignas(16) float of_columns[kMaxQuantizeDim + kMaxQuantizeDim / 8];
+};
+
 // A warp's part of a tile.
 template <class Layout_>
 struct alignas(128) WarpRows {
@@ -95,17 +101,11 @@ struct alignas(128) WarpRows {
     RowTileCursor cursor;
     uint32_t amax;      // of the tiles so far, as bits
     WorkTile tiles[2];  // the one in registers, and that of `x`
+    WarpMean mean;      // of the head of the tile in registers, or of an earlier one
 };
 template <class Layout>
 struct WarpRowsAndResults : WarpRows<Layout> {
     alignas(128) uint2 x_8bit[Layout::kWarpVectors];  // swizzled_piece()
-    // Until there are results.
-    __device__ float* means() { return reinterpret_cast<float*>(x_8bit); }
-};
-template <class Layout>
-struct WarpRowsAndMeans : WarpRows<Layout> {
-    alignas(128) float of_columns[kMaxQuantizeDim + kMaxQuantizeDim / 8];
-    __device__ float* means() { return of_columns; }
 };
 
 // This warp's.
@@ -185,6 +185,7 @@ class TileStream {
     // Starts to load the first tile.
     __device__ TileStream(const QuantizeParams& params, bool reverse)
         : storage(warp_storage<Storage>()), loader_(params, storage), next_(0) {
+        if (threadIdx.x % 32 == 0) storage.mean.head = -1;
         choose({params, kScaleRows, blockIdx.x / kCtas, gridDim.x / kCtas, reverse}, params);
         loader_.start(params, storage.tiles[0]);
     }
@@ -295,14 +296,16 @@ inline int64_t tiles_of_heads(const QuantizeParams& params, int block) {
 }
 
 // As many CTAs of `threads` threads as run at a time, with at most `sm_threads` threads on an SM
-// and `cta_bytes` of shared memory for each CTA.
+// and `cta_bytes` of shared memory for each CTA. A few less where all tiles of a CTA are then of
+// the same head, so that its mean is loaded once.
 template <class Layout>
 int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads, int cta_bytes) {
     const int by_threads = max_of(sm_threads / threads, 1);
     const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
-    const int ctas = multiprocessors() * min_of(by_threads, by_shared);
-    return Layout::kCtas *
-           min_of(tiles_of_heads(params, kScaleRows), int64_t{ctas / Layout::kCtas});
+    int tiles = multiprocessors() * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
+    const int above = tiles % params.heads;
+    if (params.mean != nullptr && 16 * above <= tiles) tiles -= above;
+    return Layout::kCtas * min_of(tiles_of_heads(params, kScaleRows), int64_t{tiles});
 }
 
 // Calls launch(element tag, constant hadamard_dim), the latter 0 without a rotation.
