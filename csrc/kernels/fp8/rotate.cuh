@@ -118,8 +118,9 @@ class RotatedRows {
                 ptx::ld_shared_v4(raw_[n][j], Layout::vector_address(of_lane, vector(n, j)));
     }
 
-    // The mean of the tile's head, with signs as the elements have them, to shared memory, unless it
-    // is there: a lane has eight columns. From there they are read without waiting for each other.
+    // The mean of the tile's head, with signs as the elements have them, to shared memory, unless
+    // it is there: a lane has eight columns. From there they are read without waiting for each
+    // other.
     __device__ void load_mean(const QuantizeParams& params, const WorkTile& work, WarpMean& mean) {
         const int64_t head = work.scale_head(params);
         if (params.mean == nullptr || work.rows.used == 0 || mean.head == head) return;
