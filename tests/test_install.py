@@ -129,7 +129,7 @@ def test_fa3_and_fp8_are_compiled_for_their_own_target_alone() -> None:
         assert left[:5] == command[:5]
         return left[5:]
 
-    assert targets("fa3_forward_64", older, hopper) == [hopper]
-    assert targets("fa3_forward_64", older) == [older]  # the launchers must be there
+    assert targets("fa3_forward_wide", older, hopper) == [hopper]
+    assert targets("fa3_forward_wide", older) == [older]  # the launchers must be there
     assert targets("fp8_quantize", older, hopper) == [hopper]
-    assert targets("fa2_forward_64", older, hopper) == [older, hopper]
+    assert targets("fa2_wide", older, hopper) == [older, hopper]

@@ -127,13 +127,18 @@ cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool 
     const int64_t ctas = workspace_rows(params, params.q_block_rows) / block_q;
     cudaError_t status = cudaSuccess;
     dispatch_element(params.element_type, [&](auto element) {
-        dispatch<false, true>(general, [&](auto is_general) {
-            dispatch<4, 8, 16, 32>(lanes, [&](auto row_lanes) {
-                status = launch_kernel<
-                    backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
+        const auto launch = [&](auto is_general, auto row_lanes) {
+            status =
+                launch_kernel<backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
                     ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
-            });
-        });
+        };
+        if (general) {  // these take long to compile: two suffice
+            dispatch<16, 32>(max_of(lanes, 16),
+                             [&](auto row_lanes) { launch(std::true_type{}, row_lanes); });
+        } else {
+            dispatch<4, 8, 16, 32>(lanes,
+                                   [&](auto row_lanes) { launch(std::false_type{}, row_lanes); });
+        }
     });
     return status;
 }

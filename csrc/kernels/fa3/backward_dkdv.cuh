@@ -109,7 +109,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int
 struct Fa3BackwardDKDVConfig {
     using Element = Element_;
     using Params = Fa3BackwardStoringParams;
-    static constexpr bool kStoresDS = kStoresDS_;
+    static constexpr bool kStoresDS = kStoresDS_;  // in general kernels: where it has memory
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -196,13 +196,17 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         ptx::launch_dependents();
     }
 
+    __device__ __forceinline__ bool stores_ds() const {
+        return Config::kStoresDS && (!Config::kGeneral || params.ds_workspace.heads > 0);
+    }
+
     // --- Producer ---
 
     // Fetches the KV tiles.
     __device__ __forceinline__ void produce_tiles() const {
         this->fetch_work_tiles([&](KeyTile& tile, int linear) {
             WorkTile work = work_tile(linear, params.schedule);
-            if constexpr (Config::kStoresDS) {
+            if (stores_ds()) {
                 const int flat_head = params.ds_workspace.first_head + work.head;
                 work.head = flat_head % params.heads_k;
                 work.batch = flat_head / params.heads_k;
@@ -489,12 +493,12 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             p_pipeline.consumer_release(p);
             p.advance();
             release(state.dout());
-            if constexpr (Config::kStoresDS) store_ds(rdS, ds);
+            if (stores_ds()) store_ds(rdS, ds);
         };
 
         Order::signal_next(kDK);  // consumer dV starts
         while (find_tile(walk, params.dk, params.head_dim)) {
-            if constexpr (Config::kStoresDS) find_ds();
+            if (stores_ds()) find_ds();
             v_pipeline.consumer_wait(v);
             wait(state.dout(), state);
             Order::wait(kDK);
@@ -505,13 +509,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             bool accumulate = false;
             for (; walk.left > 0; accumulate = true) {
                 --walk.left;
-                if constexpr (Config::kStoresDS)
+                if (stores_ds())
                     ds += params.ds_workspace.tiles.of_row(walk.q_tiles.tile(walk.at.i)) *
                           DSTile<Element>::kBytes;
                 walk.at.advance(walk.q_tiles);
-                if constexpr (Config::kStoresDS)
-                    if (walk.at.i == walk.q_tiles.begin || walk.q_tiles.distance(walk.at.i) != 1)
-                        find_ds();  // of the next head
+                if (stores_ds() &&
+                    (walk.at.i == walk.q_tiles.begin || walk.q_tiles.distance(walk.at.i) != 1))
+                    find_ds();  // of the next head
                 const IterationState before = state;
                 state.advance();
                 wait(before.q(), before);
@@ -559,13 +563,14 @@ cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspa
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
     const bool masked = is_masked(params);
     const int group = group_of(params);
-    params.schedule = make_schedule(
-        tile_numbers(params, params.seqlen_k, Config::kBlockKV),
-        Config::kStoresDS ? ds_workspace.heads : params.heads_k,
-        Config::kStoresDS ? 1 : tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
-        int64_t{sizeof(typename Config::Element)} * (Config::kHeadDim + Config::kHeadDimV) *
-            params.seqlen_q * group,  // Q and dO
-        1, l2_group_waves(params, masked));
+    params.schedule = make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV),
+                                    ds_workspace.heads > 0 ? ds_workspace.heads : params.heads_k,
+                                    ds_workspace.heads > 0 ? 1 : tensor_batches(params),
+                                    masked || params.cu_seqlens_q != nullptr,
+                                    int64_t{sizeof(typename Config::Element)} *
+                                        (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q *
+                                        group,  // Q and dO
+                                    1, l2_group_waves(params, masked));
     if (cta_count(params.schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;

@@ -4,3 +4,8 @@ template cudaError_t flash_ext::fa3_forward_fp8<flash_ext::ElementType::kFloat8,
     flash_ext::ForwardParams, cudaStream_t);
 template cudaError_t flash_ext::fa3_forward_fp8<flash_ext::ElementType::kInt8, 64, 64>(
     flash_ext::ForwardParams, cudaStream_t);
+
+template cudaError_t flash_ext::fa3_forward_fp8<flash_ext::ElementType::kFloat8, 128, 128>(
+    flash_ext::ForwardParams, cudaStream_t);
+template cudaError_t flash_ext::fa3_forward_fp8<flash_ext::ElementType::kInt8, 128, 128>(
+    flash_ext::ForwardParams, cudaStream_t);

@@ -1,4 +1,0 @@
-#include "kernels/fa3/backward_wide.cuh"
-
-template cudaError_t flash_ext::fa3_backward_wide<256, 256>(flash_ext::BackwardParams,
-                                                            cudaStream_t);

@@ -1,5 +1,0 @@
-#include "kernels/fa3/decode.cuh"
-#include "kernels/fa3/forward_launch.cuh"
-
-template cudaError_t flash_ext::fa3_forward<64, 64>(flash_ext::ForwardParams, cudaStream_t);
-template cudaError_t flash_ext::fa3_decode<64, 64>(flash_ext::ForwardParams, cudaStream_t);

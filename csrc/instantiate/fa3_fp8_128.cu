@@ -1,6 +1,0 @@
-#include "kernels/fa3/forward_launch.cuh"
-
-template cudaError_t flash_ext::fa3_forward_fp8<flash_ext::ElementType::kFloat8, 128, 128>(
-    flash_ext::ForwardParams, cudaStream_t);
-template cudaError_t flash_ext::fa3_forward_fp8<flash_ext::ElementType::kInt8, 128, 128>(
-    flash_ext::ForwardParams, cudaStream_t);
