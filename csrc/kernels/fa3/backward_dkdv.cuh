@@ -109,7 +109,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int
 struct Fa3BackwardDKDVConfig {
     using Element = Element_;
     using Params = Fa3BackwardStoringParams;
-    static constexpr bool kStoresDS = kStoresDS_;  // in general kernels: where it has memory
+    static constexpr bool kStoresDS = kStoresDS_;  // a general kernel decides for each call
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;

@@ -67,7 +67,7 @@ __device__ __forceinline__ uint2 scaled(Float8, const float (&x)[8], const float
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 
-// Of a thread.
+// The vectors of a thread.
 constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim > 64 ? 16 : 8; }
 
 template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHadamardDim),
