@@ -120,7 +120,9 @@ def combine() -> None:
         partial, lse_partial = torch.randn(2, 33, heads, dim, dtype=dtype), lse[..., :33].clone()
         lse_partial[:, 0] = -torch.inf
         out, lse, partial, lse_partial = map(to_device, (out, lse, partial, lse_partial))
-        torch.ops.flash_ext.combine_partial(out[:, 9:42], lse[..., 9:42], partial, lse_partial)
+        part = partial, lse_partial
+        torch.ops.flash_ext.combine_partial(out[:, 9:42], lse[..., 9:42], *part)
+        torch.ops.flash_ext.combine_partial(partial.clone(), lse[..., 9:42], *part, out[:, 9:42])
     torch.cuda.synchronize()
 
 

@@ -18,13 +18,17 @@ combine_partial = torch.ops.flash_ext.combine_partial
 
 
 def parts(
-    shape: tuple[int, int, int, int], device: str, dtype: torch.dtype, seed: int = 0
+    shape: tuple[int, int, int, int],
+    device: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, o_partial and lse_partial; one row in five has no key, on either side."""
     generator = torch.Generator().manual_seed(seed)
     batch, rows, heads, _ = shape
     found = []
-    for kind in (torch.float32, dtype):
+    for kind in (out_dtype, dtype):
         out = torch.randn(shape, generator=generator)
         lse = torch.randn((batch, heads, rows), generator=generator) * 10
         empty = torch.rand(lse.shape, generator=generator) < 0.2
@@ -58,6 +62,26 @@ def test_equals_the_formula(shape, dtype: torch.dtype, device: str) -> None:
     exact = expected(out, lse, o_partial, lse_partial)
     assert combine_partial(out, lse, o_partial, lse_partial) is None
     close((out, lse), exact)
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 3, 128), (1, 21, 5, 33), (1, 9, 2, 200)])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("before", [None, torch.bfloat16, torch.float16, torch.float32])
+def test_results_of_16_bits_are_rounded_once(before, into, shape, device: str) -> None:
+    """In place, and from one tensor to another, of which all is written: any pair of types."""
+    start, lse, *part = parts(shape, device, torch.bfloat16, before or into)
+    exact = expected(start, lse, *part)
+    wide, wide_lse = start.to(torch.float32, copy=True), lse.clone()
+    combine_partial(wide, wide_lse, *part)
+    out, kept = start, start.clone()
+    if before is not None:
+        out = torch.full(shape, torch.nan, dtype=into, device=device)
+    combine_partial(out, lse, *part, start if before is not None else None)
+    close((wide, wide_lse), exact)
+    assert_bitwise_equal(lse, wide_lse)
+    assert_bitwise_equal(out, wide.to(into))
+    if before is not None:
+        assert_bitwise_equal(start, kept)
 
 
 def test_sections_of_rows_with_strides(device: str) -> None:
@@ -111,7 +135,9 @@ def test_keys_in_two_parts_are_all_keys(device: str) -> None:
 
 
 def test_it_is_a_well_formed_op(device: str) -> None:
-    torch.library.opcheck(combine_partial, parts((1, 6, 2, 16), device, torch.bfloat16))
+    given = parts((1, 6, 2, 16), device, torch.bfloat16)
+    torch.library.opcheck(combine_partial, given)
+    torch.library.opcheck(combine_partial, (*given, given[0].half()))
     out, lse, *partial = parts((1, 6, 2, 16), device, torch.bfloat16)
     partial = [x.requires_grad_() for x in partial]
     combine_partial(out, lse, *partial)
@@ -125,13 +151,16 @@ def test_it_is_a_well_formed_op(device: str) -> None:
     ("change", "message"),
     [
         (lambda x: [x[0][0], *x[1:]], r"out must be of shape \(batch, seqlen, heads, head_dim\)"),
-        (lambda x: [x[0].half(), *x[1:]], "out must be float32, got float16"),
+        (lambda x: [x[0].int(), *x[1:]], "out must be float16.* or float32, got int32"),
         (lambda x: [x[0], x[1][:, :1], *x[2:]], r"lse must be of shape .*\(2, 3, 5\)"),
         (lambda x: [x[0], x[1].half(), *x[2:]], "lse must be float32"),
         (lambda x: [*x[:2], x[2][:, :4], x[3]], r"o_partial must be of shape .*\(2, 5, 3, 16\)"),
         (lambda x: [*x[:2], x[2].int(), x[3]], "o_partial must be float16.* or float32, got int32"),
         (lambda x: [*x[:3], x[3].double()], "lse_partial must be float32, got float64"),
         (lambda x: [*x[:3], x[3].mT.contiguous().mT], "lse_partial must be contiguous in its last"),
+        (lambda x: [*x, x[0][:, 1:]], r"out_before must be of shape .*\(2, 5, 3, 16\)"),
+        (lambda x: [*x, x[0].int()], "out_before must be float16.* or float32, got int32"),
+        (lambda x: [*x, x[0].mT.contiguous().mT], "out_before must be contiguous in its last"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message: str, device: str) -> None:

@@ -164,6 +164,29 @@ def test_zigzag_steps_are_two_halves() -> None:
     assert len(plan.gathered(shards, 1, mask)) == 2
 
 
+def test_additions_of_a_ring() -> None:
+    """A sum is in float32 between its first and last addition only: rank 1 of four adds an earlier
+    rank's keys to all queries, then those of two later ones to the second half."""
+    shards, mask = cp.sharding(64, 4), Mask(None, 0)
+    calls = tuple(plan.step(shards, 1, source, mask)[0] for source in (0, 3, 2))
+    add = plan.Addition
+    assert plan.additions(calls) == (
+        (add((0, 8), first=True, last=True), add((8, 16), first=True, last=False)),
+        (add((8, 16), first=False, last=False),),
+        (add((8, 16), first=False, last=True),),
+    )
+    first, second = plan.additions(calls)[0]
+    assert second.rows_of(calls[0]) == (slice(8, 16), slice(8, 16))
+    assert second.rows_of(calls[1]) == (slice(8, 16), slice(0, 8))
+    alike = (Call((0, 4), (0, 9)), Call((4, 9), (0, 9)), Call((0, 9), (9, 12)))
+    assert plan.additions(alike) == (
+        (add((0, 4), first=True, last=False),),
+        (add((4, 9), first=True, last=False),),
+        (add((0, 9), first=False, last=True),),
+    )
+    assert plan.additions(()) == ()
+
+
 def test_two_chunks_are_one_batch() -> None:
     """Both chunks of a zigzag are one call, whose keys are views of the same ones."""
     shards = cp.sharding(64, 4)

@@ -49,8 +49,9 @@ Tensor fp8_token_mean(Tensor x, std::optional<Tensor> cu_seqlens, std::optional<
     return mean_of_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
 }
 
-void combine_partial(Tensor out, Tensor lse, Tensor o_partial, Tensor lse_partial) {
-    add_partial(out, lse, o_partial, lse_partial);
+void combine_partial(Tensor out, Tensor lse, Tensor o_partial, Tensor lse_partial,
+                     std::optional<Tensor> out_before) {
+    add_partial(out, lse, o_partial, lse_partial, out_before);
 }
 
 }  // namespace

@@ -4,12 +4,14 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
+
 #include "api/attention.h"
 
 namespace flash_ext {
 
-// out and lse, in place.
+// out and lse, in place; with `out_before` the results so far are there and not in out.
 void add_partial(const Tensor& out, const Tensor& lse, const Tensor& o_partial,
-                 const Tensor& lse_partial);
+                 const Tensor& lse_partial, const std::optional<Tensor>& out_before);
 
 }  // namespace flash_ext

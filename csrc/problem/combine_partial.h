@@ -7,7 +7,13 @@
 
 namespace flash_ext {
 
-enum class PartialType { kFloat16, kBFloat16, kFloat32 };
+enum class ResultType { kFloat16, kBFloat16, kFloat32 };
+
+// A (batch, row, head, column) tensor of a type that is known at run time.
+struct ResultView {
+    TensorView tensor;
+    ResultType type = ResultType::kFloat32;
+};
 
 // A (batch, head, row) tensor of float32 with adjacent rows.
 struct StatisticsView {
@@ -17,16 +23,16 @@ struct StatisticsView {
 };
 
 struct CombinePartialParams {
-    PartialType partial_type;
     int batch;
     int rows;  // S
     int heads;
     int head_dim;          // Dv
     bool aligned = false;  // does every row start on a boundary of four elements?
 
-    TensorView out;              // (B, S, H, Dv), float32, also the result
+    ResultView before;           // (B, S, H, Dv), the results so far
+    ResultView out;              // (B, S, H, Dv), the result; it may be `before`
     StatisticsView lse;          // (B, H, S), also the result
-    TensorView o_partial;        // (B, S, H, Dv), partial_type
+    ResultView o_partial;        // (B, S, H, Dv)
     StatisticsView lse_partial;  // (B, H, S)
 };
 

@@ -25,23 +25,31 @@ def _require(
         refuse(name, "contiguous in its last dimension", f"strides {x.stride()}")
 
 
-def _combine_cpu(out: Tensor, lse: Tensor, o_partial: Tensor, lse_partial: Tensor) -> None:
+def _combine_cpu(
+    out: Tensor,
+    lse: Tensor,
+    o_partial: Tensor,
+    lse_partial: Tensor,
+    out_before: Tensor | None = None,
+) -> None:
     if out.dim() != 4:
         refuse("out", "of shape (batch, seqlen, heads, head_dim)", tuple(out.shape))
     dtype = statistics_dtype(out.dtype)
-    parts = (dtype,) if dtype == torch.float64 else (torch.float16, torch.bfloat16, dtype)
+    results = (dtype,) if dtype == torch.float64 else (torch.float16, torch.bfloat16, dtype)
     statistics = (out.shape[0], out.shape[2], out.shape[1])
-    _require("out", out, out, tuple(out.shape), (dtype,))
+    before = out if out_before is None else out_before
+    _require("out", out, out, tuple(out.shape), results)
     _require("lse", lse, out, statistics, (dtype,))
-    _require("o_partial", o_partial, out, tuple(out.shape), parts)
     _require("lse_partial", lse_partial, out, statistics, (dtype,))
+    _require("o_partial", o_partial, out, tuple(out.shape), results)
+    _require("out_before", before, out, tuple(out.shape), results)
     whole = torch.logaddexp(lse, lse_partial)
     no_key = whole == -torch.inf
 
     def weight(of: Tensor) -> Tensor:  # as (B, S, H, 1)
         return torch.exp(of - whole).masked_fill(no_key, 0).mT[..., None]
 
-    out.mul_(weight(lse)).add_(weight(lse_partial) * o_partial)
+    out.copy_(weight(lse) * before + weight(lse_partial) * o_partial)
     lse.copy_(whole)
 
 

@@ -1,17 +1,17 @@
-// Adds attention over some keys, O_p and lse_p, to the results so far, O and lse, in place:
+// Adds attention over some keys, O_p and lse_p, to the results so far, O and lse:
 //
 //     lse' = log(e^lse + e^lse_p),    O' = e^(lse - lse') O + e^(lse_p - lse') O_p
 //
 // The steps of a ring over several GPUs come one after the other, each a whole forward pass with
 // its own O and lse. (combine.cuh is for the splits of one pass: all at once, with maxima and sums
-// in place of lse.) Bound by memory: a row is read and written once. A row has 8, 16 or 32 lanes
-// with four columns each; heads are next to each other in memory, so a warp's rows are too.
+// in place of lse.) Bound by memory: a row is read and written once, and O, O' and O_p may have
+// 16 bits, so types are known at run time only. A row has 8, 16 or 32 lanes with four columns each;
+// heads are next to each other in memory, so a warp's rows are too.
 #pragma once
 
 #include "kernels/common/launch.cuh"
 #include "plan/combine_partial.h"
 #include "ptx/math.cuh"
-#include "tile/copy.cuh"
 
 namespace flash_ext {
 
@@ -26,38 +26,87 @@ FLASH_HOST_DEVICE constexpr int lanes_per_row(int head_dim) {
     return lanes;
 }
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// The columns [0, valid) of four.
-template <bool kAligned, class Element>
-__device__ __forceinline__ void load_four(float (&x)[4], const Element* source, int valid) {
-    struct alignas(4 * sizeof(Element)) Four {
-        Element x[4];
-    };
-    if constexpr (kAligned) {
-        const Four four = *reinterpret_cast<const Four*>(source);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = to_float(four.x[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = i < valid ? to_float(source[i]) : 0.f;
-    }
+// A row's columns from `column` on.
+__device__ __forceinline__ char* columns_of(const ResultView& view, int batch, int64_t row,
+                                            int head, int column) {
+    const TensorView& x = view.tensor;
+    const int64_t element =
+        batch * x.batch_stride + row * x.row_stride + head * x.head_stride + column;
+    return static_cast<char*>(x.data) + element * (view.type == ResultType::kFloat32 ? 4 : 2);
 }
 
-template <bool kAligned>
-__device__ __forceinline__ void store_four(float* target, const float (&x)[4], int valid) {
-    if constexpr (kAligned) {
-        *reinterpret_cast<float4*>(target) = make_float4(x[0], x[1], x[2], x[3]);
+// Four columns as they are in memory: in all words, or two of 16 bits in each of the first two.
+// They are converted later, so that no load waits for another.
+__device__ __forceinline__ uint4 load_four(const char* source, ResultType type, bool aligned,
+                                           int valid) {
+    uint4 bits{};
+    if (type == ResultType::kFloat32) {
+        const auto* x = reinterpret_cast<const uint32_t*>(source);
+        if (aligned) return *reinterpret_cast<const uint4*>(x);
+        bits.x = x[0];
+        if (valid > 1) bits.y = x[1];
+        if (valid > 2) bits.z = x[2];
+        if (valid > 3) bits.w = x[3];
     } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (i < valid) target[i] = x[i];
+        const auto* x = reinterpret_cast<const uint16_t*>(source);
+        if (aligned) {
+            const uint2 pairs = *reinterpret_cast<const uint2*>(x);
+            return {pairs.x, pairs.y, 0, 0};
+        }
+        bits.x = x[0];
+        if (valid > 1) bits.x |= uint32_t{x[1]} << 16;
+        if (valid > 2) bits.y = x[2];
+        if (valid > 3) bits.y |= uint32_t{x[3]} << 16;
     }
+    return bits;
 }
 
-template <class Element, bool kAligned>
+__device__ __forceinline__ float4 to_floats(const uint4& bits, ResultType type) {
+    if (type == ResultType::kFloat32) return reinterpret_cast<const float4&>(bits);
+    float2 low, high;
+    if (type == ResultType::kFloat16) {
+        low = __half22float2(reinterpret_cast<const __half2&>(bits.x));
+        high = __half22float2(reinterpret_cast<const __half2&>(bits.y));
+    } else {
+        low = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(bits.x));
+        high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(bits.y));
+    }
+    return {low.x, low.y, high.x, high.y};
+}
+
+__device__ __forceinline__ void store_four(char* target, ResultType type, bool aligned, int valid,
+                                           const float4& x) {
+    if (type == ResultType::kFloat32) {
+        auto* out = reinterpret_cast<float*>(target);
+        if (aligned) {
+            *reinterpret_cast<float4*>(out) = x;
+            return;
+        }
+        out[0] = x.x;
+        if (valid > 1) out[1] = x.y;
+        if (valid > 2) out[2] = x.z;
+        if (valid > 3) out[3] = x.w;
+        return;
+    }
+    uint2 bits;
+    if (type == ResultType::kFloat16) {
+        reinterpret_cast<__half2&>(bits.x) = __floats2half2_rn(x.x, x.y);
+        reinterpret_cast<__half2&>(bits.y) = __floats2half2_rn(x.z, x.w);
+    } else {
+        reinterpret_cast<__nv_bfloat162&>(bits.x) = __floats2bfloat162_rn(x.x, x.y);
+        reinterpret_cast<__nv_bfloat162&>(bits.y) = __floats2bfloat162_rn(x.z, x.w);
+    }
+    auto* out = reinterpret_cast<uint16_t*>(target);
+    if (aligned) {
+        *reinterpret_cast<uint2*>(out) = bits;
+        return;
+    }
+    out[0] = static_cast<uint16_t>(bits.x);
+    if (valid > 1) out[1] = static_cast<uint16_t>(bits.x >> 16);
+    if (valid > 2) out[2] = static_cast<uint16_t>(bits.y);
+    if (valid > 3) out[3] = static_cast<uint16_t>(bits.y >> 16);
+}
+
 __global__ void __launch_bounds__(kCombinePartialThreads)
     combine_partial_kernel(const __grid_constant__ CombinePartialParams params) {
     const int lanes = lanes_per_row(params.head_dim);
@@ -78,25 +127,32 @@ __global__ void __launch_bounds__(kCombinePartialThreads)
     const float lse = valid ? *lse_at : -INFINITY;
     const float lse_partial = valid ? *statistic(params.lse_partial) : -INFINITY;
     __syncwarp();  // all lanes of the row have read lse, which one of them writes
-    if (lse_partial == -INFINITY) return;  // nothing to add; of all lanes of a row, or of none
+    if (!valid) return;
+    const bool adds = lse_partial != -INFINITY;  // of all lanes of a row, or of none
+    if (!adds && params.before.tensor.data == params.out.tensor.data) return;
     const float max = fmaxf(lse, lse_partial);
     const float share = ptx::ex2((lse - max) * kLog2e);
     const float share_partial = ptx::ex2((lse_partial - max) * kLog2e);
     const float sum = share + share_partial;
-    const float weight = share / sum, weight_partial = share_partial / sum;
-    if (lane == 0) *lse_at = max + logf(sum);
+    const float weight = adds ? share / sum : 1.f;
+    const float weight_partial = adds ? share_partial / sum : 0.f;
+    if (adds && lane == 0) *lse_at = max + logf(sum);
 
-    float* const out = row_pointer<float>(params.out, batch, row, head);
-    const Element* const partial = row_pointer<Element>(params.o_partial, batch, row, head);
     for (int column = lane * kColumnsPerLane; column < params.head_dim;
          column += lanes * kColumnsPerLane) {
-        float x[4], y[4];
-        const int columns = params.head_dim - column;
-        load_four<kAligned>(x, out + column, columns);
-        load_four<kAligned>(y, partial + column, columns);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = weight * x[i] + weight_partial * y[i];
-        store_four<kAligned>(out + column, x, columns);
+        const auto place = [&](const ResultView& view) {
+            return columns_of(view, batch, row, head, column);
+        };
+        const auto load = [&](const ResultView& view) {
+            return load_four(place(view), view.type, params.aligned, params.head_dim - column);
+        };
+        const uint4 bits = load(params.before);
+        const uint4 bits_partial = adds ? load(params.o_partial) : uint4{};
+        const float4 x = to_floats(bits, params.before.type);
+        const float4 y = to_floats(bits_partial, params.o_partial.type);
+        store_four(place(params.out), params.out.type, params.aligned, params.head_dim - column,
+                   {weight * x.x + weight_partial * y.x, weight * x.y + weight_partial * y.y,
+                    weight * x.z + weight_partial * y.z, weight * x.w + weight_partial * y.w});
     }
 }
 
@@ -104,21 +160,7 @@ cudaError_t combine_partial(const CombinePartialParams& params, cudaStream_t str
     const int64_t rows = int64_t{params.batch} * params.rows * params.heads;
     const int64_t ctas =
         ceil_div<int64_t>(rows * lanes_per_row(params.head_dim), kCombinePartialThreads);
-    const auto launch = [&](auto element) {
-        using Element = decltype(element);
-        return params.aligned ? launch_kernel<combine_partial_kernel<Element, true>>(
-                                    ctas, kCombinePartialThreads, 0, params, stream)
-                              : launch_kernel<combine_partial_kernel<Element, false>>(
-                                    ctas, kCombinePartialThreads, 0, params, stream);
-    };
-    switch (params.partial_type) {
-        case PartialType::kFloat16:
-            return launch(__half{});
-        case PartialType::kBFloat16:
-            return launch(__nv_bfloat16{});
-        default:
-            return launch(float{});
-    }
+    return launch_kernel<combine_partial_kernel>(ctas, kCombinePartialThreads, 0, params, stream);
 }
 
 }  // namespace flash_ext

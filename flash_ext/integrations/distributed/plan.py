@@ -283,3 +283,40 @@ def ring_steps(shards: Sharding, mask: Mask) -> int:
         if any(step(shards, rank, (rank - t) % n, mask) for rank in range(n)):
             return t + 1
     return 1
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Rows to whose results so far those of a call are added."""
+
+    rows: Span
+    first: bool
+    """Whether nothing has been added to them before."""
+
+    last: bool
+    """Whether nothing will be added to them later."""
+
+    def rows_of(self, call: Call) -> tuple[slice, slice]:
+        """The rows among all queries, and among the call's."""
+        (a, b), at = self.rows, call.q[0]
+        return slice(a, b), slice(a - at, b - at)
+
+
+@lru_cache(maxsize=4096)
+def additions(calls: tuple[Call, ...]) -> tuple[tuple[Addition, ...], ...]:
+    """Of calls one after the other: each one's rows, as few spans as are alike in all."""
+    edges = sorted({edge for call in calls for edge in call.q})
+    having = {
+        (a, b): [i for i, call in enumerate(calls) if call.q[0] <= a and b <= call.q[1]]
+        for a, b in itertools.pairwise(edges)
+    }
+
+    def of_call(i: int) -> Iterator[Addition]:
+        pieces = [rows for rows, numbers in having.items() if i in numbers]
+        for (first, last), alike in itertools.groupby(
+            pieces, lambda rows: (having[rows][0] == i, having[rows][-1] == i)
+        ):
+            spans = list(alike)
+            yield Addition((spans[0][0], spans[-1][1]), first, last)
+
+    return tuple(tuple(of_call(i)) for i in range(len(calls)))
