@@ -97,7 +97,7 @@ def find_files(*patterns: str) -> list[str]:
 def run_ninja(build_directory: str, *_: object, **__: object) -> None:
     """Stands in for torch's, which shows 2,000 characters a file and ends in a traceback.
 
-    setuptools sorts the files by name. In reverse the longest, those of FA3 and FA2, come first, and
+    setuptools sorts the files by name. In reverse the longest, FA3's and FA2's, come first, and
     most of the short ones, without kernels, fill what remains at the end.
     """
     ninja_file = Path(build_directory, "build.ninja")
