@@ -149,6 +149,9 @@ def parts_of(p: object, found: dict[str, int]) -> int:
         (40, 40, 4096, 77, -1, 3),  # 40 tiles, and 120
         (40, 40, 4096, 77, 0, 1),
         (8, 2, 4096, 77, -1, 4 * 8),  # groups first
+        (32, 8, 4096, 4096, 0, 1),  # 256 tiles: the short ones fill what the long ones leave
+        (64, 8, 8192, 8192, 0, 2),  # eight heads of a group have too many rows for L2
+        (64, 8, 512, 32768, 0, 1),  # all rows of few queries fit
     ],
 )
 def test_heads_with_few_tiles_are_cut(
@@ -161,6 +164,23 @@ def test_heads_with_few_tiles_are_cut(
     assert parts_of(p, sizes(plan)) == parts
     assert ("sum_parts" in plan.launches) == (parts > 1)
     assert "dk_parts" not in p.backward("fa2").regions
+
+
+def test_wide_groups_are_cut(native: ModuleType) -> None:
+    """At head dim 128 a part has two query heads, as measured (note 018); with a window all."""
+    shape = {"seqlen_q": 4096, "seqlen_k": 4096, "head_dim": 128, "head_dim_v": 128}
+    for batch, heads_q, window_left, parts in (
+        (2, 64, -1, 4), (2, 32, -1, 2), (4, 16, -1, 1), (4, 64, 511, 1)
+    ):  # fmt: skip
+        p = problem(native, batch=batch, heads_q=heads_q, heads_k=8, window_right=0, **shape)
+        if window_left >= 0:
+            p.window_left = window_left
+        assert parts_of(p, sizes(p.backward("fa3"))) == parts
+    # Deterministic: CTAs keep in step, and some sixteen heads are best.
+    for batch, heads_q, heads_k, parts in ((2, 64, 8, 1), (1, 64, 8, 2), (1, 8, 1, 8)):
+        p = problem(native, batch=batch, heads_q=heads_q, heads_k=heads_k, window_right=0, **shape)
+        p.deterministic = True
+        assert parts_of(p, sizes(p.backward("fa3"))) == parts
 
 
 def test_gpu_problems_of_few_keys_cut_queries(native: ModuleType) -> None:

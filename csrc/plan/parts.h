@@ -1,9 +1,10 @@
-// FA3's backward where KV tiles are few. A CTA has a KV tile and goes over all queries of its head:
-// those of all query heads of a group. Where such CTAs are too few for the GPU, or too unequal,
-// groups are cut into equal parts; and where that does not suffice and all queries see all keys
-// (cross attention to few keys), the Q tiles of each head. For the kernels each part is a KV head,
-// with the same K and V as the other parts (shared_key_rows()) and with gradients of its own. These
-// are summed afterwards, always in the same order (kernels/common/sum_parts.cuh).
+// FA3's backward where KV tiles are few, or long. A CTA has a KV tile and goes over all queries of
+// its head: those of all query heads of a group. Where such CTAs are too few for the GPU, too
+// unequal, or have too many rows in L2, groups are cut into equal parts; and where that does not
+// suffice and all queries see all keys (cross attention to few keys), the Q tiles of each head. For
+// the kernels each part is a KV head, with the same K and V as the other parts (shared_key_rows())
+// and with gradients of its own. These are summed afterwards, always in the same order
+// (kernels/common/sum_parts.cuh).
 #pragma once
 
 #include <cstdint>
@@ -15,25 +16,47 @@
 
 namespace flash_ext {
 
-// The parts from 1 to `most` that divide `whole` with which all `tiles` (of K and V, with whole
-// heads or groups) take the least time on `sms` multiprocessors. The unit is the mean time of a
-// tile. Without a mask tiles are equal, and a wave of them takes as long as one. With a mask the
-// longest takes twice the mean; long ones come first, so that at the end CTAs wait for half a tile.
-// A part costs 1 %: it reads K and V, and writes its dK and dV.
-constexpr int best_parts(int64_t tiles, int64_t most, int whole, bool masked, int sms) {
-    if (tiles == 0) return 1;
-    int best = 1;
-    double least = 0;
-    for (int parts = 1; parts == 1 || parts <= most; ++parts) {
-        if (whole % parts != 0) continue;
-        const double waves = static_cast<double>(tiles * parts) / sms;
-        const auto rounds = static_cast<double>(ceil_div<int64_t>(tiles * parts, sms));
-        const double time = (masked ? max_of(2., waves + .5) : rounds) / parts * (1 + .01 * parts);
-        if (parts == 1 || time < least * .97) {
-            best = parts;
-            least = time;
-        }
+// The tiles that are to be cut: of K and V, with whole heads or groups.
+struct TilesToCut {
+    int64_t tiles;
+    int sms;
+    bool unequal = false;  // under a mask, or in sequences of several lengths
+    // Of unequal tiles:
+    double waiting = 0;    // how long a CTA waits at the end, in mean times of a tile
+    int64_t l2_bytes = 0;  // causal: Q, dO and dQ of the tiles that are at work at a time
+    int64_t heads = 0;     // deterministic: all, which are at work at a time and add to dQ in turn
+};
+
+// The time with each tile in so many parts; the unit is the mean time of a tile. A part costs
+// 1.5 %: it reads K and V, and writes its dK and dV.
+//
+// Equal tiles come in waves, which take as long as one. Of unequal ones the longest takes twice the
+// mean, and long ones come first. Under a causal mask the CTAs of a head get out of step, and share
+// its rows only while they are in L2: each 64 MB beyond the first cost 8 %. In deterministic mode
+// they keep in step, as they add in turn: few heads wait for each other, many have too many rows at
+// work. Fitted to the tables in docs/notes/018-few-kv-heads.md.
+constexpr double time_in_parts(const TilesToCut& x, int parts) {
+    constexpr double kInL2 = 64 << 20;
+    const double cost = 1 + .015 * parts;
+    if (!x.unequal)
+        return cost * static_cast<double>(ceil_div<int64_t>(x.tiles * parts, x.sms)) / parts;
+    const double waves = static_cast<double>(x.tiles * parts) / x.sms;
+    const double time = cost * max_of(2., waves + x.waiting) / parts;
+    if (x.heads > 0) {
+        const auto heads = static_cast<double>(x.heads * parts);
+        return time * (1 + .6 / heads + .2 * max_of(0., heads / 16 - 1));
     }
+    const double in_l2 = static_cast<double>(x.l2_bytes) / (kInL2 * parts);
+    return time * (1 + .08 * max_of(0., in_l2 - 1));
+}
+
+// The parts from 1 to `most` that divide `whole` with which the tiles take the least time, to 3 %.
+constexpr int best_parts(const TilesToCut& x, int64_t most, int whole) {
+    int best = 1;
+    if (x.tiles == 0) return best;
+    for (int parts = 2; parts <= most; ++parts)
+        if (whole % parts == 0 && time_in_parts(x, parts) < .97 * time_in_parts(x, best))
+            best = parts;
     return best;
 }
 
@@ -43,18 +66,35 @@ struct Parts {
 };
 
 // The parts of this call, with `key_tiles` of a head. A part of few queries has too little to do.
-// may_cut_queries: can the kernels do that?
-inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool may_cut_queries,
-                          int sms) {
+// wide: for the kernels of wide heads, which do not add to dQ in memory, and cannot cut queries.
+inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool wide, int sms) {
     constexpr int kLeastRows = 512;  // of Q, of a part
     const int group = params.heads_q / params.heads_k;
-    const bool masked = is_masked(params) || params.cu_seqlens_q != nullptr;
-    const int64_t tiles = key_tiles * params.heads_k * tensor_batches(params);
+    const bool packed = params.cu_seqlens_q != nullptr;
+    const int64_t heads = int64_t{params.heads_k} * tensor_batches(params);
+    TilesToCut x{.tiles = key_tiles * heads,
+                 .sms = sms,
+                 .unequal = is_masked(params) || packed,
+                 .waiting = packed ? .5 : .1};
+    if (params.deterministic && !wide) {
+        x.heads = heads;
+    } else if (is_masked(params) && params.window_left >= params.seqlen_q) {
+        // Of two waves of tiles of 128 keys.
+        constexpr int64_t kKeysAtWork = 2 * 128 * 128;
+        const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
+        const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
+        const int64_t row_bytes =
+            wide ? int64_t{element_bytes(params.element_type)} *
+                       (params.head_dim + params.head_dim_v)
+                 : bytes_of_q_do_dq(params.element_type, params.head_dim, params.head_dim_v);
+        x.l2_bytes = rows * group * row_bytes;
+    }
     const int64_t most = int64_t{group} * mean_queries(params) / kLeastRows;
-    const int groups = best_parts(tiles, min_of<int64_t>(most, group), group, masked, sms);
-    if (masked || !may_cut_queries || tiles * groups >= sms) return {groups, 1};
+    const int groups = best_parts(x, min_of<int64_t>(most, group), group);
+    if (x.unequal || wide || x.tiles * groups >= sms) return {groups, 1};
+    x.tiles *= groups;
     // Any number divides the Q tiles well enough.
-    return {groups, best_parts(tiles * groups, min_of<int64_t>(most / groups, sms), 0, false, sms)};
+    return {groups, best_parts(x, min_of<int64_t>(most / groups, sms), 0)};
 }
 
 }  // namespace flash_ext

@@ -309,7 +309,7 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
     const int key_tiles =
         tile_numbers(params, params.seqlen_k, tuning::fa3_backward_block_kv(dims));
     const bool wide = tuning::is_fa3_backward_wide(dims);
-    split_heads(plan, choose_parts(params, key_tiles, !wide, device.multiprocessors));
+    split_heads(plan, choose_parts(params, key_tiles, wide, device.multiprocessors));
     if (!wide) {
         const bool many =
             tuning::many_queries(features_of(params), mean_queries(params), is_masked(params));

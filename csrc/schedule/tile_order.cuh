@@ -75,9 +75,8 @@ FLASH_HOST_DEVICE constexpr int l2_group_waves(const AttentionParams& params, bo
 }
 
 // What a query of a backward has in L2: its rows of Q and dO, and of dQ in float32.
-template <class Element>
-constexpr int64_t bytes_of_q_do_dq(int head_dim, int head_dim_v) {
-    return int64_t{sizeof(Element)} * (head_dim + head_dim_v) + int64_t{4} * head_dim;
+constexpr int64_t bytes_of_q_do_dq(ElementType type, int head_dim, int head_dim_v) {
+    return int64_t{element_bytes(type)} * (head_dim + head_dim_v) + int64_t{4} * head_dim;
 }
 
 }  // namespace flash_ext

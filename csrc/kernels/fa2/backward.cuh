@@ -196,7 +196,7 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
     // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run at the
     // same time, the less they wait for each other.
     const int64_t bytes_per_head =
-        bytes_of_q_do_dq<typename Config::Element>(Config::kHeadDim, Config::kHeadDimV) *
+        bytes_of_q_do_dq(params.element_type, Config::kHeadDim, Config::kHeadDimV) *
         params.seqlen_q * group;
     params.schedule =
         make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,

@@ -757,7 +757,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     const bool masked = is_masked(params);
     // Q, dO and dQ.
     const int64_t bytes_per_head =
-        bytes_of_q_do_dq<typename Config::Element>(Config::kHeadDim, Config::kHeadDimV) *
+        bytes_of_q_do_dq(params.element_type, Config::kHeadDim, Config::kHeadDimV) *
         params.seqlen_q * group_of(params);
     params.schedule = make_schedule(
         tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
