@@ -176,6 +176,9 @@ def test_wide_groups_are_cut(native: ModuleType) -> None:
         if window_left >= 0:
             p.window_left = window_left
         assert parts_of(p, sizes(p.backward("fa3"))) == parts
+    long = shape | {"seqlen_q": 131072, "seqlen_k": 131072}
+    p = problem(native, heads_q=64, heads_k=8, window_right=0, **long)
+    assert parts_of(p, sizes(p.backward("fa3"))) == 1  # they would take 2 GB
     # Deterministic: CTAs keep in step, and some sixteen heads are best.
     for batch, heads_q, heads_k, parts in ((2, 64, 8, 1), (1, 64, 8, 2), (1, 8, 1, 8)):
         p = problem(native, batch=batch, heads_q=heads_q, heads_k=heads_k, window_right=0, **shape)

@@ -32,9 +32,10 @@ struct TilesToCut {
 //
 // Equal tiles come in waves, which take as long as one. Of unequal ones the longest takes twice the
 // mean, and long ones come first. Under a causal mask the CTAs of a head get out of step, and share
-// its rows only while they are in L2: each 64 MB beyond the first cost 8 %. In deterministic mode
-// they keep in step, as they add in turn: few heads wait for each other, many have too many rows at
-// work. Fitted to the tables in docs/notes/018-few-kv-heads.md.
+// its rows only while they are in L2: each 64 MB beyond the first cost 8 %, and less from 8,192
+// keys on, so that long sequences need no memory for parts. In deterministic mode they keep in
+// step, as they add in turn: few heads wait for each other, many have too many rows at work. Fitted
+// to the tables in docs/notes/018-few-kv-heads.md.
 constexpr double time_in_parts(const TilesToCut& x, int parts) {
     constexpr double kInL2 = 64 << 20;
     const double cost = 1 + .015 * parts;
@@ -76,11 +77,12 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
                  .sms = sms,
                  .unequal = is_masked(params) || packed,
                  .waiting = packed ? .5 : .1};
+    // Two waves of tiles of 128 keys. Longer sequences gain nothing by parts, which need memory.
+    constexpr int64_t kKeysAtWork = 2 * 128 * 128;
     if (params.deterministic && !wide) {
         x.heads = heads;
-    } else if (is_masked(params) && params.window_left >= params.seqlen_q) {
-        // Of two waves of tiles of 128 keys.
-        constexpr int64_t kKeysAtWork = 2 * 128 * 128;
+    } else if (is_masked(params) && params.window_left >= params.seqlen_q &&
+               mean_keys(params) <= kKeysAtWork) {
         const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
         const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
         const int64_t row_bytes =
