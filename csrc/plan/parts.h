@@ -32,10 +32,9 @@ struct TilesToCut {
 //
 // Equal tiles come in waves, which take as long as one. Of unequal ones the longest takes twice the
 // mean, and long ones come first. Under a causal mask the CTAs of a head get out of step, and share
-// its rows only while they are in L2: each 64 MB beyond the first cost 8 %, and less from 8,192
-// keys on, so that long sequences need no memory for parts. In deterministic mode they keep in
-// step, as they add in turn: few heads wait for each other, many have too many rows at work. Fitted
-// to the tables in docs/notes/018-few-kv-heads.md.
+// its rows only while they are in L2: each 64 MB beyond the first cost 8 %. In deterministic mode
+// they keep in step, as they add in turn: few heads wait for each other, many have too many rows at
+// work. Fitted to the tables in docs/notes/018-few-kv-heads.md.
 constexpr double time_in_parts(const TilesToCut& x, int parts) {
     constexpr double kInL2 = 64 << 20;
     const double cost = 1 + .015 * parts;
