@@ -153,6 +153,20 @@ def test_the_front_page_names_the_peer_that_was_measured() -> None:
     assert front.words_of([cell], "backward") == ""
 
 
+def test_the_front_page_has_the_numbers_of_this_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another source only where there are no others."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    for gpu, digest in (("gpu-a", "another"), ("gpu-b", common.source_digest())):
+        result = {"device": gpu, "digest": digest, "date": "2026-01-01", "cells": []}
+        (tmp_path / gpu).mkdir()
+        common.write_json(tmp_path / gpu / "compare.json", result)
+        text = front.front_section()
+        assert gpu in text and digest in text
+    assert "gpu-a" not in text
+
+
 def test_the_changelog_has_this_version() -> None:
     version = flash_ext.__version__
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)

@@ -31,11 +31,13 @@ def words_of(cells: list[Json], direction: str) -> str:
 
 
 def front_section() -> str:
-    """A line for each GPU, the source as it is first, and the figure of all ratios of that one."""
+    """A line for each GPU that measured the source as it is, and the figure of the first one's
+    ratios. While none has, the lines and figure of other sources, which each line names."""
     found: list[tuple[bool, Path, Json]] = []
     for folder in gpu_folders("compare"):
         if compare := common.read_json(folder / "compare.json"):
             found.append((compare["digest"] != common.source_digest(), folder, compare))
+    found = [x for x in found if not x[0]] or found
     parts = []
     for _, folder, compare in sorted(found, key=lambda x: x[:2]):
         recorded = common.read_json(folder / "recorded_peers.json")
