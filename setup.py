@@ -97,8 +97,8 @@ def find_files(*patterns: str) -> list[str]:
 def run_ninja(build_directory: str, *_: object, **__: object) -> None:
     """Stands in for torch's, which shows 2,000 characters a file and ends in a traceback.
 
-    setuptools sorts the files by name. In reverse the longest, FA3's and FA2's, come first, and
-    most of the short ones, without kernels, fill what remains at the end.
+    setuptools sorts the files by name. In reverse those that take the longest, FA3's and FA2's, are
+    among the first, and most of the short ones, without kernels, fill what remains at the end.
     """
     ninja_file = Path(build_directory, "build.ninja")
     text = ninja_file.read_text()

@@ -84,6 +84,18 @@ def test_results_of_16_bits_are_rounded_once(before, into, shape, device: str) -
         assert_bitwise_equal(start, kept)
 
 
+def test_one_tensor_without_aligned_rows(device: str) -> None:
+    """Each in turn starts one column later than the others."""
+    for shifted in range(3):
+        out, lse, o_partial, lse_partial = parts((1, 9, 3, 128), device, torch.bfloat16)
+        exact = expected(out, lse, o_partial, lse_partial)
+        tensors = [torch.zeros_like(out), o_partial, out.clone()]
+        moved = torch.nn.functional.pad(tensors[shifted], (1, 3))[..., 1:-3]
+        tensors[shifted] = moved
+        combine_partial(tensors[0], lse, tensors[1], lse_partial, tensors[2])
+        close((tensors[0], lse), exact)
+
+
 def test_sections_of_rows_with_strides(device: str) -> None:
     """Only the section is written; heads, rows and columns may be parts of larger tensors."""
     out, lse, o_partial, lse_partial = parts((2, 40, 6, 48), device, torch.bfloat16)

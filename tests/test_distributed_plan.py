@@ -21,6 +21,7 @@ from flash_ext.integrations import distributed as cp
 from flash_ext.integrations.distributed import cost, local, plan
 from flash_ext.integrations.distributed.agree import ERROR, disagreement
 from flash_ext.integrations.distributed.plan import Call, Mask
+from flash_ext.integrations.distributed.ring import _Results
 from flash_ext.integrations.distributed.sharding import LAYOUTS, edges
 
 DOCUMENTS = (None, (0, 3, 3, 20, 29, 30), (0, 1, 2, 40), (0, 17), (0, 5, 31))
@@ -185,6 +186,31 @@ def test_additions_of_a_ring() -> None:
         (add((0, 9), first=False, last=True),),
     )
     assert plan.additions(()) == ()
+
+
+def test_sums_of_a_ring_are_rounded_once() -> None:
+    """Would catch a sum that is stored in 16 bits before its last addition."""
+    torch.manual_seed(0)
+    first, *parts = (torch.randn(1, 6, 2, 16, dtype=torch.bfloat16) for _ in range(5))
+    call = Call((0, 6), (0, 1))
+    additions = plan.additions((call,) * 4)
+    gradients = _Results(first.clone())
+    for part, (addition,) in zip(parts, additions, strict=True):
+        gradients.add(part, addition)
+    exact = first.float()
+    for part in parts:
+        exact += part
+    assert torch.equal(gradients.found, exact.bfloat16())
+    assert not torch.equal(first + parts[0] + parts[1] + parts[2] + parts[3], exact.bfloat16())
+
+    lse = torch.randn(5, 1, 2, 6)
+    results, whole, expected_lse = _Results(first.clone()), lse[0].clone(), lse[0].clone()
+    expected = first.float()
+    for part, lse_part, (addition,) in zip(parts, lse[1:], additions, strict=True):
+        torch.ops.flash_ext.combine_partial(expected, expected_lse, part, lse_part)
+        out, before = results.places(addition)
+        torch.ops.flash_ext.combine_partial(out, whole, part, lse_part, before)
+    assert torch.equal(results.found, expected.bfloat16()) and torch.equal(whole, expected_lse)
 
 
 def test_two_chunks_are_one_batch() -> None:

@@ -23,8 +23,8 @@ struct TilesToCut {
     bool unequal = false;  // under a mask, or in sequences of several lengths
     // Of unequal tiles:
     double waiting = 0;    // how long a CTA waits at the end, in mean times of a tile
-    int64_t l2_bytes = 0;  // causal: Q, dO and dQ of the tiles that are at work at a time
-    int64_t heads = 0;     // deterministic: all, which are at work at a time and add to dQ in turn
+    int64_t l2_bytes = 0;  // causal: of Q, dO and dQ's sums, for the tiles at work at a time
+    int64_t heads = 0;     // deterministic: KV heads of all batches; a head's tiles add in turn
 };
 
 // The time with each tile in so many parts; the unit is the mean time of a tile. A part costs
@@ -32,7 +32,7 @@ struct TilesToCut {
 //
 // Equal tiles come in waves, which take as long as one. Of unequal ones the longest takes twice the
 // mean, and long ones come first. Under a causal mask the CTAs of a head get out of step, and share
-// its rows only while they are in L2: each 64 MB beyond the first cost 8 %. In deterministic mode
+// its rows only while they are in L2: each 64 MB beyond the first costs 8 %. In deterministic mode
 // they keep in step, as they add in turn: few heads wait for each other, many have too many rows at
 // work. Fitted to the tables in docs/notes/018-few-kv-heads.md.
 constexpr double time_in_parts(const TilesToCut& x, int parts) {

@@ -10,7 +10,8 @@ adds attention over other keys to the results so far, in place:
 out (B, S, H, Dv) and o_partial, of its shape, are float16, bfloat16 or float32, each by itself, and
 lse (B, H, S) and lse_partial are float32 (on a CPU also all of them float64). Sums are formed in
 float32 and rounded once, to out's dtype. Any strides with a contiguous last dimension, of lse too,
-so that rows may be a section of more. A row without a key so far has out = 0 and lse = -inf.
+so that rows may be a section of more. A row without a key has zeros and lse = -inf, in out as in
+o_partial.
 
 With out_before, of out's shape in any of its dtypes, the results so far are read there and only
 written to out, all of it: a chain of such sums can begin with a 16-bit out, continue in float32 and

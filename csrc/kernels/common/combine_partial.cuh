@@ -4,9 +4,9 @@
 //
 // The steps of a ring over several GPUs come one after the other, each a whole forward pass with
 // its own O and lse. (combine.cuh is for the splits of one pass: all at once, with maxima and sums
-// in place of lse.) Bound by memory: a row is read and written once, and O, O' and O_p may have
-// 16 bits, so types are known at run time only. A row has 8, 16 or 32 lanes with four columns each;
-// heads are next to each other in memory, so a warp's rows are too.
+// in place of lse.) Bound by memory: a row is read and written once. O, O' and O_p may each have
+// 16 or 32 bits; that types are looked up at run time costs nothing here. A row has 8, 16 or 32
+// lanes with four columns each; heads are next to each other in memory, so a warp's rows are too.
 #pragma once
 
 #include "kernels/common/launch.cuh"

@@ -9,9 +9,10 @@ were no other keys; `torch.ops.flash_ext.combine_partial` adds it to the results
 backward pass each step has the lse and out of all keys, so gradients only add: dQ stays here, and
 each step's dK and dV go to their rank in the inputs' dtype, which adds them.
 
-All sums are formed in float32. Their passes over memory are what a ring costs beyond its kernels,
-so none only converts: a row's first addition reads what the kernel has written, and its last one
-writes the inputs' dtype. A sum of two steps is never stored in float32.
+All sums are formed in float32. Their passes over memory are what a ring costs beyond its kernels:
+so a row's first addition reads what the kernel has written, and its last one writes the inputs'
+dtype. A sum of two steps is never stored in float32. (Gradients of three steps or more have a pass
+that only converts.)
 """
 
 from __future__ import annotations
