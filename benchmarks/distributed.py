@@ -60,13 +60,16 @@ LENGTHS, CPU_LENGTHS = (32768, 131072, 1048576), (256,)
 DOCUMENT_TOKENS, CPU_DOCUMENT_TOKENS = 131072, 256
 PROJECTED_RANKS = (8, 16, 64, 256, 1024)
 MOST_ROUNDS, FEWEST_ROUNDS, WARM_UP = 20, 3, 2
+LONG = 4.0  # seconds of a call that is measured with its kernels alone
+AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead when a call begins
 TRAINED, STEPS = ("auto", "torch"), 5  # methods of train_long.py
 
 METHOD = (
     "Each rank is a process with one GPU. The providers are timed one after the other; before each "
-    "call all ranks meet. A call's time is that between CUDA events (on a CPU the wall clock) on "
-    "the slowest rank, 'ms' the median of the rounds, of which there is one where it takes "
-    "longer than --seconds. Backward is one torch.autograd.grad call on a graph that was built "
+    "call all ranks meet, and so do their GPUs. A call's time is that between CUDA events (on a "
+    "CPU the wall clock) on the slowest rank, 'ms' the median of the rounds, of which there is one "
+    "where it takes longer than --seconds. A method, its kernels alone and the method without "
+    "transfers take turns. Backward is one torch.autograd.grad call on a graph that was built "
     "before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all "
     "ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are "
     "there already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
@@ -277,8 +280,7 @@ class Kernels:
         by_rows = 1 if by_heads else cell.ranks
         rank = 0 if by_heads else ranks.rank
         shards = cp.sharding(cell.rows, by_rows, layout, cell.documents)
-        self.calls = plan.gathered(shards, rank, cell.mask)
-        self.forward_calls = plan.as_batch(self.calls)
+        self.calls = plan.as_batch(plan.gathered(shards, rank, cell.mask))
         (q, _, _), dout = ranks.inputs(shards.lengths[rank])
         (_, k, v), _ = ranks.inputs(cell.rows)
         self.q, self.dout, self.k, self.v = (
@@ -293,12 +295,17 @@ class Kernels:
             self.out[:, slice(*call.q)], self.lse[..., slice(*call.q)] = out, lse
 
     def forward(self) -> None:
-        for call in self.forward_calls:
+        for call in self.calls:
             local.forward(call, self.q, self.k, self.v, {})
 
-    def backward(self) -> None:
-        for call in self.calls:
-            local.backward(call, self.dout, None, self.q, self.k, self.v, self.out, self.lse, {})
+    def backward_of(self, out: object) -> Callable[[], None]:
+        def backward() -> None:
+            for call in self.calls:
+                local.backward(
+                    call, self.dout, None, self.q, self.k, self.v, self.out, self.lse, {}
+                )
+
+        return backward
 
 
 def torchs(ranks: Ranks, backend: str, rotation: str) -> Provider:
@@ -410,6 +417,7 @@ class Clock:
     def __init__(self, device: torch.device, limit: float) -> None:
         self.device, self.limit, self.cuda = device, limit, device.type == "cuda"
         self.late: set[str] = set()
+        self._one = torch.ones(1, device=device)
 
     def meet(self) -> None:
         if self.cuda:
@@ -424,7 +432,8 @@ class Clock:
             call()
             return time.perf_counter() - start, False
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(5_000_000)  # the host is ahead when the call begins
+        torch.cuda._sleep(AHEAD)
+        dist.all_reduce(self._one, dist.ReduceOp.MAX)  # enqueued: no GPU begins before the others
         begin.record()
         call()
         end.record()
@@ -463,41 +472,61 @@ class Clock:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure(provider: Provider, clock: Clock, cell: Cell, backward: bool) -> Json:
-    """Times, memory and rates of one provider."""
+def measure(
+    provider: Provider,
+    clock: Clock,
+    cell: Cell,
+    backward: bool,
+    beside: Callable[[float], dict[str, Provider | Kernels]] = lambda seconds: {},
+) -> Json:
+    """Times, memory and rates of one provider, and times of what `beside` makes of the seconds of a
+    first call: by turns."""
+    result: Json = {"provider": provider.name, **provider.facts}
+    passes = ("forward", "backward") if backward else ("forward",)
     if clock.cuda:
         torch.cuda.reset_peak_memory_stats()
+    clock.meet()
+    start = time.monotonic()
     with provider.around():
-        with torch.no_grad():
-            found = clock.median({"forward": provider.forward})
-        late = clock.late
+        out = provider.forward()
         if backward:
-            out = provider.forward()
-            found |= clock.median({"backward": provider.backward_of(out)})
-            late |= clock.late
-            del out
-    result: Json = {"provider": provider.name, **provider.facts}
-    for name, seconds in found.items():
-        flops = cell.flops * (2.5 if name == "backward" else 1) / cell.ranks
-        result[name] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
-        if name in late:
-            result[name]["launch_bound"] = True
+            provider.backward_of(out)()
+        del out
+    clock.meet()
+    first = clock.slowest(time.monotonic() - start)
     if clock.cuda:
         result["peak_bytes"] = int(clock.slowest(torch.cuda.max_memory_allocated()))
         if provider.facts.get("transport") == "copy_engines":
             result["shared_bytes"] = symmetric.capacity(dist.group.WORLD)
+    every: dict[str, Provider | Kernels] = {"ms": provider} | beside(first)
+    for which in passes:
+        with provider.around():
+            if which == "forward":
+                with torch.no_grad():
+                    found = clock.median({name: each.forward for name, each in every.items()})
+            else:
+                found = clock.median({n: x.backward_of(x.forward()) for n, x in every.items()})
+        seconds = found["ms"]
+        flops = cell.flops * (2.5 if which == "backward" else 1) / cell.ranks
+        result[which] = {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}
+        if "ms" in clock.late:
+            result[which]["launch_bound"] = True
+        result[which] |= {name: x * 1e3 for name, x in found.items() if name != "ms"}
+        if "kernels_ms" in found:
+            result[which]["share"] = found["kernels_ms"] / seconds
     return result
 
 
-def kernel_times(
-    ranks: Ranks, clock: Clock, layout: str, by_heads: bool, backward: bool
-) -> dict[str, float]:
-    """Seconds of the kernels alone, on the slowest rank."""
-    kernels = Kernels(ranks, layout, by_heads)
-    calls: dict[str, Callable[[], object]] = {"forward": kernels.forward}
-    if backward:
-        calls["backward"] = kernels.backward
-    return clock.median(calls)
+def parts_of(
+    ranks: Ranks, method: str, layout: str, transport: str, seconds: float
+) -> dict[str, Provider | Kernels]:
+    """What is timed beside a method: its kernels, and where it does not take long, `seconds` for
+    forward and backward, the method without transfers."""
+    kernels = Kernels(ranks, layout, method == "ulysses")
+    found: dict[str, Provider | Kernels] = {"kernels_ms": kernels}
+    if seconds < LONG:
+        found["silent_ms"] = ours(ranks, method, layout, transport, moves=False)
+    return found
 
 
 def call_of(cell: Cell) -> cost.Call:
@@ -520,8 +549,10 @@ def machine_with(
     return replace(machine, forward=forward, backward=backward or machine.backward)
 
 
-def add_model(result: Json, method: str, cell: Cell, machine: cost.Machine) -> None:
+def add_model(result: Json, method: str, cell: Cell, device: torch.device) -> None:
     """The cost model's times beside the measured ones."""
+    times = {n: result[n]["kernels_ms"] * 1e-3 for n in ("forward", "backward") if n in result}
+    machine = machine_with(times, cell, device, result["transport"] == "copy_engines")
     call = call_of(cell)
     forward = cost.estimate(method, replace(call, gradients=False), machine).total
     both = cost.estimate(method, call, machine).total
@@ -544,36 +575,25 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
     """Every provider's result in one cell, of those that begin before `end` on all ranks."""
     cell, device = ranks.cell, ranks.device
     clock = Clock(device, args.seconds)
-    kernels: dict[tuple[str, bool], dict[str, float]] = {}
     for name, make in providers(ranks, args):
         if clock.slowest(time.monotonic() - end) > 0:
             if ranks.rank == 0:
                 say(f"left out, no time: {name} and what comes after it, {cell.rows:,} rows")
             return
-        provider = alone = None  # its inputs are memory that the next would be charged with
+        provider = None  # its inputs are memory that the next would be charged with
         free_memory(device.type)
         result: Json = {}
         error = None
         try:
             provider = make()
-            result = measure(provider, clock, cell, args.backward)
             method, _, layout = provider.name.partition(" ")
             layout, _, transport = layout.partition(", ")
-            if method in cp.METHODS:
-                same = layout, method == "ulysses"
-                if same not in kernels:
-                    kernels[same] = kernel_times(ranks, clock, *same, args.backward)
-                for which, seconds in kernels[same].items():
-                    result[which]["kernels_ms"] = seconds * 1e3
-                    result[which]["share"] = seconds * 1e3 / result[which]["ms"]
-                if result["forward"]["ms"] < 1e3 * args.seconds:
-                    alone = ours(ranks, method, layout, transport or "auto", moves=False)
-                    measured = measure(alone, clock, cell, args.backward)
-                    for which in kernels[same]:
-                        result[which]["silent_ms"] = measured[which]["ms"]
-                engines = result["transport"] == "copy_engines"
-                machine = machine_with(kernels[same], cell, device, engines)
-                add_model(result, method, cell, machine)
+            if method not in cp.METHODS:
+                result = measure(provider, clock, cell, args.backward)
+            else:
+                beside = partial(parts_of, ranks, method, layout, transport or "auto")
+                result = measure(provider, clock, cell, args.backward, beside)
+                add_model(result, method, cell, device)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             error = first_line(wrong)
         if error is not None:

@@ -144,8 +144,9 @@ def wrong(capacity: int) -> Alone:
 
 
 def test_pulls_are_in_the_order_of_need() -> None:
-    """They follow one another on one stream: the next keys go before sums, which wait for kernels;
-    and what is gathered waits for one barrier only, its own."""
+    """They follow one another on their streams: the next keys go before sums, which wait for
+    kernels; and what is gathered waits for the barriers of its writing only, the first piece for
+    the first."""
 
     def opened(capacity: int) -> Alone:
         window = Alone(capacity)
@@ -160,10 +161,10 @@ def test_pulls_are_in_the_order_of_need() -> None:
     q, k, v = (torch.zeros(1, 16, 8, 8) for _ in range(3))
     Alone.log = ""
     saved = method().forward(q, k, v, {})
-    assert Alone.log == "meet pull1 pull1 "
+    assert Alone.log == "meet meet pull1 pull2 "
     Alone.log = ""
     method().backward(saved, torch.zeros_like(q), None, {})
-    assert Alone.log == "meet pull1 pull1 meet pull2 pull1 meet pull3 meet pull4 "
+    assert Alone.log == "meet meet pull1 pull2 meet pull3 pull2 meet pull4 meet pull5 "
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -79,7 +79,7 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
     // Two waves of tiles of 128 keys. Longer sequences gain nothing by parts, which need memory.
     constexpr int64_t kKeysAtWork = 2 * 128 * 128;
     if (params.deterministic && !wide) {
-        x.heads = heads;
+        x.heads = int64_t{params.heads_k} * params.batch;
     } else if (is_masked(params) && params.window_left >= params.seqlen_q &&
                mean_keys(params) <= kKeysAtWork) {
         const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));

@@ -44,12 +44,12 @@ def _combine_cpu(
     _require("o_partial", o_partial, out, tuple(out.shape), results)
     _require("out_before", before, out, tuple(out.shape), results)
     whole = torch.logaddexp(lse, lse_partial)
-    no_key = whole == -torch.inf
 
-    def weight(of: Tensor) -> Tensor:  # as (B, S, H, 1)
-        return torch.exp(of - whole).masked_fill(no_key, 0).mT[..., None]
+    def weighted(x: Tensor, of: Tensor) -> Tensor:  # without any key there may be anything in x
+        has_key = (of != -torch.inf).mT[..., None]
+        return torch.where(has_key, torch.exp(of - whole).mT[..., None] * x, 0)
 
-    out.copy_(weight(lse) * before + weight(lse_partial) * o_partial)
+    out.copy_(weighted(before, lse) + weighted(o_partial, lse_partial))
     lse.copy_(whole)
 
 

@@ -16,7 +16,6 @@ order to the other.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -85,6 +84,12 @@ def _rows_first(x: Tensor, count: int) -> Like:
     return (count, x.shape[0], *x.shape[2:]), x.dtype
 
 
+def _side_by_side(tensors: Rows, count: int) -> Like:
+    """The block of tensors (B, rows, H, D) of one dtype: (count, B, H, ΣD)."""
+    (*shape, _), dtype = _rows_first(tensors[0], count)
+    return (*shape, sum(x.shape[-1] for x in tensors)), dtype
+
+
 class CopyEngines:
     """The transport by copies, for one group of ranks and one call."""
 
@@ -114,37 +119,48 @@ class CopyEngines:
         return out
 
     def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
-        """As `Transport` says. All pieces are written for the others at once, with one barrier."""
-        parcel = _Parcel(
-            self.staging, [_rows_first(x, self.shards.most) for piece in pieces for x in piece]
-        )
-        flat = [x for piece in pieces for x in piece]
-        for x, block in zip(flat, parcel.mine, strict=True):
-            rows.copy(block[: x.shape[1]], x.transpose(0, 1))
-        parcel.meet()
-        whole = [tuple(self._empty(x, self.shards.rows) for x in piece) for piece in pieces]
+        """As `Transport` says. The tensors of a piece travel side by side, so in half the copies.
+
+        The first piece, whose way no kernel hides, is written and begins alone.
+        """
+        dims = [[x.shape[-1] for x in piece] for piece in pieces]
+        like = [_side_by_side(piece, self.shards.most) for piece in pieces]
+        parcel = _Parcel(self.staging, like)
+        count = self.shards.rows
+        whole = [self._arriving(piece[0], _side_by_side(piece, count)[0]) for piece in pieces]
         parcel.region.kept.append(whole)
-        begin_copies = parcel.window.mark()  # whichever piece: not after the kernels before it
+
+        def write(i: int) -> None:
+            here = parcel.mine[i][: pieces[i][0].shape[1]]
+            for x, place in zip(pieces[i], here.split(dims[i], -1), strict=True):
+                rows.copy(place, x.transpose(0, 1))
+
+        write(0)
+        parcel.meet()
+        first = others = parcel.window.mark()
+        if len(pieces) > 1:
+            for i in range(1, len(pieces)):
+                write(i)
+            parcel.meet()
+            others = parcel.window.mark()  # whichever piece: not after the kernels before it
         left = len(pieces)
-        firsts = [0, *itertools.accumulate(len(piece) for piece in pieces)]
 
         def begin(i: int) -> Pending[Rows]:
-            copies: list[Copy] = []
-            for j, out in enumerate(whole[i], firsts[i]):
-                blocks = {peer: parcel.block(peer, j) for peer in self._peers()}
-                copies += self._into_place(out, blocks)
-            wait = begin_copies(copies)
-            if i == 0:  # of all pieces: the first one's way, which no kernel hides, hides them
-                for x, out in zip(flat, (x for piece in whole for x in piece), strict=True):
-                    self._place_own(out, x.transpose(0, 1))
+            # This rank's own rows of the first piece are placed while those of others arrive.
+            sources = [*self._peers(), self.rank] if i > 0 else self._peers()
+            blocks = {rank: parcel.block(rank, i) for rank in sources}
+            wait = (others if i > 0 else first)(self._into_place(whole[i], blocks))
+            if i == 0:
+                for x, place in zip(pieces[0], whole[0].split(dims[0], -1), strict=True):
+                    self._place_own(place, x.transpose(0, 1))
 
             def finish() -> Rows:
                 nonlocal left
-                found, whole[i] = whole[i], ()
+                found, whole[i] = whole[i], whole[i].new_empty(0)
                 left -= 1
                 if left == 0:
                     parcel.close()
-                return tuple(self._sequence_order(x).transpose(0, 1) for x in found)
+                return rows.apart(self._sequence_order(found), dims[i])
 
             return Pending(f"{what}, piece {i + 1} of {len(pieces)}", [wait], finish)
 
@@ -173,10 +189,8 @@ class CopyEngines:
 
     def _place_own(self, whole: Tensor, x: Tensor) -> None:
         """This rank's rows x (rows, …) to their places in the sequence (S, …)."""
-        at = 0
-        for a, b in self._spans[self.rank]:
-            rows.copy(whole[a:b], x[at : at + b - a])
-            at += b - a
+        for place, span in rows.sections(whole, self._spans[self.rank]):
+            rows.copy(place, x[slice(*span)].view(place.shape))
 
     def rotate(self, tensors: Rows, steps: int, what: str) -> Begin:
         """As `Transport` says. Every rank reads its rank - t directly."""
@@ -208,45 +222,47 @@ class CopyEngines:
 
     def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
         """As `Transport` says: what this rank adds is written where the others read it."""
-        parcel = _Parcel(self.staging, [_rows_first(x, self.shards.rows) for x in into])
-        mine = written = parcel.mine
-        if self._reordered:
-            written = tuple(torch.empty_like(x) for x in mine)
+        dims = [x.shape[-1] for x in into]
+        parcel = _Parcel(self.staging, [_side_by_side(into, self.shards.rows)])
+        (mine,) = parcel.mine
+        written = torch.empty_like(mine) if self._reordered else mine
 
         def begin() -> Pending[None]:
             nonlocal written
             if self._reordered:
-                for x, block in zip(written, mine, strict=True):
-                    self._travelling_order(block, x, (0, self.shards.rows))
-            written = ()
+                self._travelling_order(mine, written, (0, self.shards.rows))
+            written = mine
             parcel.meet()
             count = self.shards.lengths[self.rank]
-            received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in into]
-            copies = self._own_rows(parcel, received)
+            shape, _ = _side_by_side(into, count)
+            received = self._arriving(mine, (self.ranks, *shape))
+            copies = self._own_rows(parcel, [received])
             parcel.region.kept.append(received)
             wait = parcel.window.mark()(copies)
 
             def finish() -> None:
-                for x, block, out in zip(received, mine, into, strict=True):
-                    self._add_up(x, block, out.transpose(0, 1))
+                self._add_up(received, mine, [x.transpose(0, 1) for x in into])
                 parcel.close()
 
             return Pending(what, [wait], finish)
 
-        return tuple(x.transpose(0, 1) for x in written), begin
+        return rows.apart(written, dims), begin
 
-    def _add_up(self, received: Tensor, mine: Tensor, out: Tensor) -> None:
-        """out (rows, …) from the others' parts (n, rows, …) and this rank's (S, …)."""
-        at = 0
-        for a, b in self._spans[self.rank]:
-            here = slice(at, at + b - a)
-            if self.ranks == 2:
-                torch.add(mine[a:b], received[1 - self.rank, here], out=out[here])
-            else:
-                rows.copy(received[self.rank, here], mine[a:b])
-            at += b - a
+    def _add_up(self, received: Tensor, mine: Tensor, into: Sequence[Tensor]) -> None:
+        """Each of `into` (rows, B, H, D) from the others' parts (n, rows, B, H, ΣD) and this rank's
+        (S, B, H, ΣD)."""
+        dims = [out.shape[-1] for out in into]
+        for x, span in rows.sections(mine, self._spans[self.rank]):
+            here = slice(*span)
+            if self.ranks > 2:
+                rows.copy(received[self.rank, here].view(x.shape), x)
+                continue
+            other = received[1 - self.rank, here].view(x.shape)
+            for a, b, out in zip(x.split(dims, -1), other.split(dims, -1), into, strict=True):
+                torch.add(a, b, out=out[here].view(a.shape))
         if self.ranks > 2:
-            rows.add_up(received, out)
+            for parts, out in zip(received.split(dims, -1), into, strict=True):
+                rows.add_up(parts, out)
 
     def _own_rows(self, parcel: _Parcel, received: Sequence[Tensor]) -> list[Copy]:
         """Copies of this rank's rows of the others' blocks (S, …) to received (n, rows, …)."""

@@ -9,6 +9,8 @@ inputs' dtype and are summed in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,11 @@ from .local import Options
 from .plan import Call, as_batch
 from .rows import Rows
 from .transport import Pending, Transport
+
+FEW_KEYS = 160_000
+"""Rows of keys, of all heads and calls, up to which two calls of a backward pass are better one.
+That is some ten waves of tiles. The last wave of each call is not full; with more tiles that costs
+less than the pass over memory that adds up the gradients of one call (docs/notes/020)."""
 
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -77,7 +84,7 @@ class Gather:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""
         pieces = self._heads(q, k, returns=False)
-        batch, count, heads, _ = q.shape
+        batch, count, _, _ = q.shape
         calls = as_batch(self.calls) if batch == 1 else self.calls
         whole = [call.q for call in calls] == [(0, count)]
         out = q.new_empty(0)
@@ -101,6 +108,12 @@ class Gather:
             out, lse = _nothing(q, v, fill=True)
         return q, k, v, out, lse
 
+    def _backward_calls(self, k: Tensor) -> Sequence[Call]:
+        """The longest first: its gradient is the sum's first value."""
+        keys = k.shape[2] * sum(last - first for first, last in (call.k for call in self.calls))
+        calls = as_batch(self.calls) if k.shape[0] == 1 and keys <= FEW_KEYS else self.calls
+        return sorted(calls, key=lambda call: call.k[0] - call.k[1])
+
     def backward(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, options: Options
     ) -> Gradients:
@@ -114,8 +127,6 @@ class Gather:
             at = last
         dq[:, at:].zero_()
         dsink = options["sink"].new_zeros(q.shape[2]) if "sink" in options else None
-        # The longest first: its gradient is the sum's first value.
-        by_keys = sorted(self.calls, key=lambda call: call.k[0] - call.k[1])
         travelling: Pending[None] | None = None
         keys = _Keys(self.transport, k, v, pieces)
         for i, (q_heads, k_heads) in enumerate(pieces):
@@ -127,7 +138,7 @@ class Gather:
             begin = None
             if self.transport is not None:
                 whole, begin = self.transport.scatter(into, what)
-            for number, call in enumerate(by_keys):
+            for number, call in enumerate(self._backward_calls(k_all)):
                 k_rows = slice(*call.k)
                 dk_whole, dv_whole = (x[:, k_rows] for x in whole)
                 first = number == 0
@@ -150,7 +161,7 @@ class Gather:
                     dv_whole += dv_part
                 if dsink is not None and dsink_part is not None:
                     dsink[q_heads] += dsink_part
-            if not by_keys:
+            if not self.calls:
                 _zero_others(whole, slice(0, 0))
             keys.launched()  # before the sum, whose transfer waits for the kernels
             if begin is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops.into import bwd_into, fits, fwd_into
+from . import rows
 from .plan import Call
 from .sharding import Sharding
 
@@ -182,17 +183,24 @@ def backward(
         the call takes the sink.
     """
     dout, q, out = (x[:, slice(*call.q)] for x in (dout, q, out))
-    lse = lse[..., slice(*call.q)].contiguous()
-    if dlse is not None:
-        dlse = dlse[..., slice(*call.q)].contiguous()
+    statistics = [None if x is None else x[..., slice(*call.q)] for x in (lse, dlse)]
     k, v = (x[:, slice(*call.k)] for x in (k, v))
     options = _options_of(call, options, q.device)
     gradients = tuple(
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if given is None else given
         for given, x in zip(into, (q, k, v), strict=True)
     )
-    tensors: tuple[Any, ...] = (dout, dlse, q, k, v, out, lse)
-    written = gradients
+    dq, dk, dv = written = gradients
+    if call.batch_step is not None:
+        q, k, v = _batch_of_two(call, q, k, v, options)
+        dout, out = _halves(dout), _halves(out)
+        statistics = [
+            None if x is None else x.unflatten(2, (2, -1))[0].transpose(0, 1) for x in statistics
+        ]
+        of_halves = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
+        written = _halves(dq), *of_halves
+    lse_here, dlse_here = (None if x is None else x.contiguous() for x in statistics)
+    tensors: tuple[Any, ...] = dout, dlse_here, q, k, v, out, lse_here
     if call.cu_seqlens_q is not None:
         tensors = tuple(None if x is None else x.squeeze(0) for x in tensors)
         written = tuple(x.squeeze(0) for x in gradients)
@@ -202,7 +210,14 @@ def backward(
         *found, _, dsink = ops.bwd(*tensors, **options)
         for x, gradient in zip(written, found, strict=True):
             x.copy_(gradient)
-    dq, dk, dv = gradients
+    if call.batch_step is not None:
+        assert call.seqused_k is not None
+        firsts = 0, call.batch_step
+        halves = [
+            ((first, first + used), tuple(x[i : i + 1, :used] for x in of_halves))
+            for i, (first, used) in enumerate(zip(firsts, call.seqused_k, strict=True))
+        ]
+        rows.total(halves, (dk, dv))
     return dq, dk, dv, dsink if "sink" in options else None
 
 

@@ -7,7 +7,7 @@ consecutive rows are consecutive bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +53,21 @@ def pick(out: Tensor, x: Tensor, index: Tensor) -> None:
     if out.numel() > 0:
         out, x = _widened(out, x)
         torch.index_select(x, 0, index, out=out)
+
+
+def sections(x: Tensor, spans: Sequence[Span]) -> Iterator[tuple[Tensor, Span]]:
+    """Spans of x (S, …) as views, and where their rows are if one span lies after the other. Two
+    of equal length, as in a zigzag, are one view (2, rows, …): so they are one kernel's work."""
+    if len(spans) == 2 and spans[0][1] - spans[0][0] == spans[1][1] - spans[1][0]:
+        (a, b), (c, _) = spans
+        strides = ((c - a) * x.stride(0), *x.stride())
+        shape = (2, b - a, *x.shape[1:])
+        yield x.as_strided(shape, strides, x.storage_offset() + a * x.stride(0)), (0, 2 * (b - a))
+        return
+    at = 0
+    for a, b in spans:
+        yield x[a:b], (at, at + b - a)
+        at += b - a
 
 
 def side_by_side(tensors: Rows, most: int) -> Tensor:
