@@ -3,7 +3,7 @@
 #
 #     bash benchmarks/evidence.sh tests               # the GPU tests, and beside them the sanitizers
 #     bash benchmarks/evidence.sh results [PART ...]  # everything.py, or these parts of it
-#     bash benchmarks/evidence.sh results PART ... / PART ...   # on two GPUs at the same time
+#     bash benchmarks/evidence.sh results PART ... / PART ...   # on two GPUs (or more) at the same time
 #
 # May be set: PYTHON; OUT, a folder that gets the logs and, as results.tgz, the result files; MINUTES,
 # after which no measurement begins; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, with which flash-attn 4
@@ -42,7 +42,7 @@ results_on() {
     local gpu=$1 copy visible
     shift
     trap : TERM
-    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-0,1}"
+    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-0,1,2,3,4,5,6,7}"
     copy=$(mktemp -d)
     tar -c --anchored --exclude=./.git --exclude=./.venv --exclude=./build \
         --exclude="./$(realpath --relative-to=. "$OUT")" . | tar -x -C "$copy" || return 1
@@ -75,20 +75,25 @@ case $what in
         tail -n 8 "$OUT/sanitizers.log"
         ;;
     results)
-        first=()
-        while [ $# -gt 0 ] && [ "$1" != / ]; do
-            first+=("$1")
-            shift
-        done
-        if [ $# -gt 0 ]; then
-            shift
-            results_on 1 "$@" &
-            results_on 0 "${first[@]}" || failed=1
-            wait $! || wait $! || failed=1  # a signal ends the first one
+        if [[ " $* " == *" / "* ]]; then
+            running=()
+            parts=()
+            for part in "$@" /; do
+                if [ "$part" != / ]; then
+                    parts+=("$part")
+                    continue
+                fi
+                results_on ${#running[@]} "${parts[@]}" &
+                running+=($!)
+                parts=()
+            done
+            for each in "${running[@]}"; do
+                wait "$each" || wait "$each" || failed=1  # a signal ends the first one
+            done
             tail -qn 20 "$OUT"/results_?.log
         else
             "$PYTHON" benchmarks/everything.py --no-report ${MINUTES:+--minutes "$MINUTES"} \
-                ${first[0]:+--only "${first[@]}"} >"$OUT/results.log" 2>&1 || failed=1
+                ${1:+--only "$@"} >"$OUT/results.log" 2>&1 || failed=1
             tail -n 40 "$OUT/results.log"
         fi
         ;;

@@ -119,40 +119,35 @@ class CopyEngines:
         return out
 
     def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
-        """As `Transport` says. The tensors of a piece travel side by side, so in half the copies.
+        """As `Transport` says. All pieces are written for the others at once, with one barrier; the
+        tensors of a piece lie side by side, so they are half as many copies.
 
-        The first piece, whose way no kernel hides, is written and begins alone.
+        Kernels fetch the first piece, on the caller's stream: nothing else can run until it is
+        there, and a copy engine takes twice the time for so few bytes.
         """
         dims = [[x.shape[-1] for x in piece] for piece in pieces]
         like = [_side_by_side(piece, self.shards.most) for piece in pieces]
         parcel = _Parcel(self.staging, like)
+        for piece, block, widths in zip(pieces, parcel.mine, dims, strict=True):
+            here = block[: piece[0].shape[1]].split(widths, -1)
+            for x, place in zip(piece, here, strict=True):
+                rows.copy(place, x.transpose(0, 1))
+        parcel.meet()
         count = self.shards.rows
         whole = [self._arriving(piece[0], _side_by_side(piece, count)[0]) for piece in pieces]
         parcel.region.kept.append(whole)
-
-        def write(i: int) -> None:
-            here = parcel.mine[i][: pieces[i][0].shape[1]]
-            for x, place in zip(pieces[i], here.split(dims[i], -1), strict=True):
-                rows.copy(place, x.transpose(0, 1))
-
-        write(0)
-        parcel.meet()
-        first = others = parcel.window.mark()
-        if len(pieces) > 1:
-            for i in range(1, len(pieces)):
-                write(i)
-            parcel.meet()
-            others = parcel.window.mark()  # whichever piece: not after the kernels before it
+        begin_copies = parcel.window.mark()  # whichever piece: not after the kernels before it
         left = len(pieces)
 
         def begin(i: int) -> Pending[Rows]:
-            # This rank's own rows of the first piece are placed while those of others arrive.
-            sources = [*self._peers(), self.rank] if i > 0 else self._peers()
-            blocks = {rank: parcel.block(rank, i) for rank in sources}
-            wait = (others if i > 0 else first)(self._into_place(whole[i], blocks))
-            if i == 0:
-                for x, place in zip(pieces[0], whole[0].split(dims[0], -1), strict=True):
-                    self._place_own(place, x.transpose(0, 1))
+            blocks = {rank: parcel.block(rank, i) for rank in (*self._peers(), self.rank)}
+            waits = []
+            if i > 0:
+                waits.append(begin_copies(self._into_place(whole[i], blocks)))
+            else:
+                for rank, block in blocks.items():
+                    for place, span in rows.sections(whole[i], self._spans[rank]):
+                        rows.copy(place, block[slice(*span)].view(place.shape))
 
             def finish() -> Rows:
                 nonlocal left
@@ -162,7 +157,7 @@ class CopyEngines:
                     parcel.close()
                 return rows.apart(self._sequence_order(found), dims[i])
 
-            return Pending(f"{what}, piece {i + 1} of {len(pieces)}", [wait], finish)
+            return Pending(f"{what}, piece {i + 1} of {len(pieces)}", waits, finish)
 
         return begin
 

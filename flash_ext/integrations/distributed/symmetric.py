@@ -30,9 +30,6 @@ from .transport import Collectives, Transport
 TIMEOUT = 600
 """Seconds until a barrier that a rank does not come to ends the process, as NCCL's do."""
 
-STREAMS = 2
-"""On which copies run: of small ones the way there is as long as the copy, so two are under way."""
-
 _found: WeakKeyDictionary[ProcessGroup, Staging | str] = WeakKeyDictionary()
 
 
@@ -47,11 +44,7 @@ class SymmetricWindow:
     """A window of torch's symmetric memory."""
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        streams: Sequence[torch.cuda.Stream],
-        before: _Before,
-        capacity: int,
+        self, group: ProcessGroup, stream: torch.cuda.Stream, before: _Before, capacity: int
     ) -> None:
         """All ranks of the group together.
 
@@ -60,8 +53,8 @@ class SymmetricWindow:
         """
         memory = symmetric_memory()
         assert memory is not None, "`_try` looked"
-        device = streams[0].device
-        self._device, self._streams, self._before = device, streams, before
+        device = stream.device
+        self._stream, self._before = stream, before
         try:
             self._mine = _allocate(memory, capacity, device)
             failed = None
@@ -84,15 +77,14 @@ class SymmetricWindow:
 
     def follow(self) -> None:
         """As `Window` says."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self._stream.device)
         if self._before.stream is not None and self._before.stream != current:
             current.wait_stream(self._before.stream)
         self._before.stream = current
 
     def drain(self) -> None:
         """As `Window` says."""
-        for stream in self._streams:
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def meet(self) -> None:
         """As `Window` says."""
@@ -100,23 +92,15 @@ class SymmetricWindow:
 
     def mark(self) -> Callable[[Sequence[Copy]], Callable[[], object]]:
         """As `Window` says."""
-        ready = torch.cuda.current_stream(self._device).record_event()
+        ready = torch.cuda.current_stream(self._stream.device).record_event()
 
         def begin(copies: Sequence[Copy]) -> Callable[[], object]:
-            done = []
-            for i, stream in enumerate(self._streams):
-                stream.wait_event(ready)
-                with torch.cuda.stream(stream):
-                    # Contiguous, of one dtype: a memcpy, not a kernel.
-                    for out, x in copies[i :: len(self._streams)]:
-                        out.copy_(x)
-                done.append(stream.record_event())
-
-            def wait() -> None:
-                for event in done:
-                    torch.cuda.current_stream(self._device).wait_event(event)
-
-            return wait
+            self._stream.wait_event(ready)
+            with torch.cuda.stream(self._stream):
+                for out, x in copies:  # contiguous, of one dtype: a memcpy, not a kernel
+                    out.copy_(x)
+            done = self._stream.record_event()
+            return lambda: torch.cuda.current_stream(self._stream.device).wait_event(done)
 
         return begin
 
@@ -163,8 +147,7 @@ def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
         wrong = "the ranks of the group are on several hosts"
     if wrong is not None:
         return wrong
-    streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-    open_window = partial(_open, weakref.ref(group), streams, _Before())
+    open_window = partial(_open, weakref.ref(group), torch.cuda.Stream(device), _Before())
     window = None
     try:
         window = open_window(GRAIN)
@@ -177,15 +160,12 @@ def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
 
 
 def _open(
-    group: weakref.ref[ProcessGroup],
-    streams: Sequence[torch.cuda.Stream],
-    before: _Before,
-    capacity: int,
+    group: weakref.ref[ProcessGroup], stream: torch.cuda.Stream, before: _Before, capacity: int
 ) -> SymmetricWindow:
     """A window of a group; what is kept for the group does not keep the group."""
     found = group()
     assert found is not None, "a call has the group"
-    return SymmetricWindow(found, streams, before, capacity)
+    return SymmetricWindow(found, stream, before, capacity)
 
 
 def _staging(group: ProcessGroup, device: torch.device) -> Staging | str:
