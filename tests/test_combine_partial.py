@@ -96,6 +96,16 @@ def test_one_tensor_without_aligned_rows(device: str) -> None:
         close((tensors[0], lse), exact)
 
 
+def test_results_without_keys_are_not_read(device: str) -> None:
+    """Whatever memory holds where lse is -inf, on either side."""
+    out, lse, o_partial, lse_partial = parts((2, 9, 3, 64), device, torch.bfloat16)
+    exact = expected(out, lse, o_partial, lse_partial)
+    for x, of in ((out, lse), (o_partial, lse_partial)):
+        x.masked_fill_((of == -torch.inf).mT[..., None], torch.nan)
+    combine_partial(out, lse, o_partial, lse_partial)
+    close((out, lse), exact)
+
+
 def test_sections_of_rows_with_strides(device: str) -> None:
     """Only the section is written; heads, rows and columns may be parts of larger tensors."""
     out, lse, o_partial, lse_partial = parts((2, 40, 6, 48), device, torch.bfloat16)

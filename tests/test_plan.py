@@ -131,7 +131,7 @@ def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:
 
 def parts_of(p: object, found: dict[str, int]) -> int:
     """From the size of the parts' dK."""
-    keys = p.batch * p.seqlen_k * p.heads_k * p.head_dim * 2
+    keys = (1 if p.varlen else p.batch) * p.seqlen_k * p.heads_k * p.head_dim * 2
     return found["dk_parts"] // keys if "dk_parts" in found else 1
 
 
@@ -181,9 +181,11 @@ def test_wide_groups_are_cut(native: ModuleType) -> None:
     assert parts_of(p, sizes(p.backward("fa3"))) == 1  # they would take 2 GB
     # Deterministic: CTAs keep in step, and some sixteen heads are best.
     for batch, heads_q, heads_k, parts in ((2, 64, 8, 1), (1, 64, 8, 2), (1, 8, 1, 8)):
-        p = problem(native, batch=batch, heads_q=heads_q, heads_k=heads_k, window_right=0, **shape)
-        p.deterministic = True
-        assert parts_of(p, sizes(p.backward("fa3"))) == parts
+        heads = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k}
+        packed = shape | {"seqlen_q": batch * 4096, "seqlen_k": batch * 4096, "varlen": True}
+        for sizes_of in (shape, packed):
+            p = problem(native, **heads, window_right=0, deterministic=True, **sizes_of)
+            assert parts_of(p, sizes(p.backward("fa3"))) == parts, sizes_of
 
 
 def test_gpu_problems_of_few_keys_cut_queries(native: ModuleType) -> None:

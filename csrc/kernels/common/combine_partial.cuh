@@ -128,8 +128,10 @@ __global__ void __launch_bounds__(kCombinePartialThreads)
     const float lse_partial = valid ? *statistic(params.lse_partial) : -INFINITY;
     __syncwarp();  // all lanes of the row have read lse, which one of them writes
     if (!valid) return;
-    const bool adds = lse_partial != -INFINITY;  // of all lanes of a row, or of none
-    if (!adds && params.before.tensor.data == params.out.tensor.data) return;
+    // Without any key there may be anything in a result. All lanes of a row agree.
+    const bool has_before = lse != -INFINITY;
+    const bool adds = lse_partial != -INFINITY;
+    if (has_before && !adds && params.before.tensor.data == params.out.tensor.data) return;
     const float max = fmaxf(lse, lse_partial);
     const float share = ptx::ex2((lse - max) * kLog2e);
     const float share_partial = ptx::ex2((lse_partial - max) * kLog2e);
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(kCombinePartialThreads)
         const auto load = [&](const ResultView& view) {
             return load_four(place(view), view.type, params.aligned, params.head_dim - column);
         };
-        const uint4 bits = load(params.before);
+        const uint4 bits = has_before ? load(params.before) : uint4{};
         const uint4 bits_partial = adds ? load(params.o_partial) : uint4{};
         const float4 x = to_floats(bits, params.before.type);
         const float4 y = to_floats(bits_partial, params.o_partial.type);
