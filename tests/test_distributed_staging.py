@@ -209,7 +209,10 @@ def test_few_copies_of_many_spans() -> None:
         transport = CopyEngines(Staging(Counting), shards, 1)
         x = torch.zeros(1, shards.lengths[1], 4, 8)
         begin = transport.gather([(x,), (x,)], "")
-        for piece in (0, 1):  # kernels fetch the first one; of the next, its own rows are a copy, too
+        for piece in (
+            0,
+            1,
+        ):  # kernels fetch the first one; of the next, its own rows are a copy, too
             begin(piece).wait()
         (whole,) = transport.to_heads((x,), "").wait()
         transport.to_rows((whole,), (x,), "").wait()
