@@ -209,11 +209,8 @@ def test_few_copies_of_many_spans() -> None:
         transport = CopyEngines(Staging(Counting), shards, 1)
         x = torch.zeros(1, shards.lengths[1], 4, 8)
         begin = transport.gather([(x,), (x,)], "")
-        for piece in (
-            0,
-            1,
-        ):  # kernels fetch the first one; of the next, its own rows are a copy, too
-            begin(piece).wait()
+        begin(0).wait()  # by kernels
+        begin(1).wait()  # its own rows are a copy, too
         (whole,) = transport.to_heads((x,), "").wait()
         transport.to_rows((whole,), (x,), "").wait()
         transport.scatter((x,), "")[1]().wait()
