@@ -3,7 +3,8 @@
 For ranks of one host that can read each other's memory. A collective of NCCL has kernels, which
 take SMs from the attention kernel beside them, or wait for it where it fills the GPU. Here a rank
 writes what others want into its own memory (`staging`), all ranks meet in a barrier, and the copies
-from the others' memory run on a stream beside the kernels.
+from the others' memory run on a stream beside the kernels. They follow one another: two streams
+would share one engine, and what is needed first would wait for what is needed later.
 
 The barrier and what is written for others are on the caller's stream, between its kernels: a
 barrier beside an attention kernel that fills the GPU could not begin.
