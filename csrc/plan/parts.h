@@ -24,6 +24,7 @@ struct TilesToCut {
     // Of unequal tiles:
     double waiting = 0;    // how long a CTA waits at the end, in mean times of a tile
     int64_t l2_bytes = 0;  // causal: of Q, dO and dQ's sums, for the tiles at work at a time
+    double l2_cost = 0;    // of each 64 MB beyond the first ones
     int64_t heads = 0;     // deterministic: KV heads of all batches; a head's tiles add in turn
 };
 
@@ -32,9 +33,9 @@ struct TilesToCut {
 //
 // Equal tiles come in waves, which take as long as one. Of unequal ones the longest takes twice the
 // mean, and long ones come first. Under a causal mask the CTAs of a head get out of step, and share
-// its rows only while they are in L2: each 64 MB beyond the first costs 8 %. In deterministic mode
-// they keep in step, as they add in turn: few heads wait for each other, many have too many rows at
-// work. Fitted to the tables in docs/notes/018-few-kv-heads.md.
+// its rows only while they are in L2: each 64 MB beyond the first costs 8 %, with more than 32,768
+// keys 3 %. In deterministic mode they keep in step, as they add in turn: few heads wait for each
+// other, many have too many rows at work. Fitted to the tables in docs/notes/018-few-kv-heads.md.
 constexpr double time_in_parts(const TilesToCut& x, int parts) {
     constexpr double kInL2 = 64 << 20;
     const double cost = 1 + .015 * parts;
@@ -47,7 +48,7 @@ constexpr double time_in_parts(const TilesToCut& x, int parts) {
         return time * (1 + .6 / heads + .2 * max_of(0., heads / 16 - 1));
     }
     const double in_l2 = static_cast<double>(x.l2_bytes) / (kInL2 * parts);
-    return time * (1 + .08 * max_of(0., in_l2 - 1));
+    return time * (1 + x.l2_cost * max_of(0., in_l2 - 1));
 }
 
 // The parts from 1 to `most` that divide `whole` with which the tiles take the least time, to 3 %.
@@ -76,12 +77,10 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
                  .sms = sms,
                  .unequal = is_masked(params) || packed,
                  .waiting = packed ? .5 : .1};
-    // Two waves of tiles of 128 keys. Longer sequences gain nothing by parts, which need memory.
-    constexpr int64_t kKeysAtWork = 2 * 128 * 128;
+    constexpr int64_t kKeysAtWork = 2 * 128 * 128;  // two waves of tiles of 128 keys
     if (params.deterministic && !wide) {
-        x.heads = int64_t{params.heads_k} * params.batch;
-    } else if (is_masked(params) && params.window_left >= params.seqlen_q &&
-               mean_keys(params) <= kKeysAtWork) {
+        x.heads = heads;  // of packed sequences those of one: they are at work one after the other
+    } else if (is_masked(params) && params.window_left >= params.seqlen_q) {
         const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
         const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
         const int64_t row_bytes =
@@ -89,6 +88,7 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
                        (params.head_dim + params.head_dim_v)
                  : bytes_of_q_do_dq(params.element_type, params.head_dim, params.head_dim_v);
         x.l2_bytes = rows * group * row_bytes;
+        x.l2_cost = mean_keys(params) <= kKeysAtWork ? .08 : .03;
     }
     const int64_t most = int64_t{group} * mean_queries(params) / kLeastRows;
     const int groups = best_parts(x, min_of<int64_t>(most, group), group);
