@@ -50,7 +50,8 @@ results_on() {
         ${MINUTES:+--minutes "$MINUTES"} --only "$@") \
         >"$OUT/results_$gpu.log" 2>&1
     local status=$?
-    flock "$OUT" "$PYTHON" benchmarks/merge.py "$copy/benchmarks/results" || status=1
+    # Not to be ended by `timeout`: what has been measured would be lost.
+    (trap '' TERM && flock "$OUT" "$PYTHON" benchmarks/merge.py "$copy/benchmarks/results") || status=1
     rm -rf "$copy"
     return $status
 }
