@@ -79,7 +79,7 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
                  .waiting = packed ? .5 : .1};
     constexpr int64_t kKeysAtWork = 2 * 128 * 128;  // two waves of tiles of 128 keys
     if (params.deterministic && !wide) {
-        x.heads = heads;  // of packed sequences those of one: they are at work one after the other
+        x.heads = heads;  // of packed sequences those of one, as measured
     } else if (is_masked(params) && params.window_left >= params.seqlen_q) {
         const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
         const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
