@@ -169,7 +169,8 @@ class Silent(Collectives):
 
 
 class SilentWindow:
-    """Memory of this rank alone, in place of that of all ranks; no barrier and no copies."""
+    """Memory of this rank alone, in place of that of all ranks: no barrier, no copies, and what
+    kernels fetch comes from here."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device, capacity: int) -> None:
         self.rank = rank

@@ -227,7 +227,7 @@ class CopyEngines:
             nonlocal written
             if self._reordered:
                 self._travelling_order(mine, written, (0, self.shards.rows))
-            written = mine
+            written = mine  # what was another tensor is free
             parcel.meet()
             count = self.shards.lengths[self.rank]
             shape, _ = _side_by_side(into, count)
