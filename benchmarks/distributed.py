@@ -34,6 +34,7 @@ import statistics
 import sys
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -464,11 +465,13 @@ class Clock:
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, rounds))
         times: dict[str, list[float]] = {name: [] for name in calls}
         late = dict.fromkeys(calls, 0)
+        order = deque(calls)
         for _ in range(rounds):
-            for name, call in calls.items():
-                seconds, was_late = self.once(call)
+            for name in order:
+                seconds, was_late = self.once(calls[name])
                 times[name].append(self.slowest(seconds))
                 late[name] += was_late
+            order.rotate(1)  # no call always follows the same one
         self.late = {name for name in calls if self.slowest(late[name]) > rounds / 2}
         return {name: statistics.median(values) for name, values in times.items()}
 

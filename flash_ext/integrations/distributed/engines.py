@@ -120,35 +120,42 @@ class CopyEngines:
         return out
 
     def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
-        """As `Transport` says. All pieces are written for the others at once, with one barrier; the
-        tensors of a piece lie side by side, so they are half as many copies.
-
-        Kernels fetch the first piece, on the caller's stream, since nothing else can run until it
-        is there. (Measured since: they are slower than copies would be, docs/notes/020.)
+        """As `Transport` says. The tensors of a piece lie side by side, so they are half as many
+        copies. The first piece has a barrier of its own: the others, which share one, are written
+        while it travels.
         """
         dims = [[x.shape[-1] for x in piece] for piece in pieces]
         like = [_side_by_side(piece, self.shards.most) for piece in pieces]
         parcel = _Parcel(self.staging, like)
-        for piece, block, widths in zip(pieces, parcel.mine, dims, strict=True):
-            here = block[: piece[0].shape[1]].split(widths, -1)
-            for x, place in zip(piece, here, strict=True):
-                rows.copy(place, x.transpose(0, 1))
-        parcel.meet()
         count = self.shards.rows
         whole = [self._arriving(piece[0], _side_by_side(piece, count)[0]) for piece in pieces]
         parcel.region.kept.append(whole)
-        begin_copies = parcel.window.mark()  # whichever piece: not after the kernels before it
         left = len(pieces)
 
+        def write(i: int) -> None:
+            here = parcel.block(self.rank, i)[: pieces[i][0].shape[1]].split(dims[i], -1)
+            for x, place in zip(pieces[i], here, strict=True):
+                rows.copy(place, x.transpose(0, 1))
+
+        def travel(i: int, ranks: Sequence[int]) -> Callable[[], object]:
+            blocks = {rank: parcel.block(rank, i) for rank in ranks}
+            return begin_copies[i > 0](self._into_place(whole[i], blocks))
+
+        write(0)
+        parcel.meet()
+        begin_copies = [parcel.window.mark()]
+        waits = [travel(0, self._peers())]
+        self._place_own(whole[0], parcel.block(self.rank, 0))
+        if left > 1:
+            for i in range(1, left):
+                write(i)
+            parcel.meet()
+            # Whichever piece: its copies need not wait for the kernels before it.
+            begin_copies.append(parcel.window.mark())
+
         def begin(i: int) -> Pending[Rows]:
-            blocks = {rank: parcel.block(rank, i) for rank in (*self._peers(), self.rank)}
-            waits = []
             if i > 0:
-                waits.append(begin_copies(self._into_place(whole[i], blocks)))
-            else:
-                for rank, block in blocks.items():
-                    for place, span in rows.sections(whole[i], self._spans[rank]):
-                        rows.copy(place, block[slice(*span)].view(place.shape))
+                waits.append(travel(i, [*self._peers(), self.rank]))
 
             def finish() -> Rows:
                 nonlocal left
@@ -158,7 +165,7 @@ class CopyEngines:
                     parcel.close()
                 return rows.apart(self._sequence_order(found), dims[i])
 
-            return Pending(f"{what}, piece {i + 1} of {len(pieces)}", waits, finish)
+            return Pending(f"{what}, piece {i + 1} of {len(pieces)}", [waits[i]], finish)
 
         return begin
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...ops.checks import statistics_dtype
 from . import local
 from .cost import pieces_of
+from .lanes import Lanes
 from .local import Options
 from .plan import Call, as_batch
 from .rows import Rows
@@ -87,25 +88,26 @@ class Gather:
         batch, count, _, _ = q.shape
         calls = as_batch(self.calls) if batch == 1 else self.calls
         whole = [call.q for call in calls] == [(0, count)]
-        out = q.new_empty(0)
-        lse = q.new_empty(0)
         keys = _Keys(self.transport, k, v, pieces)
-        for q_heads, _ in pieces:
-            k_all, v_all = keys.wait()
-            chosen = local.of_heads(options, q_heads.start, q_heads.stop)
-            for call in calls:
-                if whole and len(pieces) == 1:
-                    out, lse = local.forward(call, q, k_all, v_all, chosen)
-                    continue
-                if out.dim() == 1:
-                    out, lse = _nothing(q, v, fill=not whole)
-                q_rows = slice(*call.q)
-                lse[:, q_heads, q_rows] = local.forward(
-                    call, q[:, :, q_heads], k_all, v_all, chosen, out[:, q_rows, q_heads]
-                )[1]
-            keys.launched()
-        if out.dim() == 1:  # no call
-            out, lse = _nothing(q, v, fill=True)
+        if whole and len(pieces) == 1:
+            chosen = local.of_heads(options, 0, q.shape[2])
+            out, lse = local.forward(calls[0], q, *keys.wait(), chosen)
+            return q, k, v, out, lse
+        out, lse = _nothing(q, v, fill=not whole)
+        kept = []
+        beside = self.transport is not None and not self.transport.needs_sms
+        with Lanes(q.device, beside) as lanes:
+            for i, (q_heads, _) in enumerate(pieces):
+                with lanes.of(i):
+                    k_all, v_all = keys.wait()
+                    chosen = local.of_heads(options, q_heads.start, q_heads.stop)
+                    for call in calls:
+                        q_rows = slice(*call.q)
+                        lse[:, q_heads, q_rows] = local.forward(
+                            call, q[:, :, q_heads], k_all, v_all, chosen, out[:, q_rows, q_heads]
+                        )[1]
+                kept.append((k_all, v_all))
+                keys.launched()
         return q, k, v, out, lse
 
     def _backward_calls(self, k: Tensor) -> Sequence[Call]:
