@@ -204,7 +204,10 @@ def test_few_copies_of_many_spans() -> None:
             return lambda given: copies.append(len(given)) or (lambda: None)
 
     # Span by span; the last rank of a zigzag has one.
-    for documents, expected in ((None, [5, 7, 5, 6, 6]), (tuple(range(0, 321, 20)), [3, 4, 3, 3, 3])):
+    for documents, expected in (
+        (None, [5, 7, 5, 6, 6]),
+        (tuple(range(0, 321, 20)), [3, 4, 3, 3, 3]),
+    ):
         shards = sharding(320, 4, "document_zigzag" if documents else "zigzag", documents)
         transport = CopyEngines(Staging(Counting), shards, 1)
         x = torch.zeros(1, shards.lengths[1], 4, 8)
@@ -213,30 +216,47 @@ def test_few_copies_of_many_spans() -> None:
             begin(piece).wait()  # of the second piece its own rows are a copy, too
         (whole,) = transport.to_heads((x,), "").wait()
         transport.to_rows((whole,), (x,), "").wait()
-        transport.scatter((x,), "")[1]().wait()
+        transport.scatter((x,), "")[1]([]).wait()
         assert copies == expected, documents
         copies.clear()
 
 
 def test_totals_write_every_row() -> None:
+    """Of few parts and of more than one call takes, with an index and without."""
     draw = random.Random(0)
     for _ in range(100):
         count = draw.randint(1, 12)
-        expected = torch.zeros(1, count, 2, 4, dtype=torch.float64)
+        whole = torch.zeros(1, count, 2, 4, dtype=torch.float64)
         parts = []
-        for _ in range(draw.randint(0, 4)):
+        for _ in range(draw.choice((0, 1, 3, 16, 17, 40))):
             a, b = sorted((draw.randint(0, count), draw.randint(0, count)))
             part = torch.randn(1, b - a, 2, 4, dtype=torch.float64)
-            expected[:, a:b] += part
+            whole[:, a:b] += part
             parts.append(((a, b), (part, -part)))
-        found = torch.full_like(expected, torch.nan), torch.full_like(expected, torch.nan)
-        rows.total(parts, found)
-        torch.testing.assert_close(found, (expected, -expected))
+        index = torch.tensor(draw.choices(range(count), k=draw.randint(1, 20)), dtype=torch.int32)
+        for rows_of in (None, index):
+            expected = whole if rows_of is None else whole[:, rows_of]
+            found = torch.full_like(expected, torch.nan), torch.full_like(expected, torch.nan)
+            rows.total(parts, found, rows_of)
+            torch.testing.assert_close(found, (expected, -expected))
+        if parts:
+            a, b = parts[0][0]
+            found = torch.full_like(whole, torch.nan), torch.full_like(whole, torch.nan)
+            for x, part in zip(found, parts[0][1], strict=True):
+                x[:, a:b] = part
+            rows.add_in_place(parts, found)
+            torch.testing.assert_close(found, (whole, -whole))
 
 
 def test_sums_are_rounded_once() -> None:
-    parts = torch.tensor([1.0, 2**-9, 2**-9, 2**-9], dtype=torch.bfloat16)[:, None, None]
-    for count in (2, 3, 4):
-        out = torch.empty(1, 1, dtype=torch.bfloat16)
-        rows.add_up(parts[:count], out)
-        assert out == parts[:count].float().sum().to(torch.bfloat16)
+    """Also of more parts than are kept at a time."""
+    values = torch.tensor([1.0] + 9 * [2**-9], dtype=torch.bfloat16).view(-1, 1, 1, 1, 1)
+    for count in range(2, 11):
+        exact = values[:count].float().sum().to(torch.bfloat16)
+        out = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
+        rows.add_up(values[:count], out)
+        assert out == exact
+        sums = rows.Sum(torch.empty(1, 2, 1, 1, dtype=torch.bfloat16))
+        for x in values[:count]:
+            sums.add(x, first=1)
+        assert torch.equal(sums.found().flatten(), torch.stack([torch.zeros_like(exact), exact]))

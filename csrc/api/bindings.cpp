@@ -3,9 +3,9 @@
 
 #include "api/attention.h"
 #include "api/boxing.h"
-#include "api/combine_partial.h"
 #include "api/into.h"
 #include "api/quantize.h"
+#include "api/sum_rows.h"
 
 namespace flash_ext {
 namespace {
@@ -54,6 +54,16 @@ void combine_partial(Tensor out, Tensor lse, Tensor o_partial, Tensor lse_partia
     add_partial(out, lse, o_partial, lse_partial, out_before);
 }
 
+void combine_parts(Tensor out, Tensor lse, std::vector<Tensor> parts, std::vector<Tensor> lse_parts,
+                   std::vector<int64_t> firsts) {
+    combine_rows(out, lse, parts, lse_parts, firsts);
+}
+
+void sum_rows(Tensor out, std::vector<Tensor> parts, std::vector<int64_t> firsts,
+              std::optional<Tensor> index) {
+    add_rows(out, parts, firsts, index);
+}
+
 }  // namespace
 }  // namespace flash_ext
 
@@ -71,4 +81,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
     m.impl("fp8_quantize", TORCH_BOX(&flash_ext::fp8_quantize));
     m.impl("fp8_token_mean", TORCH_BOX(&flash_ext::fp8_token_mean));
     m.impl("combine_partial", TORCH_BOX(&flash_ext::combine_partial));
+    m.impl("combine_parts", TORCH_BOX(&flash_ext::combine_parts));
+    m.impl("sum_rows", TORCH_BOX(&flash_ext::sum_rows));
 }

@@ -3,8 +3,8 @@
 They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` that of
 8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say what is
 visible and what 8-bit numbers stand for, as in standard attention, and `checks` refuses wrong
-arguments. `quantize` is quantization to 8 bits, `combine_partial` adds attention over other keys,
-`into` writes into given tensors.
+arguments. `quantize` is quantization to 8 bits, `sum_rows` adds up what several calls have
+written, `into` writes into given tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..ops.options import QK_8_BITS, VARIANTS, BackwardTensors, Options
 from ..ops.schemas import library
-from . import combine_partial as combine_partial
 from . import into as into
 from . import quantize as quantize
+from . import sum_rows as sum_rows
 from . import tiled
 from .checks import check_backward, check_forward
 

@@ -24,7 +24,7 @@ options are those of `flash_ext.ops.options.Options`.
     vmap, flops    what else PyTorch asks of an op, but for `flash_ext.integrations.dtensor`
     quantize       the ops of quantization to FP8, from schema to fake kernel
     into           `fwd` and `bwd` that write into given tensors, from schema to fake kernel
-    combine_partial  the op that adds attention over other keys, from schema to fake kernel
+    sum_rows       the ops that add up what several calls have written, from schema to fake kernel
     binary         the CUDA kernels, which come from `_C.abi3.so`, if it was built
     checks         of arguments in Python
     torch_private  every private name of torch, and what is done without it
@@ -32,7 +32,6 @@ options are those of `flash_ext.ops.options.Options`.
 The CPU kernels are those of `flash_ext.cpu`.
 """
 
-from . import combine_partial as combine_partial
 from . import fake as fake
 from . import flops, vmap
 from . import into as into
@@ -41,6 +40,7 @@ from .autograd import meet
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real
 from .schemas import bwd, check, fwd, library
+from .sum_rows import combine_parts, sum_rows
 
 vmap.register(library, fwd, bwd)
 flops.register(fwd.overloadpacket, flops.fwd_flops)
@@ -52,6 +52,7 @@ __all__ = [
     "bwd",
     "check",
     "checksum_agrees",
+    "combine_parts",
     "cuda_build",
     "cuda_missing",
     "cuda_targets",
@@ -59,4 +60,5 @@ __all__ = [
     "fwd",
     "is_real",
     "meet",
+    "sum_rows",
 ]

@@ -151,6 +151,8 @@ if cuda_missing is not None:
         "fp8_quantize",
         "fp8_token_mean",
         "combine_partial",
+        "combine_parts",
+        "sum_rows",
         "fwd_into",
         "bwd_into",
     ):

@@ -223,17 +223,20 @@ class CopyEngines:
 
         return begin
 
-    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
+    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[Parts], Pending[None]]]:
         """As `Transport` says: what this rank adds is written where the others read it."""
         dims = [x.shape[-1] for x in into]
         parcel = _Parcel(self.staging, [_side_by_side(into, self.shards.rows)])
         (mine,) = parcel.mine
         written = torch.empty_like(mine) if self._reordered else mine
 
-        def begin() -> Pending[None]:
+        def begin(parts: Parts) -> Pending[None]:
             nonlocal written
+            places = rows.apart(mine, dims)
             if self._reordered:
-                self._travelling_order(mine, written, (0, self.shards.rows))
+                rows.total(parts, places, local.orders(self.shards, mine.device)[0])
+            else:
+                rows.add_in_place(parts, places)
             written = mine  # what was another tensor is free
             parcel.meet()
             count = self.shards.lengths[self.rank]
@@ -244,28 +247,26 @@ class CopyEngines:
             wait = parcel.window.mark()(copies)
 
             def finish() -> None:
-                self._add_up(received, mine, [x.transpose(0, 1) for x in into])
+                self._add_up(received, mine, into)
                 parcel.close()
 
             return Pending(what, [wait], finish)
 
         return rows.apart(written, dims), begin
 
-    def _add_up(self, received: Tensor, mine: Tensor, into: Sequence[Tensor]) -> None:
-        """Each of `into` (rows, B, H, D) from the others' parts (n, rows, B, H, ΣD) and this rank's
-        (S, B, H, ΣD)."""
+    def _add_up(self, received: Tensor, mine: Tensor, into: Rows) -> None:
+        """Each of `into` (B, rows, H, D) from the others' parts (n, rows, B, H, ΣD) and this rank's
+        (S, B, H, ΣD), in the order of ranks."""
         dims = [out.shape[-1] for out in into]
-        for x, span in rows.sections(mine, self._spans[self.rank]):
-            here = slice(*span)
-            if self.ranks > 2:
-                rows.copy(received[self.rank, here].view(x.shape), x)
-                continue
-            other = received[1 - self.rank, here].view(x.shape)
-            for a, b, out in zip(x.split(dims, -1), other.split(dims, -1), into, strict=True):
-                torch.add(a, b, out=out[here].view(a.shape))
-        if self.ranks > 2:
-            for parts, out in zip(received.split(dims, -1), into, strict=True):
-                rows.add_up(parts, out)
+        at = 0
+        for a, b in self._spans[self.rank]:
+            here = slice(at, at + b - a)
+            whole = (0, b - a)
+            parts = [mine[a:b] if rank == self.rank else x[here] for rank, x in enumerate(received)]
+            rows.total(
+                [(whole, rows.apart(x, dims)) for x in parts], tuple(x[:, here] for x in into)
+            )
+            at += b - a
 
     def _own_rows(self, parcel: _Parcel, received: Sequence[Tensor]) -> list[Copy]:
         """Copies of this rank's rows of the others' blocks (S, …) to received (n, rows, …)."""

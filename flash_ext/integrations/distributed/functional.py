@@ -338,5 +338,5 @@ def attention(
         core, given, q, k, v, given.get("sink")
     )
     if documents is not None:
-        out, lse = out[0], lse[0]
+        out, lse = out.squeeze(0), lse.squeeze(0)  # whose backward copies nothing
     return (out, lse) if return_lse else out

@@ -9,7 +9,7 @@ inputs' dtype and are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from .cost import pieces_of
 from .lanes import Lanes
 from .local import Options
 from .plan import Call, as_batch
-from .rows import Rows
+from .rows import Rows, add_in_place
+from .sharding import Span
 from .transport import Pending, Transport
 
 FEW_KEYS = 160_000
@@ -91,9 +92,14 @@ class Gather:
         keys = _Keys(self.transport, k, v, pieces)
         if whole and len(pieces) == 1:
             chosen = local.of_heads(options, 0, q.shape[2])
-            out, lse = local.forward(calls[0], q, *keys.wait(), chosen)
+            k_all, v_all = keys.wait()
+            out, lse = local.forward(calls[0], q, k_all, v_all, chosen)
             return q, k, v, out, lse
-        out, lse = _nothing(q, v, fill=not whole)
+        out = q.new_empty((batch, count, q.shape[2], v.shape[-1]))
+        lse = q.new_empty((batch, q.shape[2], count), dtype=statistics_dtype(q.dtype))
+        for rows in _others(call.q for call in calls):  # that see no key
+            out[:, rows].zero_()
+            lse[..., rows].fill_(-torch.inf)
         kept = []
         beside = self.transport is not None and not self.transport.needs_sms
         with Lanes(q.device, beside) as lanes:
@@ -123,11 +129,8 @@ class Gather:
         q, k, v, out, lse = saved
         pieces = self._heads(q, k, returns=True)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        at = 0
-        for first, last in sorted(call.q for call in self.calls):  # rows that see nothing
-            dq[:, at:first].zero_()
-            at = last
-        dq[:, at:].zero_()
+        for rows in _others(call.q for call in self.calls):
+            dq[:, rows].zero_()
         dsink = options["sink"].new_zeros(q.shape[2]) if "sink" in options else None
         travelling: Pending[None] | None = None
         keys = _Keys(self.transport, k, v, pieces)
@@ -137,13 +140,12 @@ class Gather:
             into = dk[:, :, k_heads], dv[:, :, k_heads]
             what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
             whole: Rows = into
+            parts: list[tuple[Span, Rows]] = []
             begin = None
             if self.transport is not None:
                 whole, begin = self.transport.scatter(into, what)
             for number, call in enumerate(self._backward_calls(k_all)):
-                k_rows = slice(*call.k)
-                dk_whole, dv_whole = (x[:, k_rows] for x in whole)
-                first = number == 0
+                written = tuple(x[:, slice(*call.k)] for x in whole) if number == 0 else _OWN
                 _, dk_part, dv_part, dsink_part = local.backward(
                     call,
                     dout[:, :, q_heads],
@@ -154,21 +156,16 @@ class Gather:
                     out[:, :, q_heads],
                     lse[:, q_heads],
                     chosen,
-                    (dq[:, slice(*call.q), q_heads], *((dk_whole, dv_whole) if first else _OWN)),
+                    (dq[:, slice(*call.q), q_heads], *written),
                 )
-                if first:
-                    _zero_others(whole, k_rows)
-                else:
-                    dk_whole += dk_part
-                    dv_whole += dv_part
+                parts.append((call.k, (dk_part, dv_part)))
                 if dsink is not None and dsink_part is not None:
                     dsink[q_heads] += dsink_part
-            if not self.calls:
-                _zero_others(whole, slice(0, 0))
             keys.launched()  # before the sum, whose transfer waits for the kernels
             if begin is None:
+                add_in_place(parts, whole)
                 continue
-            pending = begin()
+            pending = begin(parts)
             if travelling is not None:  # the piece before, whose sum the kernels above have hidden
                 travelling.wait()
             travelling = pending
@@ -180,16 +177,10 @@ class Gather:
 _OWN = (None, None)
 
 
-def _zero_others(gradients: Rows, k_rows: slice) -> None:
-    """Zeros where no gradient is written."""
-    for x in gradients:
-        x[:, : k_rows.start].zero_()
-        x[:, k_rows.stop :].zero_()
-
-
-def _nothing(q: Tensor, v: Tensor, fill: bool) -> tuple[Tensor, Tensor]:
-    """Memory for out and lse; `fill`: of rows that see no key."""
-    batch, count, heads, _ = q.shape
-    out = q.new_empty((batch, count, heads, v.shape[-1]))
-    lse = q.new_empty((batch, heads, count), dtype=statistics_dtype(q.dtype))
-    return (out.zero_(), lse.fill_(-torch.inf)) if fill else (out, lse)
+def _others(spans: Iterable[Span]) -> Iterator[slice]:
+    """The rows that are in none of the spans, of which no two overlap."""
+    at = 0
+    for first, last in sorted(spans):
+        yield slice(at, first)
+        at = last
+    yield slice(at, None)

@@ -6,13 +6,18 @@ consecutive rows are consecutive bytes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ... import ops
+from ...ops.checks import statistics_dtype
+from ...ops.sum_rows import MOST_PARTS
 from .sharding import Span
+
+AT_ONCE = 4
+"""How many results of steps are kept until they are added up."""
 
 Rows = tuple[Tensor, ...]
 """Tensors (B, rows, H, ...) that travel together: the same rows, and maybe unequal shapes."""
@@ -86,33 +91,70 @@ def apart(x: Tensor, dims: Sequence[int]) -> Rows:
     return tuple(torch.split(x.transpose(0, 1), list(dims), dim=-1))
 
 
-def total(parts: Parts, into: Rows) -> None:
-    """The sums of parts, in the tensors' dtype: every row is written once, if with zeros.
+def total(parts: Parts, into: Rows, index: Tensor | None = None) -> None:
+    """The sums of parts, formed in float32 (float64) in their order and rounded to the tensors'
+    dtype: every row is written once, if with zeros, in one pass over memory.
 
     Args:
-        parts: of any rows; where several have a row their sum is rounded at each addition.
-        into: tensors (B, rows, H, D).
+        parts: of any rows of the sequence.
+        into: tensors (B, rows, H, D); without an index each may be the first part of all rows.
+        index: int32 (rows), the rows of the sequence that `into` has; None: those from 0 on.
     """
-    rows = into[0].shape[1]
-    edges = sorted({0, rows, *itertools.chain.from_iterable(span for span, _ in parts)})
-    for a, b in itertools.pairwise(edges):
-        here = [(span[0], tensors) for span, tensors in parts if span[0] <= a and b <= span[1]]
-        for i, out in enumerate(x[:, a:b] for x in into):
-            pieces = [tensors[i][:, a - first : b - first] for first, tensors in here]
-            if not pieces:
-                out.zero_()
-            elif len(pieces) == 1:
-                copy(out, pieces[0])
-            else:
-                torch.add(pieces[0], pieces[1], out=out)
-                for piece in pieces[2:]:
-                    out += piece
+    for i, out in enumerate(into):
+        firsts = [span[0] for span, _ in parts]
+        tensors = [x[i] for _, x in parts]
+        if len(tensors) > MOST_PARTS:
+            head = torch.empty(
+                (out.shape[0], max(span[1] for span, _ in parts), *out.shape[2:]),
+                dtype=statistics_dtype(out.dtype),
+                device=out.device,
+            )
+            while len(tensors) > MOST_PARTS:
+                ops.sum_rows(head, tensors[:MOST_PARTS], firsts[:MOST_PARTS])
+                tensors, firsts = [head, *tensors[MOST_PARTS:]], [0, *firsts[MOST_PARTS:]]
+        ops.sum_rows(out, tensors, firsts, index)
+
+
+def add_in_place(parts: Parts, into: Rows) -> None:
+    """As `total`, where the first part, if there is one, has been written to its place."""
+    first, last = parts[0][0] if parts else (0, 0)
+    for x in into:
+        x[:, :first].zero_()
+        x[:, last:].zero_()
+    for span, part in parts[1:]:
+        here = tuple(x[:, slice(*span)] for x in into)
+        whole = (0, span[1] - span[0])
+        total([(whole, here), (whole, part)], here)
 
 
 def add_up(parts: Tensor, out: Tensor) -> None:
-    """out[...] = the sum over the first dimension, in float32 (float64), in a fixed order, rounded
-    once: one pass over memory."""
-    if parts.shape[0] == 2:
-        torch.add(parts[0], parts[1], out=out)
-    else:
-        torch.sum(parts, 0, out=out)
+    """out (rows, B, H, D) = the sum over the first dimension of parts (n, rows, B, H, D)."""
+    whole = (0, out.shape[0])
+    total([(whole, (x.transpose(0, 1),)) for x in parts], (out.transpose(0, 1),))
+
+
+class Sum:
+    """Gradients (B, rows, H, D) of several steps: added up in one pass, but a few at a time, so
+    that not all of many are kept."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._parts: list[tuple[Span, Rows]] = []
+
+    def add(self, part: Tensor, first: int = 0) -> None:
+        """A gradient of the rows from `first` on. It must not be written again."""
+        if len(self._parts) == AT_ONCE:
+            sums = torch.empty_like(self._like, dtype=statistics_dtype(self._like.dtype))
+            total(self._parts, (sums,))
+            self._parts = [((0, sums.shape[1]), (sums,))]
+        self._parts.append(((first, first + part.shape[1]), (part,)))
+
+    def found(self) -> Tensor:
+        """The sum, in the dtype of `like`; a part itself if it is the only one."""
+        if len(self._parts) == 1:
+            ((first, last), (part,)) = self._parts[0]
+            if (first, last) == (0, self._like.shape[1]) and part.dtype == self._like.dtype:
+                return part
+        out = torch.empty_like(self._like)
+        total(self._parts, (out,))
+        return out

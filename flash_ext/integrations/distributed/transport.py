@@ -74,7 +74,7 @@ class Transport(Protocol):
         """The rows (B, m, H, D) of rank - t, for t = 1 to steps - 1; m is at least that rank's
         number of rows. Each is begun after the one before has been waited for."""
 
-    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
+    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[Parts], Pending[None]]]:
         """This rank's rows of the sum over ranks.
 
         Args:
@@ -82,8 +82,9 @@ class Transport(Protocol):
             what: names the transfer.
 
         Returns:
-            Tensors (B, S, H, D) of the whole sequence, to be written: what this rank adds. They
-            travel in their own dtype. And the function that begins the transfer then.
+            Tensors (B, S, H, D) of the whole sequence, and a function that begins the transfer
+            of what this rank adds: the sum of parts, the first of which is its rows of these
+            tensors. It travels in its own dtype.
         """
 
     def shift(self, parts: Parts, like: Rows, by: int, what: str) -> Pending[Rows]:
@@ -172,7 +173,7 @@ class Collectives:
         wait = self._begin(what, dist.all_to_all_single, received.flatten(0, 1), x.flatten(0, 1))
         return Pending(what, [wait], lambda: finish(received))
 
-    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[], Pending[None]]]:
+    def scatter(self, into: Rows, what: str) -> tuple[Rows, Callable[[Parts], Pending[None]]]:
         """As `Transport` says."""
         dims = [x.shape[-1] for x in into]
         batch, _, heads, _ = into[0].shape
@@ -183,9 +184,11 @@ class Collectives:
             for x, out in zip(of_ranks, into, strict=True):
                 rows.add_up(x, out.transpose(0, 1))
 
-        return rows.apart(whole, dims), lambda: self._exchange(
-            what, self.shards.split(whole), finish
-        )
+        def begin(parts: Parts) -> Pending[None]:
+            rows.add_in_place(parts, rows.apart(whole, dims))
+            return self._exchange(what, self.shards.split(whole), finish)
+
+        return rows.apart(whole, dims), begin
 
     def to_heads(self, tensors: Rows, what: str) -> Pending[Rows]:
         """As `Transport` says."""

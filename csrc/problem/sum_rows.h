@@ -1,0 +1,49 @@
+// Sums of rows, and of attention over some keys each: the parameters of their kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/tensor_view.h"
+
+namespace flash_ext {
+
+inline constexpr int kMostParts = 16;
+
+enum class ResultType { kFloat16, kBFloat16, kFloat32 };
+
+// A (batch, row, head, column) tensor of a type that is known at run time.
+struct ResultView {
+    TensorView tensor;
+    ResultType type = ResultType::kFloat32;
+};
+
+// A (batch, head, row) tensor of float32 with adjacent rows.
+struct StatisticsView {
+    float* data = nullptr;  // (B, H, S)
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+};
+
+// What is added to rows [first, first + rows).
+struct RowsPart {
+    ResultView x;        // (B, rows, H, D)
+    StatisticsView lse;  // (B, H, rows)
+    int64_t first = 0;
+    int64_t rows = 0;
+};
+
+struct SumRowsParams {
+    int batch;
+    int rows;  // S
+    int heads;
+    int head_dim;          // D
+    bool aligned = false;  // does every row start on a boundary of four elements?
+
+    ResultView out;                  // (B, S, H, D); it may be a part
+    StatisticsView lse;              // (B, H, S); it may be a part's. Without it rows only add up
+    const int32_t* index = nullptr;  // (S), the row that each row of out is; without it, itself
+    int parts = 0;
+    RowsPart part[kMostParts];
+};
+
+}  // namespace flash_ext

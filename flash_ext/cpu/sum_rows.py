@@ -1,0 +1,113 @@
+"""The CPU kernels of `torch.ops.flash_ext.sum_rows`, `combine_parts` and `combine_partial`.
+
+The checks are those of csrc/api/sum_rows.cpp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.checks import refuse, require_device, statistics_dtype
+from ..ops.schemas import library
+from ..ops.sum_rows import MOST_PARTS
+
+
+def _require(
+    name: str, x: Tensor, out: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tuple(x.shape) != shape:
+        refuse(name, f"of shape {shape}", tuple(x.shape))
+    if x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        refuse(name, names, x.dtype)
+    require_device(name, x, out)
+    if x.numel() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
+        refuse(name, "contiguous in its last dimension", f"strides {x.stride()}")
+
+
+def _require_rows(name: str, x: Tensor, out: Tensor, rows: int | None = None) -> None:
+    """x is out's but for the rows, of which there may be any number, or so many."""
+    if x.dim() != 4:
+        refuse(name, "of shape (batch, seqlen, heads, head_dim)", tuple(x.shape))
+    dtype = statistics_dtype(out.dtype)
+    results = (dtype,) if dtype == torch.float64 else (torch.float16, torch.bfloat16, dtype)
+    count = x.shape[1] if rows is None else rows
+    _require(name, x, out, (out.shape[0], count, *out.shape[2:]), results)
+
+
+def _require_lse(name: str, lse: Tensor, out: Tensor, rows: int) -> None:
+    shape = (out.shape[0], out.shape[2], rows)
+    _require(name, lse, out, shape, (statistics_dtype(out.dtype),))
+
+
+def _require_parts(out: Tensor, parts: list[Tensor], firsts: list[int]) -> None:
+    _require_rows("out", out, out)
+    if len(parts) > MOST_PARTS:
+        refuse("parts", f"at most {MOST_PARTS} tensors", len(parts))
+    if len(firsts) != len(parts):
+        refuse("firsts", "one number for each of parts", len(firsts))
+    for i, x in enumerate(parts):
+        _require_rows(f"parts[{i}]", x, out)
+
+
+def _sum_rows_cpu(
+    out: Tensor, parts: list[Tensor], firsts: list[int], index: Tensor | None = None
+) -> None:
+    _require_parts(out, parts, firsts)
+    rows = out.shape[1]
+    if index is not None:
+        _require("index", index, out, (rows,), (torch.int32,))
+    source = torch.arange(rows) if index is None else index.long()
+    total = torch.zeros(out.shape, dtype=statistics_dtype(out.dtype))
+    for x, first in zip(parts, firsts, strict=True):
+        has = (source >= first) & (source < first + x.shape[1])
+        total[:, has] += x[:, source[has] - first]
+    out.copy_(total)
+
+
+def _combine_parts_cpu(
+    out: Tensor, lse: Tensor, parts: list[Tensor], lse_parts: list[Tensor], firsts: list[int]
+) -> None:
+    _require_parts(out, parts, firsts)
+    rows = out.shape[1]
+    _require_lse("lse", lse, out, rows)
+    if len(lse_parts) != len(parts):
+        refuse("lse_parts", "one tensor for each of parts", len(lse_parts))
+    whole = torch.full_like(lse, -torch.inf)
+    places = []
+    for i, (x, of_x, first) in enumerate(zip(parts, lse_parts, firsts, strict=True)):
+        _require_lse(f"lse_parts[{i}]", of_x, out, x.shape[1])
+        a, b = max(first, 0), min(first + x.shape[1], rows)
+        place, mine = slice(a, max(a, b)), slice(a - first, max(a, b) - first)
+        places.append((place, x[:, mine], of_x[..., mine]))
+        whole[..., place] = torch.logaddexp(whole[..., place], of_x[..., mine])
+    total = torch.zeros(out.shape, dtype=lse.dtype)
+    for place, x, of_x in places:  # without any key there may be anything in x
+        has_key = (of_x != -torch.inf).mT[..., None]
+        weight = torch.exp(of_x - whole[..., place]).mT[..., None]
+        total[:, place] += torch.where(has_key, weight * x, 0)
+    out.copy_(total)
+    lse.copy_(whole)
+
+
+def _combine_partial_cpu(
+    out: Tensor,
+    lse: Tensor,
+    o_partial: Tensor,
+    lse_partial: Tensor,
+    out_before: Tensor | None = None,
+) -> None:
+    _require_rows("out", out, out)
+    rows = out.shape[1]
+    before = out if out_before is None else out_before
+    _require_lse("lse", lse, out, rows)
+    _require_rows("o_partial", o_partial, out, rows)
+    _require_lse("lse_partial", lse_partial, out, rows)
+    _require_rows("out_before", before, out, rows)
+    _combine_parts_cpu(out, lse, [before, o_partial], [lse, lse_partial], [0, 0])
+
+
+library.impl("combine_partial", _combine_partial_cpu, "CPU")
+library.impl("combine_parts", _combine_parts_cpu, "CPU")
+library.impl("sum_rows", _sum_rows_cpu, "CPU")

@@ -1,0 +1,99 @@
+"""The ops that add up what several calls have written, and their fake kernels.
+
+    sum_rows(out!, parts, firsts, index=None) -> ()
+
+writes the sum of parts, in their order, to all rows of out (B, S, H, D). Part p, (B, rows, H, D),
+is of rows firsts[p] to firsts[p] + rows of the sequence; a row that is in none has zeros. With
+index (S), int32, row i of out is that of row index[i] of the sequence. out may be one of the parts
+if there is no index and it is of rows 0 to S.
+
+    combine_parts(out!, lse!, parts, lse_parts, firsts) -> ()
+
+makes attention over some keys each, parts (B, rows, H, Dv) and lse_parts (B, H, rows), into that
+over all of them:
+
+    lse = log sum_p exp(lse_p)
+    out = sum_p exp(lse_p - lse) parts_p
+
+A row without a key has zeros and lse = -inf. Where lse_p = -inf nothing of parts_p is read. out and
+lse may be of one part, of rows 0 to S.
+
+    combine_partial(out!, lse!, o_partial, lse_partial, out_before=None) -> ()
+
+is that of the results so far, (out_before, lse), and of one part of all rows: in place, or from
+out_before to out, which must not overlap then.
+
+out and parts are float16, bfloat16 or float32, each by itself, lse and lse_parts float32 (on a CPU
+also all of them float64). Sums are formed in float32 and rounded once, to out's dtype: a chain of
+sums can begin with a 16-bit out, continue in float32 and end in 16 bits. At most 16 parts. Any
+strides with a contiguous last dimension, of lse too, so that rows may be a section of more. No
+gradient: gradients of parts need only the whole lse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from .checks import require_one_device
+from .schemas import library
+from .torch_private import register_no_gradient
+
+MOST_PARTS = 16
+"""Of one call."""
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+library.define(
+    "combine_partial(Tensor(a!) out, Tensor(b!) lse, Tensor o_partial, Tensor lse_partial, "
+    "Tensor? out_before=None) -> ()",
+    tags=_TAGS,
+)
+library.define(
+    "combine_parts(Tensor(a!) out, Tensor(b!) lse, Tensor[] parts, Tensor[] lse_parts, "
+    "int[] firsts) -> ()",
+    tags=_TAGS,
+)
+library.define(
+    "sum_rows(Tensor(a!) out, Tensor[] parts, int[] firsts, Tensor? index=None) -> ()",
+    tags=_TAGS,
+)
+combine_partial: Any = torch.ops.flash_ext.combine_partial.default
+combine_parts: Any = torch.ops.flash_ext.combine_parts.default
+sum_rows: Any = torch.ops.flash_ext.sum_rows.default
+for _op in (combine_partial, combine_parts, sum_rows):
+    register_no_gradient(library, _op)
+
+
+def _combine_fake(
+    out: Tensor,
+    lse: Tensor,
+    o_partial: Tensor,
+    lse_partial: Tensor,
+    out_before: Tensor | None = None,
+) -> None:
+    require_one_device(
+        out, lse=lse, o_partial=o_partial, lse_partial=lse_partial, out_before=out_before
+    )
+
+
+def _combine_parts_fake(
+    out: Tensor, lse: Tensor, parts: list[Tensor], lse_parts: list[Tensor], firsts: list[int]
+) -> None:
+    named = {f"parts[{i}]": x for i, x in enumerate(parts)}
+    named |= {f"lse_parts[{i}]": x for i, x in enumerate(lse_parts)}
+    require_one_device(out, lse=lse, **named)
+
+
+def _sum_rows_fake(
+    out: Tensor, parts: list[Tensor], firsts: list[int], index: Tensor | None = None
+) -> None:
+    require_one_device(out, index=index, **{f"parts[{i}]": x for i, x in enumerate(parts)})
+
+
+register_fake("flash_ext::combine_partial", _combine_fake, lib=library)
+register_fake("flash_ext::combine_parts", _combine_parts_fake, lib=library)
+register_fake("flash_ext::sum_rows", _sum_rows_fake, lib=library)
