@@ -228,7 +228,7 @@ def test_totals_write_every_row() -> None:
         count = draw.randint(1, 12)
         whole = torch.zeros(1, count, 2, 4, dtype=torch.float64)
         parts = []
-        for _ in range(draw.choice((0, 1, 3, 16, 17, 40))):
+        for _ in range(draw.choice((0, 1, 3, 8, 9, 20))):
             a, b = sorted((draw.randint(0, count), draw.randint(0, count)))
             part = torch.randn(1, b - a, 2, 4, dtype=torch.float64)
             whole[:, a:b] += part

@@ -46,7 +46,7 @@ def exact(parts: list[Tensor], firsts: list[int], rows: int, weights: list | Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 3, 128), (1, 2, 33), (1, 1, 200), (2, 5, 8)])
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 7, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
 def test_sums(count: int, shape, dtype: torch.dtype, device: str) -> None:
     parts, firsts = some(count, shape, device)
     out = torch.full((shape[0], 23, *shape[1:]), torch.nan, dtype=dtype, device=device)
@@ -137,7 +137,7 @@ def test_they_are_well_formed_ops(device: str) -> None:
     [
         (lambda x: x | {"out": x["out"][0]}, r"out must be of shape \(batch, seqlen, heads"),
         (lambda x: x | {"out": x["out"].int()}, "out must be float16.* or float32, got int32"),
-        (lambda x: x | {"parts": 17 * x["parts"][:1]}, "parts must be at most 16 tensors, got 17"),
+        (lambda x: x | {"parts": 9 * x["parts"][:1]}, "parts must be at most 8 tensors, got 9"),
         (lambda x: x | {"firsts": [0]}, "firsts must be one number for each of parts, got 1"),
         (lambda x: x | {"parts": [x["parts"][0], x["parts"][1][..., :8]]}, r"parts\[1\] must be"),
         (lambda x: x | {"parts": [x["parts"][0].int(), x["parts"][1]]}, r"parts\[0\] must be f"),

@@ -25,14 +25,13 @@ StatisticsView statistics_of(const Tensor& x) {
     return {static_cast<float*>(x.data_ptr()), x.stride(0), x.stride(1)};
 }
 
-// Does every row start on a boundary of four elements, and end on one?
-bool rows_of_four(const Tensor& x) {
-    const int64_t element_bytes = x.scalar_type() == ScalarType::Float ? 4 : 2;
-    bool aligned =
-        x.size(3) % 4 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % (4 * element_bytes) == 0;
+// Are rows eight columns each, or 16 and so on, on boundaries of 16 bytes?
+bool of_eight_columns(const Tensor& x) {
+    const int64_t elements = x.scalar_type() == ScalarType::Float ? 4 : 8;
+    bool whole = x.size(3) % 8 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
     for (int64_t dim = 0; dim < 3; ++dim)
-        aligned = aligned && (x.size(dim) <= 1 || x.stride(dim) % 4 == 0);
-    return aligned;
+        whole = whole && (x.size(dim) <= 1 || x.stride(dim) % elements == 0);
+    return whole;
 }
 
 // `x` is on out's device, of this shape, with contiguous rows.
@@ -62,15 +61,15 @@ SumRowsParams params_of(const Tensor& out) {
     if (!out.is_cuda()) refuse("out", "on a CUDA device", "a tensor elsewhere");
     require_result_type("out", out);
     require_contiguous_rows("out", out);
-    for (int64_t dim = 0; dim < 4; ++dim)
-        if (out.size(dim) >= int64_t{1} << 31)
-            refuse("out", "below 2^31 in every dimension", shape_text(out.sizes()));
+    if (out.size(0) * out.size(1) * out.size(2) >= int64_t{1} << 31 || out.size(3) >= int64_t{1}
+                                                                                          << 31)
+        refuse("out", "below 2^31 rows of all heads", shape_text(out.sizes()));
     SumRowsParams params{};
     params.batch = static_cast<int>(out.size(0));
     params.rows = static_cast<int>(out.size(1));
     params.heads = static_cast<int>(out.size(2));
     params.head_dim = static_cast<int>(out.size(3));
-    params.aligned = rows_of_four(out);
+    params.whole = of_eight_columns(out);
     params.out = view_of(out);
     return params;
 }
@@ -92,7 +91,7 @@ void add_part(SumRowsParams& params, const Tensor& out, const std::string& argum
                      "out's shape but for the rows");
     RowsPart& part = params.part[params.parts++];
     part = {view_of(x), {}, first, rows};
-    params.aligned = params.aligned && rows_of_four(x);
+    params.whole = params.whole && of_eight_columns(x);
     if (!lse) return;
     require_dtype(argument_lse.c_str(), *lse, ScalarType::Float);
     require_like_out(argument_lse, *lse, out, {out.size(0), out.size(2), rows},

@@ -3,11 +3,12 @@
 
 #include <cstdint>
 
+#include "tile/host_device.h"
 #include "tile/tensor_view.h"
 
 namespace flash_ext {
 
-inline constexpr int kMostParts = 16;
+inline constexpr int kMostParts = 8;
 
 enum class ResultType { kFloat16, kBFloat16, kFloat32 };
 
@@ -36,14 +37,16 @@ struct SumRowsParams {
     int batch;
     int rows;  // S
     int heads;
-    int head_dim;          // D
-    bool aligned = false;  // does every row start on a boundary of four elements?
+    int head_dim;        // D
+    bool whole = false;  // eight columns at a time, on boundaries of 16 bytes?
 
     ResultView out;                  // (B, S, H, D); it may be a part
     StatisticsView lse;              // (B, H, S); it may be a part's. Without it rows only add up
     const int32_t* index = nullptr;  // (S), the row that each row of out is; without it, itself
     int parts = 0;
-    RowsPart part[kMostParts];
+    RowsPart part[kMostParts];  // those beyond `parts` have no rows
+
+    FLASH_HOST_DEVICE int64_t all_rows() const { return int64_t{batch} * rows * heads; }
 };
 
 }  // namespace flash_ext

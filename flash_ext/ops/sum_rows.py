@@ -15,7 +15,7 @@ over all of them:
     lse = log sum_p exp(lse_p)
     out = sum_p exp(lse_p - lse) parts_p
 
-A row without a key has zeros and lse = -inf. Where lse_p = -inf nothing of parts_p is read. out and
+A row without a key has zeros and lse = -inf. Where lse_p = -inf nothing of parts_p counts. out and
 lse may be of one part, of rows 0 to S.
 
     combine_partial(out!, lse!, o_partial, lse_partial, out_before=None) -> ()
@@ -25,7 +25,7 @@ out_before to out, which must not overlap then.
 
 out and parts are float16, bfloat16 or float32, each by itself, lse and lse_parts float32 (on a CPU
 also all of them float64). Sums are formed in float32 and rounded once, to out's dtype: a chain of
-sums can begin with a 16-bit out, continue in float32 and end in 16 bits. At most 16 parts. Any
+sums can begin with a 16-bit out, continue in float32 and end in 16 bits. At most 8 parts. Any
 strides with a contiguous last dimension, of lse too, so that rows may be a section of more. No
 gradient: gradients of parts need only the whole lse.
 """
@@ -42,7 +42,7 @@ from .checks import require_one_device
 from .schemas import library
 from .torch_private import register_no_gradient
 
-MOST_PARTS = 16
+MOST_PARTS = 8
 """Of one call."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

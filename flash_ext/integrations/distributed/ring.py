@@ -24,7 +24,7 @@ from . import local, plan
 from .gather import Gradients, Saved
 from .local import Options
 from .plan import Mask
-from .rows import AT_ONCE, Rows, Sum
+from .rows import Rows, Sum, many
 from .sharding import Sharding, Span
 from .transport import Pending, Transport
 
@@ -109,7 +109,7 @@ class _Results:
 
     def add(self, out: Tensor, lse: Tensor, first: int) -> None:
         """Of the queries from `first` on."""
-        if len(self._parts) == AT_ONCE:
+        if many([part.shape[2] for _, part in self._parts], self._queries[1]):
             self._parts, self._firsts = [self._combined(statistics_dtype(self._v.dtype))], [0]
         self._parts.append((out, lse))
         self._firsts.append(first)

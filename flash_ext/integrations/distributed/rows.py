@@ -17,7 +17,12 @@ from ...ops.sum_rows import MOST_PARTS
 from .sharding import Span
 
 AT_ONCE = 4
-"""How many results of steps are kept until they are added up."""
+"""How many results of all rows are kept until they are added up, or more of some rows each."""
+
+
+def many(kept: Sequence[int], rows: int) -> bool:
+    """Whether so many rows are to be added up before another result of all `rows` is kept."""
+    return len(kept) == MOST_PARTS or sum(kept) > (AT_ONCE - 1) * rows
 
 Rows = tuple[Tensor, ...]
 """Tensors (B, rows, H, ...) that travel together: the same rows, and maybe unequal shapes."""
@@ -143,7 +148,7 @@ class Sum:
 
     def add(self, part: Tensor, first: int = 0) -> None:
         """A gradient of the rows from `first` on. It must not be written again."""
-        if len(self._parts) == AT_ONCE:
+        if many([last - first for (first, last), _ in self._parts], self._like.shape[1]):
             sums = torch.empty_like(self._like, dtype=statistics_dtype(self._like.dtype))
             total(self._parts, (sums,))
             self._parts = [((0, sums.shape[1]), (sums,))]
