@@ -24,6 +24,7 @@ def many(kept: Sequence[int], rows: int) -> bool:
     """Whether so many rows are to be added up before another result of all `rows` is kept."""
     return len(kept) == MOST_PARTS or sum(kept) > (AT_ONCE - 1) * rows
 
+
 Rows = tuple[Tensor, ...]
 """Tensors (B, rows, H, ...) that travel together: the same rows, and maybe unequal shapes."""
 
