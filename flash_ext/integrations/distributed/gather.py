@@ -76,6 +76,8 @@ class Gather:
     ) -> None:
         """`transport` is None where this rank has the whole sequence; `ratio`: `cost.pieces_of`."""
         self.transport, self.calls, self.ratio = transport, calls, ratio
+        # A transfer by kernels would wait for them.
+        self._beside = transport is not None and not transport.needs_sms
 
     def _heads(self, q: Tensor, k: Tensor, returns: bool) -> list[tuple[slice, slice]]:
         """Heads of q and of k in each piece; `returns`: its gradients travel back."""
@@ -101,8 +103,7 @@ class Gather:
             out[:, rows].zero_()
             lse[..., rows].fill_(-torch.inf)
         kept = []
-        beside = self.transport is not None and not self.transport.needs_sms
-        with Lanes(q.device, beside) as lanes:
+        with Lanes(q.device, self._beside) as lanes:
             for i, (q_heads, _) in enumerate(pieces):
                 with lanes.of(i):
                     k_all, v_all = keys.wait()
@@ -121,6 +122,12 @@ class Gather:
         keys = k.shape[2] * sum(last - first for first, last in (call.k for call in self.calls))
         calls = as_batch(self.calls) if k.shape[0] == 1 and keys <= FEW_KEYS else self.calls
         return sorted(calls, key=lambda call: call.k[0] - call.k[1])
+
+    def _beside_each_other(self, calls: Sequence[Call], options: Options) -> bool:
+        """Whether the calls of a piece are on two streams by turns: those of documents, whose last
+        tiles are of unequal lengths. Others were no faster (docs/notes/020)."""
+        packed = all(call.cu_seqlens_q is not None for call in calls)
+        return self._beside and packed and "sink" not in options  # dsink is added up on one stream
 
     def backward(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, options: Options
@@ -144,23 +151,33 @@ class Gather:
             begin = None
             if self.transport is not None:
                 whole, begin = self.transport.scatter(into, what)
-            for number, call in enumerate(self._backward_calls(k_all)):
-                written = tuple(x[:, slice(*call.k)] for x in whole) if number == 0 else _OWN
-                _, dk_part, dv_part, dsink_part = local.backward(
-                    call,
-                    dout[:, :, q_heads],
-                    None if dlse is None else dlse[:, q_heads],
-                    q[:, :, q_heads],
-                    k_all,
-                    v_all,
-                    out[:, :, q_heads],
-                    lse[:, q_heads],
-                    chosen,
-                    (dq[:, slice(*call.q), q_heads], *written),
-                )
-                parts.append((call.k, (dk_part, dv_part)))
-                if dsink is not None and dsink_part is not None:
-                    dsink[q_heads] += dsink_part
+            calls = self._backward_calls(k_all)
+            # All of it before a lane begins, which would not wait for what used the memory before.
+            for call in calls:
+                rows = slice(*call.k)
+                written = tuple(x[:, rows] for x in whole)
+                if parts:
+                    written = tuple(x.new_empty(x.shape) for x in written)
+                parts.append((call.k, written))
+            with Lanes(q.device, self._beside_each_other(calls, options)) as lanes:
+                for number, (call, (_, (dk_call, dv_call))) in enumerate(
+                    zip(calls, parts, strict=True)
+                ):
+                    with lanes.of(number):
+                        *_, dsink_part = local.backward(
+                            call,
+                            dout[:, :, q_heads],
+                            None if dlse is None else dlse[:, q_heads],
+                            q[:, :, q_heads],
+                            k_all,
+                            v_all,
+                            out[:, :, q_heads],
+                            lse[:, q_heads],
+                            chosen,
+                            (dq[:, slice(*call.q), q_heads], dk_call, dv_call),
+                        )
+                    if dsink is not None and dsink_part is not None:
+                        dsink[q_heads] += dsink_part
             keys.launched()  # before the sum, whose transfer waits for the kernels
             if begin is None:
                 add_in_place(parts, whole)
@@ -172,9 +189,6 @@ class Gather:
         if travelling is not None:
             travelling.wait()
         return dq, dk, dv, dsink
-
-
-_OWN = (None, None)
 
 
 def _others(spans: Iterable[Span]) -> Iterator[slice]:

@@ -24,7 +24,8 @@ class Lanes:
     """The caller's stream and one beside it, for pieces that do not depend on each other.
 
     What is enqueued before `with Lanes(...)` comes before all pieces, what is enqueued after it
-    comes after them. Memory of the caller's stream that a piece reads must be kept until then.
+    comes after them. Memory of the caller's stream that a piece reads or writes must be taken
+    before, and kept until then.
     """
 
     def __init__(self, device: torch.device, beside: bool) -> None:
