@@ -175,7 +175,8 @@ class SilentWindow:
 
     def __init__(self, rank: int, ranks: int, device: torch.device, capacity: int) -> None:
         self.rank = rank
-        self.buffers = [torch.zeros(capacity, dtype=torch.uint8, device=device)] * ranks
+        numbers = torch.empty(capacity // 2, dtype=torch.bfloat16, device=device).normal_()
+        self.buffers = [numbers.view(torch.uint8)] * ranks
 
     def follow(self) -> None:
         pass

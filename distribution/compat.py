@@ -64,7 +64,7 @@ out.sum().backward()
 expected = flash_ext.reference.attention(q, k, v, causal=True)[0]
 explained = flash_ext.explain(q, k, v, causal=True)
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-names = ("fwd", "bwd", "check", "fp8_quantize", "fp8_token_mean", "combine_partial")
+names = ("fwd", "bwd", "check", "fp8_quantize", "fp8_token_mean", "combine_parts")
 print(json.dumps({
     "torch": torch.__version__,
     "python": sys.version.split()[0],

@@ -120,12 +120,10 @@ def combine() -> None:
         partial, lse_partial = torch.randn(2, 33, heads, dim, dtype=dtype), lse[..., :33].clone()
         lse_partial[:, 0] = -torch.inf
         out, lse, partial, lse_partial = map(to_device, (out, lse, partial, lse_partial))
-        part = partial, lse_partial
-        torch.ops.flash_ext.combine_partial(out[:, 9:42], lse[..., 9:42], *part)
-        torch.ops.flash_ext.combine_partial(partial.clone(), lse[..., 9:42], *part, out[:, 9:42])
         parts, firsts = [out[:, 9:42], partial, partial[:, 4:20]], [0, -5, 30]
         index = to_device(torch.randint(-40, 80, (50,), dtype=torch.int32))
         torch.ops.flash_ext.sum_rows(out.clone(), parts, firsts, index)
+        torch.ops.flash_ext.copy_rows([out.clone(), out.clone()], out)
         statistics = [lse[..., 9:42], lse_partial, lse_partial[..., 4:20]]
         torch.ops.flash_ext.combine_parts(out.clone(), lse.clone(), parts, statistics, firsts)
     torch.cuda.synchronize()

@@ -176,8 +176,9 @@ def test_results_of_a_ring_are_rounded_once() -> None:
             part = torch.randn(1, 6 - first, 2, 16, dtype=torch.bfloat16)
             lse = torch.randn(1, 2, 6 - first)
             found.add(part, lse, first)
-            here = out[:, first:], whole[..., first:]
-            torch.ops.flash_ext.combine_partial(*here, part, lse)
+            here, here_lse = out[:, first:], whole[..., first:]
+            parts, lse_parts = [here, part], [here_lse, lse]
+            torch.ops.flash_ext.combine_parts(here, here_lse, parts, lse_parts, [0, 0])
         result, result_lse = found.found()
         assert result.dtype == torch.bfloat16
         torch.testing.assert_close(result_lse, whole, rtol=1e-6, atol=1e-6)

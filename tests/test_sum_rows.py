@@ -1,4 +1,5 @@
-"""`torch.ops.flash_ext.sum_rows` and `combine_parts`: what several calls have written, added up.
+"""`torch.ops.flash_ext.sum_rows` and `combine_parts`: what several calls have written, added up;
+and `copy_rows`.
 
 Would catch a part at the wrong rows, a row beyond a part that is read, a sum that is rounded before
 it is complete, a NaN from rows that see no key, and an argument that is taken although it does not
@@ -14,6 +15,7 @@ from attention_testing import assert_bitwise_equal
 Tensor = torch.Tensor
 sum_rows = torch.ops.flash_ext.sum_rows
 combine_parts = torch.ops.flash_ext.combine_parts
+copy_rows = torch.ops.flash_ext.copy_rows
 
 SPANS = ((0, 23), (4, 9), (-3, 6), (20, 40), (7, 7), (0, 23), (22, 23))
 """First and last rows of parts, of a sequence of 23."""
@@ -121,12 +123,50 @@ def test_attention_over_some_keys_each(count: int, dtype: torch.dtype, device: s
     torch.testing.assert_close(lse.double().cpu(), whole, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 128), (1, 2, 33), (1, 1, 264)])
+def test_rows_are_written_to_several(shape, dtype: torch.dtype, device: str) -> None:
+    """Sections of wider tensors, whose other columns stay; 264 columns are more than one pass."""
+    batch, heads, dim = shape
+    x = torch.randn(batch, 23, heads, dim + 8, device=device).to(dtype)[..., 8:]
+    for count in (1, 2, 16):
+        wide = torch.full((count, 23, batch, heads, dim + 16), 7.0, device=device, dtype=dtype)
+        assert copy_rows([y.transpose(0, 1)[..., 8:-8] for y in wide], x) is None
+        for y in wide:
+            assert_bitwise_equal(y[..., 8:-8], x.transpose(0, 1))
+            assert (y[..., :8] == 7).all() and (y[..., -8:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda outs, x: ([], x), "outs must be 1 to 16 tensors, got 0"),
+        (lambda outs, x: (9 * outs, x), "outs must be 1 to 16 tensors, got 18"),
+        (lambda outs, x: (outs, x[0]), r"x must be of shape \(batch, seqlen, heads"),
+        (lambda outs, x: (outs, x[:, 1:]), r"x must be of shape .*\(1, 5, 2, 16"),
+        (lambda outs, x: (outs, x.int()), "x must be float16.* or float32, got int32"),
+        (lambda outs, x: ([outs[0], outs[1][..., 1:]], x), r"outs\[1\] must be of shape"),
+        (lambda outs, x: ([outs[0], outs[1].half()], x), r"outs\[1\] must be float32, got fl"),
+        (lambda outs, x: ([outs[0], outs[1].mT.contiguous().mT], x), r"outs\[1\] must be"),
+        (lambda outs, x: ([outs[0], outs[1].transpose(1, 2).contiguous().transpose(1, 2)], x),
+         r"outs\[1\] must be of the strides of outs\[0\]"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_is_refused(change, message: str, device: str) -> None:
+    outs = [torch.full((1, 5, 2, 16), 7.0, device=device) for _ in range(2)]
+    x = torch.zeros(1, 5, 2, 16, device=device)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        copy_rows(*change(outs, x))
+    assert all((out == 7).all() for out in outs)
+
+
 def test_they_are_well_formed_ops(device: str) -> None:
     parts, firsts = some(3, (1, 2, 16), device)
     out = torch.zeros(1, 23, 2, 16, device=device)
     index = torch.arange(23, dtype=torch.int32, device=device)
     torch.library.opcheck(sum_rows, (out, parts, firsts))
     torch.library.opcheck(sum_rows, (out, parts, firsts, index))
+    torch.library.opcheck(copy_rows, ([out, out.clone()], torch.ones_like(out)))
     lse_parts = [torch.zeros(1, 2, x.shape[1], device=device) for x in parts]
     lse = torch.zeros(1, 2, 23, device=device)
     torch.library.opcheck(combine_parts, (out, lse, parts, lse_parts, firsts))
@@ -165,6 +205,11 @@ def test_wrong_arguments_are_refused(change, message: str, device: str) -> None:
     [
         (lambda x: x | {"lse": x["lse"][:, :1]}, r"lse must be of shape .*\(1, 2, 23"),
         (lambda x: x | {"lse": x["lse"].half()}, "lse must be float32, got float16"),
+        (lambda x: x | {"lse": x["lse"].mT.contiguous().mT}, "lse must be contiguous in its last"),
+        (
+            lambda x: x | {"parts": [x["parts"][0].mT.contiguous().mT, x["parts"][1]]},
+            r"parts\[0\] must be contiguous in its last",
+        ),
         (lambda x: x | {"lse_parts": x["lse_parts"][:1]}, "lse_parts must be one tensor for each"),
         (
             lambda x: x | {"lse_parts": [x["lse_parts"][0], x["lse_parts"][1][..., 1:]]},

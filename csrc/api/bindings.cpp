@@ -49,11 +49,6 @@ Tensor fp8_token_mean(Tensor x, std::optional<Tensor> cu_seqlens, std::optional<
     return mean_of_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
 }
 
-void combine_partial(Tensor out, Tensor lse, Tensor o_partial, Tensor lse_partial,
-                     std::optional<Tensor> out_before) {
-    add_partial(out, lse, o_partial, lse_partial, out_before);
-}
-
 void combine_parts(Tensor out, Tensor lse, std::vector<Tensor> parts, std::vector<Tensor> lse_parts,
                    std::vector<int64_t> firsts) {
     combine_rows(out, lse, parts, lse_parts, firsts);
@@ -63,6 +58,8 @@ void sum_rows(Tensor out, std::vector<Tensor> parts, std::vector<int64_t> firsts
               std::optional<Tensor> index) {
     add_rows(out, parts, firsts, index);
 }
+
+void copy_rows(std::vector<Tensor> outs, Tensor x) { write_rows(outs, x); }
 
 }  // namespace
 }  // namespace flash_ext
@@ -80,7 +77,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
     m.impl("check", TORCH_BOX(&flash_ext::check));
     m.impl("fp8_quantize", TORCH_BOX(&flash_ext::fp8_quantize));
     m.impl("fp8_token_mean", TORCH_BOX(&flash_ext::fp8_token_mean));
-    m.impl("combine_partial", TORCH_BOX(&flash_ext::combine_partial));
     m.impl("combine_parts", TORCH_BOX(&flash_ext::combine_parts));
     m.impl("sum_rows", TORCH_BOX(&flash_ext::sum_rows));
+    m.impl("copy_rows", TORCH_BOX(&flash_ext::copy_rows));
 }

@@ -34,6 +34,10 @@ bool of_eight_columns(const Tensor& x) {
     return whole;
 }
 
+std::vector<int64_t> shape_of(const Tensor& x) {
+    return {x.size(0), x.size(1), x.size(2), x.size(3)};
+}
+
 // `x` is on out's device, of this shape, with contiguous rows.
 void require_like_out(const std::string& argument, const Tensor& x, const Tensor& out,
                       const std::vector<int64_t>& shape, const std::string& layout) {
@@ -136,27 +140,34 @@ void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
     launch(params, out);
 }
 
+void write_rows(const std::vector<Tensor>& outs, const Tensor& x) {
+    if (outs.empty() || outs.size() > kMostOuts)
+        refuse("outs", "1 to " + std::to_string(kMostOuts) + " tensors", outs.size());
+    const Tensor& out = outs[0];
+    SumRowsParams params = params_of(out);
+    add_part(params, out, "x", x, 0, "", nullptr);
+    require_like_out("x", x, out, shape_of(out), "the shape of outs");
+    params.outs = static_cast<int>(outs.size());
+    for (size_t i = 1; i < outs.size(); ++i) {
+        const std::string argument = "outs[" + std::to_string(i) + "]";
+        require_rows(argument, outs[i]);
+        require_dtype(argument.c_str(), outs[i], out.scalar_type());
+        require_like_out(argument, outs[i], out, shape_of(out), "the shape of outs[0]");
+        for (int64_t dim = 0; dim < 3; ++dim)
+            if (outs[i].stride(dim) != out.stride(dim))
+                refuse(argument, "of the strides of outs[0]", "others");
+        params.distance[i] =
+            static_cast<char*>(outs[i].data_ptr()) - static_cast<char*>(out.data_ptr());
+        params.whole = params.whole && of_eight_columns(outs[i]);
+    }
+    launch(params, out);
+}
+
 void combine_rows(const Tensor& out, const Tensor& lse, const std::vector<Tensor>& parts,
                   const std::vector<Tensor>& lse_parts, const std::vector<int64_t>& firsts) {
     SumRowsParams params = params_of(out);
     set_lse(params, out, lse);
     add_parts(params, out, parts, &lse_parts, firsts);
-    launch(params, out);
-}
-
-void add_partial(const Tensor& out, const Tensor& lse, const Tensor& o_partial,
-                 const Tensor& lse_partial, const std::optional<Tensor>& out_before) {
-    SumRowsParams params = params_of(out);
-    set_lse(params, out, lse);
-    const auto add = [&](const char* argument, const Tensor& x, const char* argument_lse,
-                         const Tensor& lse_of_x) {
-        require_result_type(argument, x);
-        require_like_out(argument, x, out, {out.size(0), out.size(1), out.size(2), out.size(3)},
-                         "out's shape");
-        add_part(params, out, argument, x, 0, argument_lse, &lse_of_x);
-    };
-    add("out_before", out_before.value_or(out), "lse", lse);
-    add("o_partial", o_partial, "lse_partial", lse_partial);
     launch(params, out);
 }
 

@@ -14,11 +14,10 @@ namespace flash_ext {
 void add_rows(const Tensor& out, const std::vector<Tensor>& parts,
               const std::vector<int64_t>& firsts, const std::optional<Tensor>& index);
 
+// Every tensor of `outs` becomes x; they may be in other GPUs' memory.
+void write_rows(const std::vector<Tensor>& outs, const Tensor& x);
+
 void combine_rows(const Tensor& out, const Tensor& lse, const std::vector<Tensor>& parts,
                   const std::vector<Tensor>& lse_parts, const std::vector<int64_t>& firsts);
-
-// out and lse, in place; with `out_before` the results so far are there and not in out.
-void add_partial(const Tensor& out, const Tensor& lse, const Tensor& o_partial,
-                 const Tensor& lse_partial, const std::optional<Tensor>& out_before);
 
 }  // namespace flash_ext

@@ -1,4 +1,5 @@
-// Sums of rows, and of attention over some keys each: the parameters of their kernel.
+// Sums of rows, and of attention over some keys each, for one tensor or several: the parameters of
+// their kernel.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,7 @@
 namespace flash_ext {
 
 inline constexpr int kMostParts = 8;
+inline constexpr int kMostOuts = 16;
 
 enum class ResultType { kFloat16, kBFloat16, kFloat32 };
 
@@ -41,6 +43,8 @@ struct SumRowsParams {
     bool whole = false;  // eight columns at a time, on boundaries of 16 bytes?
 
     ResultView out;                  // (B, S, H, D); it may be a part
+    int outs = 1;                    // tensors with the same rows, out the first of them
+    int64_t distance[kMostOuts]{};   // of each from out, in bytes: their strides are out's
     StatisticsView lse;              // (B, H, S); it may be a part's. Without it rows only add up
     const int32_t* index = nullptr;  // (S), the row that each row of out is; without it, itself
     int parts = 0;

@@ -1,4 +1,4 @@
-"""The CPU kernels of `torch.ops.flash_ext.sum_rows`, `combine_parts` and `combine_partial`.
+"""The CPU kernels of `torch.ops.flash_ext.sum_rows`, `combine_parts` and `copy_rows`.
 
 The checks are those of csrc/api/sum_rows.cpp.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.checks import refuse, require_device, statistics_dtype
 from ..ops.schemas import library
-from ..ops.sum_rows import MOST_PARTS
+from ..ops.sum_rows import MOST_OUTS, MOST_PARTS
 
 
 def _require(
@@ -91,23 +91,20 @@ def _combine_parts_cpu(
     lse.copy_(whole)
 
 
-def _combine_partial_cpu(
-    out: Tensor,
-    lse: Tensor,
-    o_partial: Tensor,
-    lse_partial: Tensor,
-    out_before: Tensor | None = None,
-) -> None:
-    _require_rows("out", out, out)
-    rows = out.shape[1]
-    before = out if out_before is None else out_before
-    _require_lse("lse", lse, out, rows)
-    _require_rows("o_partial", o_partial, out, rows)
-    _require_lse("lse_partial", lse_partial, out, rows)
-    _require_rows("out_before", before, out, rows)
-    _combine_parts_cpu(out, lse, [before, o_partial], [lse, lse_partial], [0, 0])
+def _copy_rows_cpu(outs: list[Tensor], x: Tensor) -> None:
+    if not 1 <= len(outs) <= MOST_OUTS:
+        refuse("outs", f"1 to {MOST_OUTS} tensors", len(outs))
+    out = outs[0]
+    _require_rows("outs[0]", out, out)
+    _require_rows("x", x, out, out.shape[1])
+    for i, other in enumerate(outs):
+        _require(f"outs[{i}]", other, out, tuple(out.shape), (out.dtype,))
+        if other.stride() != out.stride():
+            refuse(f"outs[{i}]", "of the strides of outs[0]", "others")
+    for other in outs:
+        other.copy_(x)
 
 
-library.impl("combine_partial", _combine_partial_cpu, "CPU")
 library.impl("combine_parts", _combine_parts_cpu, "CPU")
 library.impl("sum_rows", _sum_rows_cpu, "CPU")
+library.impl("copy_rows", _copy_rows_cpu, "CPU")

@@ -40,7 +40,7 @@ from .autograd import meet
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real
 from .schemas import bwd, check, fwd, library
-from .sum_rows import combine_parts, sum_rows
+from .sum_rows import combine_parts, copy_rows, sum_rows
 
 vmap.register(library, fwd, bwd)
 flops.register(fwd.overloadpacket, flops.fwd_flops)
@@ -53,6 +53,7 @@ __all__ = [
     "check",
     "checksum_agrees",
     "combine_parts",
+    "copy_rows",
     "cuda_build",
     "cuda_missing",
     "cuda_targets",

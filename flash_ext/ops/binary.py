@@ -150,9 +150,9 @@ if cuda_missing is not None:
         "check",
         "fp8_quantize",
         "fp8_token_mean",
-        "combine_partial",
         "combine_parts",
         "sum_rows",
+        "copy_rows",
         "fwd_into",
         "bwd_into",
     ):

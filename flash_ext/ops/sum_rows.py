@@ -18,10 +18,10 @@ over all of them:
 A row without a key has zeros and lse = -inf. Where lse_p = -inf nothing of parts_p counts. out and
 lse may be of one part, of rows 0 to S.
 
-    combine_partial(out!, lse!, o_partial, lse_partial, out_before=None) -> ()
+    copy_rows(outs!, x) -> ()
 
-is that of the results so far, (out_before, lse), and of one part of all rows: in place, or from
-out_before to out, which must not overlap then.
+writes rows x (B, rows, H, D) to each of outs, 1 to 16 tensors of its shape and of one dtype and
+strides. They may be in the memory of other GPUs.
 
 out and parts are float16, bfloat16 or float32, each by itself, lse and lse_parts float32 (on a CPU
 also all of them float64). Sums are formed in float32 and rounded once, to out's dtype: a chain of
@@ -42,16 +42,11 @@ from .checks import require_one_device
 from .schemas import library
 from .torch_private import register_no_gradient
 
-MOST_PARTS = 8
+MOST_PARTS, MOST_OUTS = 8, 16
 """Of one call."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-library.define(
-    "combine_partial(Tensor(a!) out, Tensor(b!) lse, Tensor o_partial, Tensor lse_partial, "
-    "Tensor? out_before=None) -> ()",
-    tags=_TAGS,
-)
 library.define(
     "combine_parts(Tensor(a!) out, Tensor(b!) lse, Tensor[] parts, Tensor[] lse_parts, "
     "int[] firsts) -> ()",
@@ -61,23 +56,12 @@ library.define(
     "sum_rows(Tensor(a!) out, Tensor[] parts, int[] firsts, Tensor? index=None) -> ()",
     tags=_TAGS,
 )
-combine_partial: Any = torch.ops.flash_ext.combine_partial.default
+library.define("copy_rows(Tensor(a!)[] outs, Tensor x) -> ()", tags=_TAGS)
 combine_parts: Any = torch.ops.flash_ext.combine_parts.default
 sum_rows: Any = torch.ops.flash_ext.sum_rows.default
-for _op in (combine_partial, combine_parts, sum_rows):
+copy_rows: Any = torch.ops.flash_ext.copy_rows.default
+for _op in (combine_parts, sum_rows, copy_rows):
     register_no_gradient(library, _op)
-
-
-def _combine_fake(
-    out: Tensor,
-    lse: Tensor,
-    o_partial: Tensor,
-    lse_partial: Tensor,
-    out_before: Tensor | None = None,
-) -> None:
-    require_one_device(
-        out, lse=lse, o_partial=o_partial, lse_partial=lse_partial, out_before=out_before
-    )
 
 
 def _combine_parts_fake(
@@ -94,6 +78,10 @@ def _sum_rows_fake(
     require_one_device(out, index=index, **{f"parts[{i}]": x for i, x in enumerate(parts)})
 
 
-register_fake("flash_ext::combine_partial", _combine_fake, lib=library)
+def _copy_rows_fake(outs: list[Tensor], x: Tensor) -> None:
+    require_one_device(x, **{f"outs[{i}]": out for i, out in enumerate(outs)})
+
+
+register_fake("flash_ext::copy_rows", _copy_rows_fake, lib=library)
 register_fake("flash_ext::combine_parts", _combine_parts_fake, lib=library)
 register_fake("flash_ext::sum_rows", _sum_rows_fake, lib=library)

@@ -4,9 +4,9 @@
 //     lse = log(sum_p e^lse_p),    O = sum_p e^(lse_p - lse) O_p
 //
 // Between GPUs every step of a method is a whole call with results of its own. (combine.cuh is for
-// the splits of one call, with maxima and sums in place of lse.) Bound by memory: each row is read
-// and written once. A row has 8, 16 or 32 lanes; heads are next to each other in memory, so a
-// warp's rows are too.
+// the splits of one call, with maxima and sums in place of lse.) Several tensors may get the same
+// rows, those of other GPUs among them. Bound by memory: each row is read and written once. A row
+// has 8, 16 or 32 lanes; heads are next to each other in memory, so a warp's rows are too.
 #pragma once
 
 #include <type_traits>
@@ -205,8 +205,9 @@ __global__ void __launch_bounds__(kSumRowsThreads)
         }
         Bits result;
         result.set(total, params.out.type);
-        result.store(place_of(params.out, row), params.out.type, params.whole,
-                     params.head_dim - column);
+        for (int i = 0; i < params.outs; ++i)
+            result.store(place_of(params.out, row) + params.distance[i], params.out.type,
+                         params.whole, params.head_dim - column);
         column += static_cast<int>(lanes) * kLaneColumns;
         load();
     }

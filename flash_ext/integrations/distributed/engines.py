@@ -6,8 +6,8 @@ writes what others want into its own memory (`staging`), all ranks meet in a bar
 from the others' memory run on a stream beside the kernels. They follow one another: two streams
 would share one engine, and what is needed first would wait for what is needed later.
 
-The barrier and what is written for others are on the caller's stream, between its kernels: a
-barrier beside an attention kernel that fills the GPU could not begin.
+The barrier and what is written for others come between the caller's kernels, and after its
+stream: a barrier beside an attention kernel that fills the GPU could not begin.
 
 Tensors of the whole sequence travel span by span, each to its place. Where ranks have many spans,
 as of packed documents, the host could not enqueue so many copies in time: there such tensors lie in
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from . import local, rows
+from .lanes import Lanes
 from .rows import Parts, Rows
 from .sharding import Sharding, Span, joined
 from .staging import ALIGNMENT, Copy, Region, Staging, Window
@@ -121,41 +122,39 @@ class CopyEngines:
 
     def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
         """As `Transport` says. The tensors of a piece lie side by side, so they are half as many
-        copies. The first piece has a barrier of its own: the others, which share one, are written
-        while it travels.
+        copies. Nothing hides the first piece: a kernel writes it to its place on every rank, which
+        takes less time than copies, while the SMs have nothing else to do.
         """
         dims = [[x.shape[-1] for x in piece] for piece in pieces]
-        like = [_side_by_side(piece, self.shards.most) for piece in pieces]
-        parcel = _Parcel(self.staging, like)
-        count = self.shards.rows
-        whole = [self._arriving(piece[0], _side_by_side(piece, count)[0]) for piece in pieces]
+        counts = [self.shards.rows, *[self.shards.most] * (len(pieces) - 1)]
+        parcel = _Parcel(self.staging, list(map(_side_by_side, pieces, counts)))
+        whole = [
+            parcel.block(self.rank, i)
+            if i == 0
+            else self._arriving(piece[0], _side_by_side(piece, self.shards.rows)[0])
+            for i, piece in enumerate(pieces)
+        ]
         parcel.region.kept.append(whole)
         left = len(pieces)
-
-        def write(i: int) -> None:
-            here = parcel.block(self.rank, i)[: pieces[i][0].shape[1]].split(dims[i], -1)
-            for x, place in zip(pieces[i], here, strict=True):
-                rows.copy(place, x.transpose(0, 1))
-
-        def travel(i: int, ranks: Sequence[int]) -> Callable[[], object]:
-            blocks = {rank: parcel.block(rank, i) for rank in ranks}
-            return begin_copies[i > 0](self._into_place(whole[i], blocks))
-
-        write(0)
+        with Lanes(pieces[0][0].device, beside=left > 1) as lanes:
+            with lanes.of(0):
+                blocks = [parcel.block(rank, 0).split(dims[0], -1) for rank in self._every()]
+                for j, x in enumerate(pieces[0]):
+                    rows.copy_to_all([block[j] for block in blocks], self._spans[self.rank], x)
+            with lanes.of(1):
+                for i in range(1, left):
+                    here = parcel.block(self.rank, i)[: pieces[i][0].shape[1]].split(dims[i], -1)
+                    for x, place in zip(pieces[i], here, strict=True):
+                        rows.copy(place, x.transpose(0, 1))
         parcel.meet()
-        begin_copies = [parcel.window.mark()]
-        waits = [travel(0, self._peers())]
-        self._place_own(whole[0], parcel.block(self.rank, 0))
-        if left > 1:
-            for i in range(1, left):
-                write(i)
-            parcel.meet()
-            # Whichever piece: its copies need not wait for the kernels before it.
-            begin_copies.append(parcel.window.mark())
+        # Whichever piece: its copies need not wait for the kernels before it.
+        begin_copies = parcel.window.mark()
 
         def begin(i: int) -> Pending[Rows]:
+            waits: list[Callable[[], object]] = []
             if i > 0:
-                waits.append(travel(i, [*self._peers(), self.rank]))
+                blocks = {rank: parcel.block(rank, i) for rank in self._every()}
+                waits.append(begin_copies(self._into_place(whole[i], blocks)))
 
             def finish() -> Rows:
                 nonlocal left
@@ -165,13 +164,17 @@ class CopyEngines:
                     parcel.close()
                 return rows.apart(self._sequence_order(found), dims[i])
 
-            return Pending(f"{what}, piece {i + 1} of {len(pieces)}", [waits[i]], finish)
+            return Pending(f"{what}, piece {i + 1} of {len(pieces)}", waits, finish)
 
         return begin
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank beginning with its next: so that not all read from one."""
         return [(self.rank + t) % self.ranks for t in range(1, self.ranks)]
+
+    def _every(self) -> list[int]:
+        """All ranks, this one the last."""
+        return [*self._peers(), self.rank]
 
     def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Memory for what arrives."""

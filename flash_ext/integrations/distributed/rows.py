@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops.checks import statistics_dtype
-from ...ops.sum_rows import MOST_PARTS
+from ...ops.sum_rows import MOST_OUTS, MOST_PARTS
 from .sharding import Span
 
 AT_ONCE = 4
@@ -57,6 +57,24 @@ def copy(out: Tensor, x: Tensor) -> None:
     if out.dtype == x.dtype and not (out.is_contiguous() and x.is_contiguous()):
         out, x = _widened(out, x)
     out.copy_(x)
+
+
+def copy_to_all(outs: Sequence[Tensor], spans: Sequence[Span], x: Tensor) -> None:
+    """Rows x (B, rows, H, D) to their spans of each of outs (S, B, H, D), which have the same
+    strides and may be in the memory of other GPUs."""
+    for places in zip(*(sections(out, spans) for out in outs), strict=True):
+        part = x[:, slice(*places[0][1])]
+        into = [place for place, _ in places]
+        if into[0].dim() == 4:
+            _to_all([place.transpose(0, 1) for place in into], part)
+        else:  # two spans, which are a batch themselves
+            for i, sequence in enumerate(part):
+                _to_all([place[:, :, i] for place in into], sequence.unflatten(0, (2, -1)))
+
+
+def _to_all(outs: Sequence[Tensor], x: Tensor) -> None:
+    for i in range(0, len(outs), MOST_OUTS):
+        ops.copy_rows(outs[i : i + MOST_OUTS], x)
 
 
 def pick(out: Tensor, x: Tensor, index: Tensor) -> None:

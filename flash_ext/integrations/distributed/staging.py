@@ -1,15 +1,16 @@
-"""Memory that other ranks read, and when it may be written again.
+"""Memory that other ranks read and write, and when it may be written again.
 
-A transfer pulls: every rank writes what the others want into a region of its own memory, all ranks
-meet, and then each copies from the regions of the others. All ranks do the same in the same order,
-so their regions have the same places, and nobody tells anybody where.
+Most transfers pull: every rank writes what the others want into a region of its own memory, all
+ranks meet, and then each copies from the regions of the others. Some push: every rank writes into
+the regions of all, and once they have met each reads its own. All ranks do the same in the same
+order, so their regions have the same places, and nobody tells anybody where.
 
-A rank may write a region again when no rank reads it any more. What it knows of others it knows by
-barriers: each rank lets its stream wait for its own pulls of a region before a later barrier, so
-after that barrier all ranks' pulls of the region are done. Hence
+A region may be written again, by any rank, when no rank reads it any more. What a rank knows of
+others it knows by barriers: each lets its stream wait for its pulls of a region, and enqueues what
+reads its own, before a later barrier; so after that barrier all of it is done. Hence
 
-    1. a region is closed once this rank's stream waits for its pulls (and nothing enqueued later
-       reads this rank's own part), at the same call on every rank;
+    1. a region is closed once this rank's stream waits for its pulls (and nothing enqueued after
+       the next barrier reads this rank's own part), at the same call on every rank;
     2. it is free once a barrier was enqueued after it was closed.
 
 Every transfer has a barrier of its own, so a free region costs none: a forward pass uses two
@@ -38,7 +39,7 @@ Copy = tuple[Tensor, Tensor]
 
 
 class Window(Protocol):
-    """Memory of all ranks that this rank can read, and write where it is its own."""
+    """Memory of all ranks that this rank can read and write."""
 
     rank: int
     buffers: Sequence[Tensor]
