@@ -1,14 +1,14 @@
 """Which method is fastest: a model of a call's time from its sizes and the ranks' links.
 
-    time = kernels + what the kernels do not hide of the transfers + passes over memory
+    time = kernels and their tails + what they do not hide of the transfers + passes over memory
 
 For n ranks, S rows in all, Hq and Hk heads, head dims D and Dv, and b bytes an element, a rank
 receives in a forward pass
 
     all_gather  (n - 1) / n · S Hk (D + Dv) b, in pieces of heads; the first piece is not hidden,
                 and of the others what takes longer than the kernels
-    ring        (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by a kernel; the partial
-                results are combined in float32, 10 bytes an element of out and step
+    ring        (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by a kernel, whose last
+                tiles leave SMs idle; what the steps give is added up, a few at a time
     ulysses     (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one in
                 and the last one out are not hidden
 
@@ -23,6 +23,8 @@ import os
 from dataclasses import dataclass
 
 import torch
+
+from .rows import AT_ONCE
 
 METHODS = ("all_gather", "ring", "ulysses")
 """The methods by name."""
@@ -49,6 +51,9 @@ class Machine:
 
     latency: float = 25e-6
     """Seconds until a transfer moves: one collective of NCCL in one host."""
+
+    tail: float = 40e-6
+    """Seconds that a forward kernel's last tiles leave SMs idle, 2.5 times that backward."""
 
 
 ONE_HOST = Machine()
@@ -102,6 +107,8 @@ class Estimate:
     """Seconds of one pass on the busiest rank."""
 
     kernels: float
+    """Their tails included."""
+
     exposed: float
     """Transfers that no kernel hides."""
 
@@ -217,11 +224,18 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
     step = kv / machine.link + machine.latency
     kernel = kernels / n
     exposed = (n - 1) * max(0.0, step - kernel)
-    merged = rows * call.heads_q * call.dim_v * (8 + call.bytes) * (n + 1) / 2
+    # All rows in the first step, in the others of a zigzag all or half of them.
+    results = 1 + 0.75 * (n - 1)
+    rounds = max(0.0, results - AT_ONCE) / (AT_ONCE - 1)  # in float32
+    passes = results + 1 + rounds * 8 / call.bytes
+    copies = passes * rows * call.heads_q * call.dim_v * call.bytes
+    tails = (n - 1) * machine.tail
     if backward:
         exposed = (n - 1) * max(0.0, 2 * step - kernel) + step  # the last way home is not hidden
-        merged = merged * call.dim / call.dim_v + n * kv * (8 / call.bytes + 1)
-    return Estimate(kernels, exposed, merged / machine.memory)
+        copies *= call.dim / call.dim_v
+        copies += (2 * (n - 1) + passes) * kv
+        tails *= 2.5
+    return Estimate(kernels + tails, exposed, copies / machine.memory)
 
 
 def estimate(method: str, call: Call, machine: Machine) -> Estimate:
