@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--v", **shape, help="values; default: as k")
     add("--dtype", default="bfloat16", choices=_DTYPES, help="with int8 v is float8_e4m3fn")
     add("--device", type=usable_device, help="default: cuda where there is a GPU, else cpu")
-    add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1))
+    window: dict[str, Any] = {"type": int, "nargs": 2, "metavar": ("LEFT", "RIGHT")}
+    add("--window", default=(-1, -1), **window, help="keys that a query sees before and after it;"
+        " -1: all")  # fmt: skip
     for name in _SCALARS:
         x, about = FIELDS[name], ABOUT[name].meaning.replace("%", "%%")
         taken: dict[str, Any] = {"action": "store_true"}
@@ -91,7 +93,7 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "slower without", ", ".join(torch_private.missing)
     yield "Python", platform.python_version()
     build = ops.cuda_build()
-    yield "compiled for", (build and build.targets) or "no GPU"
+    yield "CUDA kernels", f"for {build.targets or 'no GPU'}" if build else "none"
     if build:
         checked = {True: "as built", False: "NOT as built", None: "not recorded"}
         yield "built from", f"source {build.digest or 'not recorded'}"
@@ -99,6 +101,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         if any(x for _, x in compiled_with):
             yield "built with", ", ".join(f"{name} {x}" for name, x in compiled_with if x)
         yield "checksum", checked[ops.checksum_agrees()]
+    if torch.cuda.device_count() == 0:
+        yield "GPU", "none here"
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
@@ -138,8 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     width = max(len(name) for name, _ in facts) + 2
     for name, value in facts:
         print(f"{name + ':':<{width}}{value}")
-    shapes = [f"{name} {tuple(x)}" for name in "qkv" if (x := getattr(args, name))]
-    print(f"\n{', '.join(shapes)}, {args.dtype}:")
+    call = [f"{name} {tuple(x)}" for name in "qkv" if (x := getattr(args, name))]
+    given = {name: getattr(args, name) for name in (*_SCALARS, "window", "alibi", "bias", "sink")}
+    default = vars(_parser().parse_args([]))
+    call += [args.dtype, *(f"{n}={x}" for n, x in given.items() if x != default[n])]
+    print(f"\n{', '.join(call)}:")
     explanation = _explained(args)
     print(explanation)
     return 0 if explanation.variant else 1

@@ -49,7 +49,7 @@ class Explanation:
     def __str__(self) -> str:
         build = f" ({self.build})" if self.build else ""
         lines = [
-            f"flash_ext runs: {self.variant or 'nothing'}",
+            f"flash_ext runs: {self.variant or 'nothing, the call raises an error'}",
             f"its gradients:  {self.backward or 'none'}",
             f"device:         {self.device}",
             f"CUDA kernels:   {self.binary}{build}",

@@ -43,7 +43,7 @@ from torch.compiler import is_compiling
 from typing_extensions import Unpack
 
 from . import functional
-from .functional import AttentionOptions, attention_options
+from .functional import AttentionOptions, attention_options, unknown_option
 from .ops.autograd import autocast_tensors, refuse_tangents
 from .ops.call import is_real
 from .ops.checks import refuse, require_dtype, require_tensors
@@ -214,7 +214,7 @@ def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) ->
             refuse(name, f"of q's dtype {str(q.dtype).removeprefix('torch.')}", x.dtype)
     for name, value in options.items():
         if name not in _KNOWN_OPTIONS:
-            raise TypeError(f"8-bit attention got an unexpected keyword argument '{name}'")
+            raise unknown_option(name)
         if name in _NEVER_GIVEN and value is not None:
             _refuse_option(name, _NEVER_GIVEN[name])
     if options.get("dropout_p", 0.0) != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar, overload
@@ -37,6 +38,33 @@ class AttentionOptions(TypedDict, total=False):
     variant: str
 
 
+_ELSEWHERE = {
+    "attn_mask": "bias: added to the scores, or bool, True where a key is visible",
+    "dropout": "dropout_p",
+    "enable_gqa": "not needed: k and v may have fewer heads",
+    "is_causal": "causal, aligned bottom-right where Sq and Sk differ",
+    "key_padding_mask": "seqused_k, or packed sequences in attention_varlen",
+    "max_seqlen_k": "not needed",
+    "max_seqlen_q": "not needed",
+    "return_attn_probs": "return_lse",
+    "return_softmax_lse": "return_lse",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "window_size": "window",
+}
+"""Names of arguments of SDPA, flash-attn and others: what they are here."""
+
+
+def unknown_option(name: str) -> TypeError:
+    """The error of an option that `attention` does not have; it says what may be meant."""
+    hint = ""
+    if name in _ELSEWHERE:
+        hint = f"; here it is {_ELSEWHERE[name]}"
+    elif close := difflib.get_close_matches(name, AttentionOptions.__annotations__, n=1):
+        hint = f"; did you mean {close[0]!r}?"
+    return TypeError(f"flash_ext: attention got an unexpected keyword argument {name!r}{hint}")
+
+
 def attention_options(
     q: Tensor,
     *,
@@ -58,11 +86,17 @@ def attention_options(
     out_dtype: torch.dtype | None = None,
     deterministic: bool | None = None,
     variant: str = "auto",
+    **unknown: object,
 ) -> dict[str, Any]:
     """The options of `attention` as the ops take them, without those that have the ops' defaults.
 
     Every option that is given costs time in the dispatcher, all of them more than the launch.
+
+    Raises:
+        TypeError: an unknown one.
     """
+    for name in unknown:
+        raise unknown_option(name)
     if type(q) is not Tensor:
         require_tensors(q=q)
     options: dict[str, Any] = {}

@@ -288,7 +288,7 @@ class Problem:
 def device_unsupported_reason(variant: str, device: str) -> str | None:
     """Why a variant runs nothing on a device: part of the message; None where it may run."""
     if device == "cpu":
-        return None if variant in CPU_VARIANTS else "on the CPU"
+        return None if variant in CPU_VARIANTS else "on a CPU"
     if variant == "fa3" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
         if capability[0] != 9:

@@ -16,7 +16,7 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
-from flash_ext.integrations.distributed import plan, rows
+from flash_ext.integrations.distributed import local, plan, rows, staging
 from flash_ext.integrations.distributed.engines import CopyEngines
 from flash_ext.integrations.distributed.gather import Gather
 from flash_ext.integrations.distributed.sharding import sharding
@@ -32,10 +32,10 @@ class Alone:
 
     def __init__(self, capacity: int) -> None:
         self.buffers = [torch.empty(0)]
-        self.capacity, self.met, self.drained = capacity, 0, 0
+        self.capacity, self.met, self.drained, self.followed = capacity, 0, 0, 0
 
     def follow(self) -> None:
-        pass
+        self.followed += 1
 
     def drain(self) -> None:
         self.drained += 1
@@ -166,6 +166,52 @@ def test_pulls_are_in_the_order_of_need() -> None:
     assert Alone.log == "meet pull1 meet pull2 pull1 meet pull3 meet pull4 "
 
 
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the first to the last element of one have addresses of the other's."""
+
+    def end(x: torch.Tensor) -> int:
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return x.data_ptr() + (last + 1) * x.element_size()
+
+    return max(x.data_ptr(), y.data_ptr()) < min(end(x), end(y))
+
+
+def test_gradients_are_not_written_where_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one piece, whose keys are read in place, where no more memory is taken."""
+    monkeypatch.setattr(staging, "LARGE", 3 << 20)
+
+    def opened(capacity: int) -> Alone:
+        window = Alone(capacity)
+        window.buffers = [torch.zeros(capacity, dtype=torch.uint8)] * 2
+        return window
+
+    shards = sharding(4096, 2)
+    transport = CopyEngines(Staging(opened), shards, 0)
+    method = Gather(transport, plan.gathered(shards, 0, plan.Mask(None, 0)))
+    q, k, v = (torch.zeros(2, 2048, 1, 64) for _ in range(3))
+    calls = 0
+
+    def backward(call, dout, dlse, q, k, v, out, lse, options, into):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        for x in (k, v):
+            for gradient in into[1:]:
+                assert not _overlap(x, gradient)
+        return *into, None
+
+    monkeypatch.setattr(local, "backward", backward)
+    method.backward((q, k, v, q, q[..., 0].mT), q, None, {})
+    assert calls == 2
+
+
+def test_the_first_transfer_follows_too() -> None:
+    """A later one, on another stream, must wait for it."""
+    opened: list[Alone] = []
+    staging = Staging(lambda n: opened.append(Alone(n)) or opened[-1])
+    staging.take(1)
+    assert opened[0].followed == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_copies_are_exact(dtype: torch.dtype) -> None:
     """Of strided tensors, aligned and not; NaNs too keep their bits."""
@@ -191,7 +237,9 @@ def test_copies_are_exact(dtype: torch.dtype) -> None:
         assert torch.equal(out.view(torch.uint8), expected[index].view(torch.uint8))
 
 
-@pytest.mark.parametrize("spans", [((3, 8), (12, 17)), ((0, 4), (9, 20)), ((5, 7),), ()])
+@pytest.mark.parametrize(
+    "spans", [((3, 8), (12, 17)), ((12, 17), (3, 8)), ((0, 4), (9, 20)), ((5, 7),), ()]
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_are_written_to_all(batch: int, spans: tuple[tuple[int, int], ...]) -> None:
     """Each to its place, and to no other, of more tensors than one call takes."""

@@ -48,7 +48,7 @@ def test_explain_is_the_function_however_it_is_imported() -> None:
 def test_the_types_for_checkers_are_those_of_the_parameters() -> None:
     parameters = inspect.signature(attention_options).parameters
     types = {name: x.annotation for name, x in parameters.items()}
-    for name in ("q", "cu_seqlens_q", "cu_seqlens_k"):
+    for name in ("q", "cu_seqlens_q", "cu_seqlens_k", "unknown"):
         del types[name]
     assert types == {n: x.__forward_arg__ for n, x in AttentionOptions.__annotations__.items()}
 
@@ -58,6 +58,7 @@ def test_the_options_of_attention_are_those_of_the_ops() -> None:
     parameters = dict(inspect.signature(attention_options).parameters)
     left, right = parameters.pop("window").default
     assert parameters.pop("deterministic").default is None
+    del parameters["unknown"]
     del parameters["q"]
     options = {name: x.default for name, x in FIELDS.items()}
     assert (left, right) == (options.pop("window_left"), options.pop("window_right"))
@@ -90,5 +91,7 @@ def test_an_unknown_option_is_named_by_every_function() -> None:
         (flash_ext.attention_varlen, (q[0], q[0], q[0], cu_seqlens, cu_seqlens)),
         (flash_ext.explain, (q, q, q)),
     ):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'causl'"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'causl'.*mean 'causal'"):
             function(*tensors, causl=True)
+        with pytest.raises(TypeError, match="'is_causal'; here it is causal, aligned"):
+            function(*tensors, is_causal=True)

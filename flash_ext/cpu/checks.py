@@ -82,8 +82,8 @@ def _choose_variant(q: Tensor, options: Options) -> str:
     if options.variant == "auto":
         return CPU_VARIANTS[-1]
     if options.variant not in CPU_VARIANTS:
-        wanted = f"one of {CPU_VARIANTS} or 'auto' (here {CPU_VARIANTS[-1]!r}) on the CPU"
-        refuse("variant", wanted, f"{options.variant!r}, which is for Hopper GPUs")
+        wanted = " or ".join(map(repr, ("auto", *CPU_VARIANTS)))
+        refuse("variant", f"{wanted} on a CPU", f"{options.variant!r}, which is for Hopper GPUs")
     return options.variant
 
 

@@ -21,7 +21,7 @@ lse may be of one part, of rows 0 to S.
     copy_rows(outs!, x) -> ()
 
 writes rows x (B, rows, H, D) to each of outs, 1 to 16 tensors of its shape and of one dtype and
-strides. They may be in the memory of other GPUs.
+strides. They may be in the memory of other GPUs. Numbers are copied, not bits: -0 becomes 0.
 
 out and parts are float16, bfloat16 or float32, each by itself, lse and lse_parts float32 (on a CPU
 also all of them float64). Sums are formed in float32 and rounded once, to out's dtype: a chain of

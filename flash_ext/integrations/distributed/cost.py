@@ -64,7 +64,7 @@ ENGINES = Machine(link=399e9, latency=12e-6)
 
 Seen once between two H200s, in a run that left no result file (docs/notes/020): a copy of 29.4 MB
 takes 77.5 us and one of 4.2 MB 14.4 us, so 3.9 us and then 399 GB/s; a barrier takes 4 us. A
-transfer is a barrier and the beginnings of two copies, K's and V's.
+transfer is a barrier and the beginnings of two copies, of a zigzag's two spans.
 
 Where your links differ, assign a Machine of your own here, the same one on every rank:
 `cost.ENGINES = dataclasses.replace(cost.ENGINES, link=350e9)`."""

@@ -1,13 +1,14 @@
 """The transport whose transfers are copies between GPUs: copy engines move them, not SMs.
 
-For ranks of one host that can read each other's memory. A collective of NCCL has kernels, which
-take SMs from the attention kernel beside them, or wait for it where it fills the GPU. Here a rank
-writes what others want into its own memory (`staging`), all ranks meet in a barrier, and the copies
-from the others' memory run on a stream beside the kernels. They follow one another: two streams
-would share one engine, and what is needed first would wait for what is needed later.
+For ranks of one host that can read and write each other's memory. A collective of NCCL has kernels,
+which take SMs from the attention kernel beside them, or wait for it where it fills the GPU. Here a
+rank writes what others want into its own memory (`staging`), all ranks meet in a barrier, and the
+copies from the others' memory run on a stream beside the kernels. They follow one another: two
+streams would share one engine, and what is needed first would wait for what is needed later. Only
+what no kernel hides, the first keys of an all-gather, is written into the others' memory.
 
-The barrier and what is written for others come between the caller's kernels, and after its
-stream: a barrier beside an attention kernel that fills the GPU could not begin.
+The barrier and what is written come before the attention kernel that is enqueued next: beside one
+that fills the GPU they could not begin.
 
 Tensors of the whole sequence travel span by span, each to its place. Where ranks have many spans,
 as of packed documents, the host could not enqueue so many copies in time: there such tensors lie in
@@ -118,6 +119,8 @@ class CopyEngines:
             return x
         out = torch.empty_like(x)
         rows.pick(out, x, local.orders(self.shards, x.device)[1])
+        if x.is_cuda:  # of another stream, maybe, and nobody keeps it
+            x.record_stream(torch.cuda.current_stream(x.device))
         return out
 
     def gather(self, pieces: Sequence[Rows], what: str) -> Begin:

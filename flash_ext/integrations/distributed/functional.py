@@ -165,6 +165,7 @@ def _signature(
         "head dim of k": k.shape[-1],
         "head dim of v": v.shape[-1],
         "dtypes of q, k and v": tuple(dtype_name(x.dtype) for x in (q, k, v)),
+        "contiguous rows of q, k and v": tuple(x.stride(-1) == 1 for x in (q, k, v)),
         "gradients wanted": torch.is_grad_enabled()
         and any(x.requires_grad for x in (q, k, v, options.get("sink")) if x is not None),
     }
@@ -265,8 +266,8 @@ def attention(
         method: "all_gather", "ring", "ulysses", or "auto" for that of the shortest time by the
             model of `flash_ext.integrations.distributed.cost`.
         transport: "collectives" of the group's backend; "copy_engines", copies between the GPUs of
-            one host that leave all SMs to the kernels; or "auto" for copies where they work.
-            A CUDA graph captures collectives.
+            one host that leave the SMs to the kernels beside them; or "auto" for copies where they
+            work. A CUDA graph captures collectives.
         layout: which rows a rank has: "zigzag", balanced under a causal mask; "contiguous"; or
             "document_zigzag", the zigzag of each document. `position_ids` lists them.
         seqlen: S, the number of rows in all. None: the last of cu_seqlens, or this rank's rows

@@ -142,15 +142,15 @@ class Gather:
         travelling: Pending[None] | None = None
         keys = _Keys(self.transport, k, v, pieces)
         for i, (q_heads, k_heads) in enumerate(pieces):
-            k_all, v_all = keys.wait()
             chosen = local.of_heads(options, q_heads.start, q_heads.stop)
             into = dk[:, :, k_heads], dv[:, :, k_heads]
             what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
             whole: Rows = into
             parts: list[tuple[Span, Rows]] = []
             begin = None
-            if self.transport is not None:
+            if self.transport is not None:  # before the keys' memory may be taken again
                 whole, begin = self.transport.scatter(into, what)
+            k_all, v_all = keys.wait()
             calls = self._backward_calls(k_all)
             # All of it before a lane begins, which would not wait for what used the memory before.
             for call in calls:

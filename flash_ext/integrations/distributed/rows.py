@@ -87,7 +87,7 @@ def pick(out: Tensor, x: Tensor, index: Tensor) -> None:
 def sections(x: Tensor, spans: Sequence[Span]) -> Iterator[tuple[Tensor, Span]]:
     """Spans of x (S, …) as views, and where their rows are if one span lies after the other. Two
     of equal length, as in a zigzag, are one view (2, rows, …): so they are one kernel's work."""
-    if len(spans) == 2 and spans[0][1] - spans[0][0] == spans[1][1] - spans[1][0]:
+    if len(spans) == 2 and spans[0] < spans[1] and len({b - a for a, b in spans}) == 1:
         (a, b), (c, _) = spans
         strides = ((c - a) * x.stride(0), *x.stride())
         shape = (2, b - a, *x.shape[1:])

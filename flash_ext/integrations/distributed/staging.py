@@ -11,7 +11,7 @@ reads its own, before a later barrier; so after that barrier all of it is done. 
 
     1. a region is closed once this rank's stream waits for its pulls (and nothing enqueued after
        the next barrier reads this rank's own part), at the same call on every rank;
-    2. it is free once a barrier was enqueued after it was closed.
+    2. it is free once a barrier was enqueued after it was closed. `take` may enqueue one.
 
 Every transfer has a barrier of its own, so a free region costs none: a forward pass uses two
 regions in turn.
@@ -120,6 +120,7 @@ class Staging:
             self._window, self._capacity = None, 0  # there may not be memory for both
             self._regions = []
         self._window = self._open(capacity)
+        self._window.follow()
         self._capacity, self._regions = capacity, []
 
     def meet(self, window: Window) -> None:

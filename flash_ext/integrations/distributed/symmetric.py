@@ -1,8 +1,8 @@
 """Which groups have `engines.CopyEngines`, and their memory: torch's symmetric memory.
 
 That is a private interface of torch (`ops.torch_private`), tried once in each group: where torch
-lacks it, where ranks are on several hosts, or where a copy from a peer does not give what that peer
-wrote, the group has `Collectives`. All ranks of a group choose alike.
+lacks it, where ranks are on several hosts, or where what one rank wrote is not what others read,
+the group has `Collectives`. All ranks of a group choose alike.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class SymmetricWindow:
         self._stream, self._before = stream, before
         try:
             self._mine = _allocate(memory, capacity, device)
+            torch.cuda.synchronize(device)  # torch has zeroed it, before anybody else writes it
             failed = None
         except RuntimeError as error:
             failed = (
@@ -127,7 +128,7 @@ def _host() -> str:
 
 
 def _works(window: SymmetricWindow) -> bool:
-    """Whether copies from every rank give what it wrote."""
+    """Whether copies from every rank give what it wrote, and what others write here is here."""
     window.buffers[window.rank][:GRAIN].fill_(window.rank + 1)
     window.meet()
     found = [torch.empty_like(buffer[:GRAIN]) for buffer in window.buffers]
@@ -135,7 +136,12 @@ def _works(window: SymmetricWindow) -> bool:
     wait()
     same = all(bool((x == rank + 1).all()) for rank, x in enumerate(found))
     window.meet()
-    return same
+    for buffer in window.buffers:
+        buffer[window.rank].fill_(255 - window.rank)
+    window.meet()
+    here = window.buffers[window.rank][: len(found)].tolist()
+    window.meet()
+    return same and here == [255 - rank for rank in range(len(found))]
 
 
 def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
