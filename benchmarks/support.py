@@ -30,7 +30,7 @@ import flash_ext
 BOTH = ("forward", "backward")
 FP8 = torch.float8_e4m3fn
 LIMITS = {
-    FP8: 6e-2, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-4,
+    FP8: 6e-2, torch.int8: 6e-2, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-4,
 }  # fmt: skip
 HALF = torch.float16
 PTX_SECONDS = 400
@@ -96,6 +96,18 @@ class Ask:
 
     def dropout(self) -> dict[str, Any]:
         return {"dropout_p": 0.2, "rng_state": torch.tensor([3, 4], device=self.device)}
+
+    def int8(self) -> Iterator[Call]:
+        """As `fp8`, with q and k between -127 and 127, which their descales make as large."""
+        for call in self.fp8():
+            descales = {name: call.options[name] for name in ("q_descale", "k_descale")}
+            small = {n: 1 / 50 if x is None else x / 50 for n, x in descales.items()}
+            small = {n: torch.as_tensor(x, device=self.device) for n, x in small.items()}
+            q, k = (
+                (50 * self.normal(*x.shape)).clamp(-127, 127).round().to(torch.int8)
+                for x in (call.q, call.k)
+            )
+            yield replace(call, q=q, k=k, options=call.options | small)
 
     def fp8(self) -> Iterator[Call]:
         """Descales of each shape: numbers, by heads, by blocks and channels."""
@@ -178,7 +190,7 @@ def off(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) -> str | 
 def agrees(call: Call, variant: str, direction: str) -> str | None:
     """None where a variant's results of this call agree with standard attention in float64."""
     limit = LIMITS[call.q.dtype]
-    if call.q.dtype == FP8:  # the same numbers, which their descales belong to
+    if call.q.dtype in (FP8, torch.int8):  # the same numbers, which their descales belong to
         exact = replace(call, options=call.options | {"out_dtype": torch.float64})
     else:
         exact = call.to(torch.float64)
@@ -267,9 +279,9 @@ def captured(call: Call, variant: str, direction: str) -> str | None:
                LIMITS[HALF])  # fmt: skip
 
 
-def head_dims(ask: Ask) -> Iterator[Call]:
+def head_dims(ask: Ask, step: int = 1) -> Iterator[Call]:
     largest = max(d for d, _ in flash_ext.KERNEL_DIMS)
-    return (ask.dense(d=d, seqlens=(9, 17)) for d in range(1, largest + 1))
+    return (ask.dense(d=d, seqlens=(9, 17)) for d in range(step, largest + 1, step))
 
 
 def features() -> dict[str, Feature]:
@@ -282,10 +294,13 @@ def features() -> dict[str, Feature]:
             lambda a: (a.dense(dtype=x) for x in (torch.float32, torch.float64))
         ),
         "FP8 (float8_e4m3fn), descales of every shape": Feature(Ask.fp8),
-        f"every head dim from 1 to {largest}": Feature(head_dims),
-        "head dim of v unlike q's": Feature(
-            lambda a: (a.dense(*x) for x in ((192, 128), (128, 64), (40, 256), (64, 1)))
+        "q and k in int8, v in FP8": Feature(Ask.int8),
+        f"head dims up to {largest}, multiples of 8": Feature(lambda a: head_dims(a, 8)),
+        "every other head dim": Feature(head_dims),
+        "head dim of v unlike q's, multiples of 8": Feature(
+            lambda a: (a.dense(*x) for x in ((192, 128), (128, 64), (40, 256)))
         ),
+        "the same, others": Feature(lambda a: (a.dense(*x) for x in ((63, 128), (64, 1)))),
         "causal, Sq and Sk unequal": Feature(
             lambda a: (a.dense(seqlens=x, causal=True) for x in ((24, 40), (40, 24), (1, 70)))
         ),

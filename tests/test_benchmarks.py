@@ -1079,9 +1079,9 @@ def test_support_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [n for n, f in support.features().items() if not f.cuda_only])
 def test_every_feature_on_the_cpu(name: str) -> None:
-    if name.startswith("every head dim"):
+    if name.startswith(("head dims", "every other head dim")):
         pytest.skip("many calls; test_attention has the head dims")
-    if name.startswith("FP8"):
+    if "FP8" in name:
         answers = support.probe(torch.device("cpu"), [name])[name]
         reasons = [reason for by_variant in answers.values() for reason in by_variant.values()]
         assert all("has no 8-bit inputs" in reason for reason in reasons)
@@ -1092,17 +1092,17 @@ def test_every_feature_on_the_cpu(name: str) -> None:
     }
 
 
-def test_support_of_fp8_is_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [n for n in support.features() if "FP8" in n])
+def test_support_of_fp8_is_what_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By fa3, as on a GPU that has it."""
     monkeypatch.setattr(support, "variants", lambda device: ("fa3",))
-    (name,) = (n for n in support.features() if n.startswith("FP8"))
     (answers,) = support.probe(torch.device("cpu"), [name])[name].values()
     assert answers["forward"] is None
     assert "no variant has a backward for 8-bit inputs" in answers["backward"]
     attention = flash_ext.attention
     monkeypatch.setattr(flash_ext, "attention", lambda *a, k_descale=None, **k: attention(*a, **k))
     (answers,) = support.probe(torch.device("cpu"), [name])[name].values()
-    assert answers["forward"].startswith("wrong result: out is off by")
+    assert answers["forward"].startswith("wrong result: ")
 
 
 def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
