@@ -30,7 +30,8 @@ import flash_ext
 BOTH = ("forward", "backward")
 FP8 = torch.float8_e4m3fn
 LIMITS = {
-    FP8: 6e-2, torch.int8: 6e-2, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-4,
+    FP8: 6e-2, torch.int8: 6e-2, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4,
+    torch.float64: 1e-4,
 }  # fmt: skip
 HALF = torch.float16
 PTX_SECONDS = 400
