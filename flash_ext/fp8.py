@@ -26,8 +26,10 @@ int8, whose steps are all alike, has a smaller error than e4m3, at the same spee
 cores. So `attention` takes int8 unless it is told otherwise. (SageAttention does, too.)
 
 `quantize` passes no gradient. `attention` and `attention_varlen` are differentiable: the backward
-pass is that of the inputs' own dtype, from the inputs as they were given, with out and lse of the
-8-bit forward pass. So there is no second forward pass, and gradients have errors like those of out.
+pass is that of the inputs' own dtype, with out and lse of the 8-bit forward pass. So there is no
+second forward pass, and gradients have errors like those of out. It subtracts the mean of k, too,
+if there is no softcap: with out of another pass the rows of dS do not add up to what they should,
+and dQ = dS K would have as much of the mean.
 """
 
 from __future__ import annotations
@@ -201,6 +203,8 @@ def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) ->
     """Refuse what quantization would refuse by other names."""
     q, rank = tensors["q"], 3 if packed else 4
     for name, x in tensors.items():
+        if hasattr(x, "device_mesh"):
+            refuse(name, "a plain tensor (flash_ext.attention takes DTensors)", "a DTensor")
         if x.dim() != rank:
             shape = "(total, heads, D)" if packed else "(batch, seqlen, heads, D)"
             refuse(name, f"of shape {shape}", tuple(x.shape))
@@ -233,18 +237,29 @@ def _smooths(smooth_k: bool | None, softcap: float, sink: Tensor | None) -> bool
     return not why if smooth_k is None else smooth_k
 
 
-def _shift(q: Tensor, mean: Tensor, scale: float | None, cu_seqlens_q: Tensor | None) -> Tensor:
-    """scale · q·mean, by which all scores of a query are lower without the mean: as lse."""
+def _of_rows(mean: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The mean (B, H, D) of each row of x: (B, 1, H, D), or packed (total, H, D)."""
+    if cu_seqlens is None:
+        return mean[:, None]
+    if mean.shape[0] == 0:
+        return mean.new_zeros((x.shape[0], *mean.shape[1:]))
+    rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens, rows, right=True) - 1
+    return mean[sequence.clamp(0, mean.shape[0] - 1)]
+
+
+def _slope(q: Tensor, mean: Tensor, scale: float | None, cu_seqlens_q: Tensor | None) -> Tensor:
+    """scale · mean, as rows of q: the gradient of `_shift`."""
     tau = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     mean = mean.repeat_interleave(q.shape[-2] // mean.shape[-2], dim=-2) * tau  # (B, Hq, D)
-    if cu_seqlens_q is None:
-        return torch.einsum("bshd,bhd->bhs", q.float(), mean)
-    rows = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens_q, rows, right=True) - 1
-    if mean.shape[0] == 0:
-        return q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
-    # Rows of no sequence have lse = -inf, whatever is added.
-    return (q.float() * mean[sequence.clamp(0, mean.shape[0] - 1)]).sum(-1).nan_to_num().mT
+    return _of_rows(mean, q, cu_seqlens_q)
+
+
+def _shift(q: Tensor, slope: Tensor) -> Tensor:
+    """scale · q·mean, by which all scores of a query are lower without the mean: as lse."""
+    shift = (q * slope).sum(-1).mT  # float32: a matmul would round under autocast
+    # Packed rows of no sequence have lse = -inf, whatever is added.
+    return shift if q.dim() == 4 else shift.nan_to_num()
 
 
 class Options(AttentionOptions, total=False):
@@ -348,7 +363,8 @@ def _attend_without_gradient(
         return attend(q_8bit, k_8bit, v_fp8, **options)
     out, lse = attend(q_8bit, k_8bit, v_fp8, return_lse=True, **options)
     if mean is not None:
-        lse = lse + _shift(q.detach(), mean, options.get("scale"), cu_seqlens_q)
+        q = q.detach()
+        lse = lse + _shift(q, _slope(q, mean, options.get("scale"), cu_seqlens_q))
     return out, lse
 
 
@@ -356,7 +372,8 @@ class _Attend(torch.autograd.Function):
     """Forward in 8 bits, backward in the inputs' dtype from the inputs.
 
     P = exp(S - lse), with lse of the forward pass that ran, and delta from its out. Its lse differs
-    from that of S by the errors of the 8-bit scores, so rows of P add up to 1 up to these.
+    from that of S by the errors of the 8-bit scores, so rows of P add up to 1 up to these, and rows
+    of dS to what they should up to the error of out. So k is taken without its mean.
     """
 
     @staticmethod
@@ -382,8 +399,52 @@ class _Attend(torch.autograd.Function):
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        dq, dk, dv, _, dsink = bwd(dout, dlse, q, k, v, out, lse, need_dbias=False, **options)
+        gradients = _bwd if "softcap" in options else _bwd_without_mean
+        dq, dk, dv, dsink = gradients(dout, dlse, q, k, v, out, lse, options)
         return dq, dk, dv, dsink.to(ctx.sink_dtype) if ctx.needs_input_grad[3] else None, None, None
+
+
+def _bwd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *tensors, options = arguments
+    dq, dk, dv, _, dsink = bwd(*tensors, need_dbias=False, **options)
+    return dq, dk, dv, dsink
+
+
+def _bwd_without_mean(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink by scores without the mean of k, and lse likewise.
+
+    What the mean adds to dq, the sum over keys of dS times the mean, is written out: dS adds up to
+    P_sink delta + (1 - P_sink) dlse, with P_sink = exp(sink - lse) or 0. Scores of a sink are not
+    shifted, so its gradient is here, too.
+    """
+    cu_seqlens_q, cu_seqlens_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    mean = token_mean(k, cu_seqlens=cu_seqlens_k, seqused=options.get("seqused_k"))
+    slope = _slope(q, mean, options.get("scale"), cu_seqlens_q)
+    centered = (k - _of_rows(mean, k, cu_seqlens_k)).to(k.dtype)
+    options, sink = dict(options), options.get("sink")
+    options.pop("sink", None)
+    tensors = (dout, dlse, q, centered, v, out, (lse - _shift(q, slope)).contiguous())
+    dq, dk, dv, dsink = _bwd(*tensors, options)
+    sums = dlse
+    if sink is not None:
+        p_sink = torch.exp(sink[:, None] - lse).where(lse.isfinite(), 0)
+        delta = (dout.float() * out).sum(-1).mT
+        by_row = p_sink * (delta if dlse is None else delta - dlse)
+        dsink = -by_row.sum(-1) if lse.dim() == 2 else -by_row.sum((0, 2))
+        sums = by_row if dlse is None else by_row + dlse
+    if sums is not None:
+        sums = sums.where(lse.isfinite(), 0)
+        dq = (dq + sums.mT[..., None] * slope).to(dq.dtype)
+    return dq, dk, dv, dsink
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

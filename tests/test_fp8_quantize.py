@@ -619,18 +619,23 @@ def relative_errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
 
 
+@pytest.mark.parametrize("mean", [1, 8])
 @pytest.mark.parametrize("name", ATTENTION_OPTIONS)
-def test_gradients_are_as_near_as_out(name: str, device: str) -> None:
+def test_gradients_are_as_near_as_out(name: str, mean: int, device: str) -> None:
     """Through out and lse: out and lse of the FP8 pass, the rest in the inputs' dtype.
 
-    A wrong lse, such as one without the mean of k, would be far off.
+    A wrong lse, such as one without the mean of k, would be far off; and dq by the errors of out
+    times a large mean.
     """
+    if mean > 1 and name in ("softcap", "not smooth", "not incoherent", "FP8, not incoherent"):
+        pytest.skip("the mean is part of such scores, or too much for 8 bits")
     options = {
         n: x.to(device) if isinstance(x, Tensor) else x
         for n, x in ATTENTION_OPTIONS[name].items()
         if n != "generator"
     }
-    q, k, v = (x.to(device).requires_grad_() for x in attention_inputs())
+    q, k, v = attention_inputs()
+    q, k, v = (x.to(device).requires_grad_() for x in (q, k + (mean - 1), v))
     leaves = [q, k, v]
     if "sink" in options:
         options["sink"] = options["sink"].clone().requires_grad_()
@@ -654,27 +659,46 @@ def test_gradients_are_as_near_as_out(name: str, device: str) -> None:
         assert error < 2 * of_out
 
 
-def test_gradients_of_packed_sequences(device: str) -> None:
-    """The same as of each sequence alone; out alone is differentiated."""
+@pytest.mark.parametrize("sink", [False, True])
+def test_gradients_of_packed_sequences(sink: bool, device: str) -> None:
+    """The same as of each sequence alone, whose keys have means of their own."""
     q, k, v = (x.to(device) for x in attention_inputs())
+    k = k + torch.tensor([3.0, -8.0], device=device).view(2, 1, 1, 1).to(k)
     batch, rows_q, rows_k = q.shape[0], q.shape[1], k.shape[1]
+    options = {"causal": True, "return_lse": True}
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
 
     def gradients(attend: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        attend(*leaves, causal=True).float().square().sum().backward()
+        leaves = [x.clone().requires_grad_() for x in (*tensors, *([sinks] if sink else []))]
+        given = options | ({"sink": leaves[3]} if sink else {})
+        out, lse = attend(*leaves[:3], **given)
+        loss = out.float().square().sum() + torch.where(lse.isfinite(), lse, 0).square().sum()
+        loss.backward()
         return [x.grad for x in leaves if x.grad is not None]
 
-    def packed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+    def packed(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
         of_q, of_k = (
             torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
             for rows in (rows_q, rows_k)
         )
-        return fp8.attention_varlen(q, k, v, of_q, of_k, causal=causal)
+        return fp8.attention_varlen(q, k, v, of_q, of_k, **given)
 
     want = gradients(fp8.attention, q, k, v)
     got = gradients(packed, *(x.flatten(0, 1) for x in (q, k, v)))
+    assert len(got) == len(want) == 3 + sink
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b.flatten(0, 1), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(a, b.view(a.shape), rtol=2e-2, atol=2e-2)
+
+
+def test_lse_is_the_same_under_autocast(device: str) -> None:
+    """What the mean of k adds to it is not rounded to 16 bits."""
+    q, k, v = (x.to(device) for x in attention_inputs())
+    k = k + torch.randn(64, device=device).to(k) * 8
+    found = fp8.attention(q, k, v, return_lse=True)
+    with torch.autocast(device, torch.bfloat16):
+        under = fp8.attention(q, k, v, return_lse=True)
+    for a, b in zip(found, under, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -105,6 +105,26 @@ def test_wrong_tensors_are_refused(device: str) -> None:
         ops.bwd_into(x.q.clone(), x.q.clone(), x.v.clone(), *tensors)
 
 
+def test_what_autograd_has_saved_is_not_overwritten_unnoticed(device: str) -> None:
+    """Every op that writes into given tensors counts as one in place."""
+    x = Inputs({}, device)
+    out, lse = ops.fwd(x.q, x.k, x.v)
+    dq, dk, dv = x.q.clone(), x.k.clone(), x.v.clone()
+    tensors = (x.dout, None, x.q, x.k, x.v, out.clone(), lse.clone())
+    for written, write in (
+        (out, lambda: ops.fwd_into(out, x.q, x.k, x.v)),
+        (dv, lambda: ops.bwd_into(dq, dk, dv, *tensors)),
+        (dq, lambda: ops.sum_rows(dq, [x.q], [0])),
+        (dk, lambda: ops.copy_rows([dv, dk], x.k)),
+        (lse, lambda: ops.combine_parts(out, lse, [out], [lse], [0])),
+    ):
+        factor = torch.ones_like(written, requires_grad=True)
+        product = factor * written
+        write()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
 def test_what_has_no_place_is_refused(device: str) -> None:
     """8-bit inputs, whose results have another dtype, and a bias, whose gradient would be lost."""
     x = Inputs({}, device)

@@ -341,6 +341,28 @@ def test_vmap_of_packed_sequences(device: str) -> None:
         assert_bitwise_equal(found, attend(*one))
 
 
+def test_vmap_along_the_last_dimension(device: str) -> None:
+    """Of calls that run one by one, whose elements are then not contiguous."""
+    tensors = [x.movedim(0, -1).contiguous() for x in qkv(device, SIZE, BATCH)]
+    sinks = torch.randn(tensors[0].shape[2], SIZE, device=device)
+    attend = lambda q, k, v, s: flash_ext.attention(q, k, v, sink=s)  # noqa: E731
+    found = vmap(attend, in_dims=-1)(*tensors, sinks)
+    for i in range(SIZE):
+        one = [x[..., i].contiguous() for x in (*tensors, sinks)]
+        assert_bitwise_equal(found[i], attend(*one))
+
+
+def test_gradients_within_autocast_are_those_without(device: str) -> None:
+    """A backward pass begun under autocast computes in the dtype of its forward pass."""
+    leaves = [x.requires_grad_() for x in qkv(device, BATCH)]
+    out = flash_ext.attention(*leaves, causal=True, deterministic=True)
+    expected = torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
+    with torch.autocast(device, torch.bfloat16):
+        found = torch.autograd.grad(out, leaves, out.detach())
+    for x, e in zip(found, expected, strict=True):
+        assert_bitwise_equal(x, e)
+
+
 def test_vmap_refuses_what_a_call_refuses(device: str) -> None:
     """Nothing is expanded that the op itself does not expand."""
     q, k, v = qkv(device, SIZE, 2)

@@ -475,6 +475,32 @@ def test_sdpa_on_the_gpu(layout, is_causal, compiled, torchs):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_under_cuda_graphs_of_torch_compile():
+    """Which let no result lie outside of their memory, and nothing else inside."""
+    dout, *leaves = inputs("bhsd", torch.bfloat16, "cuda")
+    leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(2 * q, k, v, is_causal=True)
+
+    compiled = torch.compile(attend, mode="reduce-overhead")
+    with sdpa.activated(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected = attend(*leaves)
+        gradients = torch.autograd.grad(expected, leaves, dout)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                alone = compiled(*leaves).clone()
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(*leaves)
+            actual = [out.clone(), *torch.autograd.grad(out, leaves, dout)]
+            for x, y in zip((alone, *actual), (expected, expected, *gradients), strict=True):
+                torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+            attend(*leaves)  # outside of a graph, between two
+
+
+@pytest.mark.gpu
 def test_layouts_on_the_gpu(torchs):
     """The kernels write out and the gradients where torch's would, padding aside."""
     with sdpa.activated():

@@ -177,8 +177,8 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                  code, aoti_torch_device_type_cuda(), x.get_device_index(),
                                  &handle) != 0)
-        throw_out_of_memory("CUDA out of memory. flash_ext tried to allocate a tensor of shape " +
-                            shape_text(sizes) + " on cuda:" + std::to_string(x.get_device_index()));
+        throw_failure("CUDA out of memory. flash_ext tried to allocate a tensor of shape " +
+                      shape_text(sizes) + " on cuda:" + std::to_string(x.get_device_index()));
     return Tensor(handle);
 }
 
@@ -279,6 +279,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
 
     make_plan(plan, call.device);
+    if (params.large_lse.word == nullptr) check_launch(cudaGetLastError());  // flag_word() failed
     const Tensor memory = allocate(plan.workspace, q);
     check_launch(launch(plan, stream));
     return {dq, dk, dv, dbias, dsink};

@@ -19,9 +19,6 @@
 #include "api/out_of_memory.h"
 #include "plan/variants.h"
 
-// Since torch 2.13: the message of an error that a function of the stable ABI reports.
-extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
-
 namespace flash_ext {
 namespace {
 
@@ -143,12 +140,8 @@ void call_op(const char* name, StableIValue* stack) {
     thrown = nullptr;
     if (torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) == TORCH_SUCCESS) return;
     if (thrown) std::rethrow_exception(std::exchange(thrown, nullptr));
-    const std::string why = torch_exception_get_what_without_backtrace != nullptr
-                                ? torch_exception_get_what_without_backtrace()
-                                : std::string("flash_ext: ") + name +
-                                      " failed; this torch, before 2.13, does not tell why";
-    if (why.find("CUDA out of memory") != std::string::npos) throw_out_of_memory(why);
-    throw std::runtime_error(why);
+    throw_failure(std::string("flash_ext: ") + name +
+                  " failed; this torch, before 2.13, does not tell why");
 }
 
 }  // namespace flash_ext

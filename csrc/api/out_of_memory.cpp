@@ -10,6 +10,9 @@
 #include <stdexcept>
 #include <typeinfo>
 
+// Since torch 2.13: the message of an error that a function of the stable ABI reports.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
 namespace flash_ext {
 namespace {
 
@@ -39,6 +42,14 @@ void throw_out_of_memory(const std::string& message) {
     construct(error, {__func__, __FILE__, __LINE__}, message);
     *static_cast<void**>(error) = table + 2;  // after the offset to the top and the type
     abi::__cxa_throw(error, type, destroy);
+}
+
+void throw_failure(const std::string& otherwise) {
+    const std::string why = torch_exception_get_what_without_backtrace != nullptr
+                                ? torch_exception_get_what_without_backtrace()
+                                : otherwise;
+    if (why.find("CUDA out of memory") != std::string::npos) throw_out_of_memory(why);
+    throw std::runtime_error(why);
 }
 
 }  // namespace flash_ext

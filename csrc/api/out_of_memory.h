@@ -1,4 +1,4 @@
-// torch.OutOfMemoryError from C++, which the stable ABI has no way to throw.
+// Errors of torch from C++; torch.OutOfMemoryError among them, which the stable ABI cannot throw.
 #pragma once
 
 #include <string>
@@ -8,5 +8,9 @@ namespace flash_ext {
 // Throws c10::OutOfMemoryError, which Python sees as torch.OutOfMemoryError; std::runtime_error
 // where this torch has it under other names.
 [[noreturn]] void throw_out_of_memory(const std::string& message);
+
+// Throws what torch's last call failed with, or `otherwise` before torch 2.13, which does not tell:
+// that memory is out as torch.OutOfMemoryError.
+[[noreturn]] void throw_failure(const std::string& otherwise);
 
 }  // namespace flash_ext

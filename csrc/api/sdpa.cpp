@@ -12,9 +12,7 @@
 #include <array>
 #include <atomic>
 #include <exception>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <vector>
 
@@ -162,19 +160,12 @@ bool is_plain(const std::optional<Tensor>& x, int64_t size) {
 // --- The other results of the ops ---
 
 // The state of the random generator, an unused tensor and the debug mask, of a call without
-// dropout. Nothing reads or writes their content, so all calls on a device share them.
+// dropout. Nothing reads or writes their content. But calls must not share them: torch.compile's
+// CUDA graphs take memory of their own pool for results.
 std::tuple<Tensor, Tensor, Tensor> random_state(const Tensor& like) {
-    using Tensors = std::tuple<Tensor, Tensor, Tensor>;
-    static std::mutex mutex;
-    // Never destroyed: at the end of the process CUDA no longer exists.
-    static auto& made = *new std::map<std::pair<int32_t, ScalarType>, Tensors>;
-    const std::lock_guard lock(mutex);
-    Tensors& tensors = made[{like.get_device_index(), like.scalar_type()}];
-    if (!std::get<0>(tensors).defined())
-        tensors = {empty_strided(like, {2}, {1}, ScalarType::UInt64),
-                   empty_strided(like, {}, {}, ScalarType::UInt64),
-                   empty_strided(like, {0}, {1}, like.scalar_type())};
-    return tensors;
+    return {empty_strided(like, {2}, {1}, ScalarType::UInt64),
+            empty_strided(like, {}, {}, ScalarType::UInt64),
+            empty_strided(like, {0}, {1}, like.scalar_type())};
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;

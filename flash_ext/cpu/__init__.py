@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops.options import QK_8_BITS, VARIANTS, BackwardTensors, Options
 from ..ops.schemas import library
+from ..ops.torch_private import below_autocast
 from . import into as into
 from . import quantize as quantize
 from . import sum_rows as sum_rows
@@ -24,12 +25,14 @@ from .checks import check_backward, check_forward
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     options = Options(**given)
-    return tiled.forward(check_forward(q, k, v, options), q, k, v, options)
+    with below_autocast("cpu"):
+        return tiled.forward(check_forward(q, k, v, options), q, k, v, options)
 
 
 def _bwd_cpu(*tensors: Any, need_dbias: bool = True, **given: Any) -> tuple[Tensor, ...]:
     x, options = BackwardTensors(*tensors), Options(**given)
-    gradients = tiled.backward(check_backward(x, options), x, options, need_dbias)
+    with below_autocast("cpu"):
+        gradients = tiled.backward(check_backward(x, options), x, options, need_dbias)
     return tuple(x.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

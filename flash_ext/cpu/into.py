@@ -13,6 +13,7 @@ from ..ops.checks import dtype_name, refuse, require_device
 from ..ops.into import ALIGNMENT, fits
 from ..ops.options import QK_8_BITS, BackwardTensors, Options
 from ..ops.schemas import library
+from ..ops.torch_private import below_autocast
 from . import tiled
 from .checks import check_backward, check_forward
 
@@ -40,7 +41,8 @@ def _require_plain(q: Tensor, options: Options) -> None:
 def _fwd_into_cpu(out: Tensor, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
     options = Options(**given)
     _require_plain(q, options)
-    found, lse = tiled.forward(check_forward(q, k, v, options), q, k, v, options)
+    with below_autocast("cpu"):
+        found, lse = tiled.forward(check_forward(q, k, v, options), q, k, v, options)
     _write("out", out, found)
     return lse
 
@@ -48,7 +50,8 @@ def _fwd_into_cpu(out: Tensor, q: Tensor, k: Tensor, v: Tensor, **given: Any) ->
 def _bwd_into_cpu(dq: Tensor, dk: Tensor, dv: Tensor, *tensors: Any, **given: Any) -> Tensor:
     x, options = BackwardTensors(*tensors), Options(**given)
     _require_plain(x.q, options)
-    *found, _, dsink = tiled.backward(check_backward(x, options), x, options, need_dbias=False)
+    with below_autocast("cpu"):
+        *found, _, dsink = tiled.backward(check_backward(x, options), x, options, need_dbias=False)
     for name, into, gradient in zip(("dq", "dk", "dv"), (dq, dk, dv), found, strict=True):
         assert gradient is not None
         _write(name, into, gradient)

@@ -68,6 +68,8 @@ def _lse_shift(
         last = seqlen_k[:, None, None] if isinstance(seqlen_k, Tensor) else seqlen_k
         return slopes[..., None] * (rows - lse.shape[-1] + last)
     cu_q, cu_k = cu_seqlens
+    if cu_q.numel() < 2:  # no sequences
+        return None
     lengths = seqlen_k if isinstance(seqlen_k, Tensor) else cu_k.diff()
     sequence = torch.searchsorted(cu_q[1:], rows, right=True).clamp(max=cu_q.numel() - 2)
     slopes = slopes[sequence].T if slopes.dim() == 2 else slopes[:, None]

@@ -18,7 +18,7 @@ from torch.library import register_fake
 
 from .checks import require_one_device, statistics_dtype
 from .schemas import define, library
-from .torch_private import register_no_gradient
+from .torch_private import register_in_place, register_no_gradient
 
 ALIGNMENT = 16
 """Bytes: where each row of a written tensor begins."""
@@ -34,8 +34,9 @@ bwd_into = define(
 )
 
 
-register_no_gradient(library, fwd_into)
-register_no_gradient(library, bwd_into)
+for _op, _written in ((fwd_into, 1), (bwd_into, 3)):
+    register_no_gradient(library, _op)
+    register_in_place(library, _op, _written)
 
 
 def fits(*tensors: Tensor) -> bool:

@@ -40,7 +40,7 @@ from torch.library import register_fake
 
 from .checks import require_one_device
 from .schemas import library
-from .torch_private import register_no_gradient
+from .torch_private import register_in_place, register_no_gradient
 
 MOST_PARTS, MOST_OUTS = 8, 16
 """Of one call."""
@@ -60,8 +60,9 @@ library.define("copy_rows(Tensor(a!)[] outs, Tensor x) -> ()", tags=_TAGS)
 combine_parts: Any = torch.ops.flash_ext.combine_parts.default
 sum_rows: Any = torch.ops.flash_ext.sum_rows.default
 copy_rows: Any = torch.ops.flash_ext.copy_rows.default
-for _op in (combine_parts, sum_rows, copy_rows):
+for _op, _written in ((combine_parts, 2), (sum_rows, 1), (copy_rows, 1)):
     register_no_gradient(library, _op)
+    register_in_place(library, _op, _written)
 
 
 def _combine_parts_fake(

@@ -157,6 +157,26 @@ def register_no_gradient(library: Library, op: Any) -> None:
     library.impl(op.overloadpacket.__name__, torch.library.fallthrough_kernel, "AutogradCUDA")
 
 
+_below_in_place = _find("torch._C._AutoDispatchBelowADInplaceOrView")
+_after_in_place = _find("torch._C._after_ADInplaceOrView_keyset")
+
+
+def register_in_place(library: Library, op: Any, count: int) -> None:
+    """Let autograd know that an op of the library writes into its first arguments, so many: where
+    it has saved one for a backward pass, that raises. Without torch's names for it nothing is
+    noticed on CUDA; on the CPU the kernels write by torch's own ops."""
+    if _below_in_place is None or _after_in_place is None:
+        return
+
+    def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
+        for written in arguments[:count]:
+            torch.autograd.graph.increment_version(written)
+        with _below_in_place():
+            return op.redispatch(keys & _after_in_place, *arguments, **options)
+
+    library.impl(op.overloadpacket.__name__, kernel, "ADInplaceOrView", with_keyset=True)
+
+
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply, for an op's Autograd kernel.
 

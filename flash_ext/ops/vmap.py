@@ -77,7 +77,11 @@ def _element(tree: Any, dims: Dims, index: int) -> Any:
     """The arguments of one element."""
     if isinstance(tree, dict):
         return {n: _element(x, dims.get(n), index) for n, x in tree.items()}
-    return tree if dims is None else tree.select(dims, index)
+    if dims is None:
+        return tree
+    x = tree.select(dims, index)
+    # Vectors and lse are contiguous, rows in their last dimension.
+    return x if x.dim() > 3 and x.stride(-1) == 1 else x.contiguous()
 
 
 def _one_by_one(op: Any, size: int, tensors: Any, dims: Any, options: Any, option_dims: Any) -> Any:

@@ -89,7 +89,7 @@ cudaError_t set_attribute(int value) {
     const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
     if (status == cudaSuccess && (__atomic_load_n(&devices_done, __ATOMIC_ACQUIRE) & bit) == 0) {
         status = cudaFuncSetAttribute(kKernel, kAttribute, value);
-        __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
+        if (status == cudaSuccess) __atomic_fetch_or(&devices_done, bit, __ATOMIC_RELEASE);
     }
     if (status != cudaSuccess) cudaGetLastError();  // clears it: the next launch would report it
     return status;
