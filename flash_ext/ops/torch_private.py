@@ -161,6 +161,12 @@ _below_in_place = _find("torch._C._AutoDispatchBelowADInplaceOrView")
 _after_in_place = _find("torch._C._after_ADInplaceOrView_keyset")
 
 
+def below_in_place() -> AbstractContextManager[Any]:
+    """Within this nothing is recorded, and versions of tensors are not counted: for code whose
+    tensors nobody else has. Where torch lacks the name it does nothing, which takes longer."""
+    return contextlib.nullcontext() if _below_in_place is None else _below_in_place()
+
+
 def register_in_place(library: Library, op: Any, count: int) -> None:
     """Let autograd know that an op of the library writes into its first arguments, so many: where
     it has saved one for a backward pass, that raises. Without torch's names for it nothing is

@@ -18,6 +18,7 @@ from ...ops.autograd import autocast_tensors
 from ...ops.call import autocasts
 from ...ops.checks import dtype_name, refuse, require_device, require_pair, require_tensors
 from ...ops.options import QK_8_BITS
+from ...ops.torch_private import below_in_place
 from .agree import agree
 from .local import Options
 from .methods import Groups, build, choose_method, unsupported_reason
@@ -74,7 +75,8 @@ class _Attention(torch.autograd.Function):
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """sink is among the options too; as an argument autograd sees it."""
-        saved = core.forward(q, k, v, options)
+        with below_in_place():
+            saved = core.forward(q, k, v, options)
         constants = {name: x for name, x in options.items() if not isinstance(x, Tensor)}
         tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
         ctx.core, ctx.options, ctx.names = core, constants, tuple(tensors)
@@ -93,7 +95,8 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(saved[-2])
         elif dout.stride(-1) != 1:
             dout = dout.contiguous()
-        dq, dk, dv, dsink = ctx.core.backward(saved, dout, dlse, options)
+        with below_in_place():
+            dq, dk, dv, dsink = ctx.core.backward(saved, dout, dlse, options)
         return None, None, dq, dk, dv, dsink
 
 
