@@ -470,7 +470,8 @@ def fp8_speed(results: Results) -> Finding | None:
         return None
     best, c = max(found, key=lambda f: f[0])
     where = f"forward, d {c['d']}, S {c['seqlen']}, {'causal' if c['causal'] else 'full'}"
-    return Finding(f"{best:.0f} TFLOP/s", where, judged([best], CLOSE * 1200, "note 016"))
+    why = "[note 016](notes/016-fp8.md)"
+    return Finding(f"{best:.0f} TFLOP/s", where, judged([best], CLOSE * 1200, why))
 
 
 def fp8_error(results: Results) -> Finding | None:

@@ -29,11 +29,11 @@ MATMULS = (
 )
 FA3_BACKWARD = (
     "at d 128 flash-attn 4 takes fewer cycles for the same traffic, at a lower clock; why is not"
-    " known (docs/notes/010-fa3-backward.md)"
+    " known ([note 010](notes/010-fa3-backward.md))"
 )
 FA3_FORWARD = (
     "with 512 tokens more than half of the time is that of the bytes; why cuDNN needs less is not"
-    " known (docs/notes/022-short-sequences.md)"
+    " known ([note 022](notes/022-short-sequences.md))"
 )
 OPEN = "the reason is not known yet"
 REASONS = {("fa3", "forward"): FA3_FORWARD, ("fa3", "backward"): FA3_BACKWARD}

@@ -18,8 +18,10 @@ def walkthrough(*names: str, gains: Callable[[claims.Results], list[list[str]]])
     if folder is None:
         return NOWHERE
     parts = picture(folder, *names, document=WALKTHROUGH)
-    if rows := gains(figures.load(folder)):
-        parts.append(table(["measured here", "", "conditions"], rows, words=3))
+    results = figures.load(folder)
+    if rows := gains(results):
+        device = next((r["device"] for r in results.values() if "device" in r), folder.name)
+        parts.append(table([f"measured, {device}", "", "conditions"], rows, words=3))
     return "\n\n".join(parts) or NOWHERE
 
 
