@@ -26,7 +26,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # Installs the named tools where they are missing, as pinned in pyproject.toml.
 define install_missing
-import re, shutil, subprocess, sys
+import os, re, shutil, subprocess, sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -37,7 +37,7 @@ def have(name, pinned):
         found = version(name)
     except PackageNotFoundError:
         return name == "ninja" and shutil.which(name) is not None
-    if sys.prefix.endswith("/.venv"):
+    if os.path.exists(sys.prefix + "/made_by_flash_ext"):
         return found in pinned
     return name != "setuptools" or int(found.split(".")[0]) >= 77
 
@@ -48,7 +48,8 @@ for name in sys.argv[1:]:
 if wanted:
     print("installing", *wanted, sep="  ", flush=True)
     pip = [sys.executable, "-m", "pip"] if find_spec("pip") else ["uv", "pip"]
-    sys.exit(subprocess.call([*pip, "install", *wanted]))
+    to = [] if find_spec("pip") else ["--python", sys.executable]
+    sys.exit(subprocess.call([*pip, "install", *to, *wanted]))
 endef
 export install_missing
 need = @$(PY) -c "$$install_missing"
@@ -83,6 +84,7 @@ help:
 	    { echo "flash_ext needs Python 3.10 or newer; use: make PYTHON=/path/to/python"; exit 1; }
 	@echo "$(PYTHON) has no torch >= 2.11: making .venv with torch $(TORCH)"
 	$(PYTHON) -m venv .venv
+	@touch .venv/made_by_flash_ext
 	$(PY) -m pip install torch==$(TORCH)
 	$(need) $(BUILD) $(TEST) $(LINT) $(DEMO)
 	@touch $@

@@ -27,12 +27,14 @@ import gzip
 import hashlib
 import json
 import os
+import platform
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -45,18 +47,19 @@ ROOT = Path(__file__).resolve().parent
 RECORD = "_C.json"
 BUILDS = {"build", "build_ext", "build_py", "bdist_wheel", "editable_wheel", "install", "develop"}
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
+OLDEST_NVCC = (12, 5)  # cudaGetDriverEntryPointByVersion, __maxnreg__
 
 
 def find_cuda_home() -> Path | None:
     """The CUDA toolkit: $CUDA_HOME, or that of the nvcc on PATH, or /usr/local/cuda.
 
-    A toolkit needs bin/nvcc and include/cuda_runtime.h. The nvcc on PATH may be a script or a
-    link in a folder without headers, so nvcc itself is asked for its home.
+    A toolkit needs bin/nvcc and the headers. The nvcc on PATH may be a script or a link in a folder
+    without headers, so nvcc itself is asked for its home.
     """
     candidates = []
     given = os.environ.get("CUDA_HOME")
     if given:
-        candidates = [Path(given)]
+        candidates = [Path(given).absolute()]
     else:
         if nvcc := shutil.which("nvcc"):
             dryrun = subprocess.run(
@@ -67,7 +70,7 @@ def find_cuda_home() -> Path | None:
             candidates.append(Path(nvcc).resolve().parent.parent)
         candidates.append(Path("/usr/local/cuda"))
     for home in candidates:
-        if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
+        if (home / "bin/nvcc").is_file() and cuda_folders(home, "include/cuda_runtime.h"):
             return home
     if given:
         sys.exit(
@@ -75,6 +78,12 @@ def find_cuda_home() -> Path | None:
             " unset it, or set FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
         )
     return None
+
+
+def cuda_folders(home: Path, name: str) -> list[Path]:
+    """Where a toolkit has a header or library: at its top, or, as of conda, in that of a target."""
+    targets = (home / "targets").glob(f"{platform.machine()}-linux")
+    return [top / name for top in (home, *targets) if (top / name).exists()]
 
 
 def gencode_flags(archs: str) -> list[str]:
@@ -128,7 +137,8 @@ def cuda_options(cuda_home: Path) -> dict:
     if version is None or tuple(map(int, version.groups())) < (2, 11):
         sys.exit(f"flash_ext: torch must be 2.11 or newer, got {torch.__version__}")
     if not shutil.which("ninja"):  # pip put it next to a Python that was called by its path
-        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
+        folders = Path(sys.executable).parent, sysconfig.get_path("scripts", "posix_user")
+        os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, folders)])
     if not cpp.is_ninja_available():
         sys.exit("flash_ext: building the CUDA kernels needs ninja; use: pip install ninja")
 
@@ -136,15 +146,23 @@ def cuda_options(cuda_home: Path) -> dict:
     # binary carries its own CUDA runtime, so the version that torch was built with does not matter,
     # and torch's check is given nvcc's version.
     nvcc = str(cuda_home / "bin/nvcc")
-    release = re.search(
-        r"release (\d+\.\d+)", subprocess.check_output([nvcc, "--version"], text=True)
-    )
+    try:
+        said = subprocess.check_output([nvcc, "--version"], text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"flash_ext: {nvcc} does not run: {error}")
+    release = re.search(r"release (\d+\.\d+)", said)
+    if release and tuple(map(int, release[1].split("."))) < OLDEST_NVCC:
+        oldest = ".".join(map(str, OLDEST_NVCC))
+        sys.exit(
+            f"flash_ext: {nvcc} is of CUDA {release[1]}, and the kernels need {oldest} or newer;"
+            " set CUDA_HOME, or FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
+        )
     cpp.CUDA_HOME = str(cuda_home)
     torch.version.cuda = release[1] if release else "13.0"
     compiler = os.environ.get("PYTORCH_NVCC", shlex.quote(nvcc))
     guard = shlex.join([sys.executable, str(ROOT / "csrc/build/nvcc_strict.py")])
     os.environ["PYTORCH_NVCC"] = f"{guard} {compiler}"
-    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     os.environ.setdefault("NINJA_STATUS", "[%f/%t, %e s] ")
 
     cpp._run_ninja_build = run_ninja
@@ -168,6 +186,8 @@ def cuda_options(cuda_home: Path) -> dict:
     digest = runpy.run_path(str(ROOT / "benchmarks/digest.py"))["source_digest"](ROOT)
     archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or "80+PTX;90a"
     portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
+    if portable and platform.machine() != "x86_64":
+        sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
     manylinux = runpy.run_path(str(ROOT / "csrc/build/manylinux.py")) if portable else {}
 
     # An eighth of the size; older toolkits cannot.
@@ -197,8 +217,15 @@ def cuda_options(cuda_home: Path) -> dict:
         depends=find_files("csrc/**/*.h", "csrc/**/*.cuh", "csrc/build/*.py"),
         language="c++",
         py_limited_api=True,
-        include_dirs=[str(ROOT / "csrc"), *cpp.include_paths("cuda")],
-        library_dirs=cpp.library_paths("cuda"),
+        include_dirs=[
+            str(ROOT / "csrc"),
+            *cpp.include_paths("cuda"),
+            *map(str, cuda_folders(cuda_home, "include")),
+        ],
+        library_dirs=[
+            *cpp.library_paths("cuda"),
+            *(str(path) for name in ("lib64", "lib") for path in cuda_folders(cuda_home, name)),
+        ],
         libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
         extra_compile_args={
             # Python's own flags may have -g, which costs over a quarter of the time.
@@ -226,10 +253,12 @@ def cuda_options(cuda_home: Path) -> dict:
 
 
 def extension_options(extension: Extension, command: type) -> dict:
+    """A wheel for every Python, except that those without the GIL refuse such wheels."""
+    tag = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"py_limited_api": "cp310"}
     return {
         "ext_modules": [extension],
         "cmdclass": {"build_ext": command, "build_py": BuildPy, "sdist": Sdist},
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        "options": {"bdist_wheel": tag},
     }
 
 
@@ -246,7 +275,8 @@ def library_options(library: Path) -> dict:
         def build_extensions(self) -> None:
             target = self.binary()
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(library, target)
+            if not (target.exists() and target.samefile(library)):
+                shutil.copy(library, target)
             names = "digest", "targets", "cuda", "torch", "platform"
             self.record(**{name: known.get(name) for name in names})
 
@@ -259,6 +289,9 @@ def checksum(file: Path) -> str:
 
 class Recorded:
     """A build_ext that writes what it knows of the binary beside it."""
+
+    def get_ext_filename(self, name: str) -> str:
+        return str(Path(*name.split("."))) + ".abi3.so"  # whatever Python: it is no module
 
     def binary(self) -> Path:
         return Path(self.get_ext_fullpath("flash_ext._C"))
@@ -310,6 +343,8 @@ class BuildPy(build_py):
 
     def run(self) -> None:
         if self.editable_mode:  # which installs the source folder itself
+            if self.why_no_kernels:
+                (ROOT / "flash_ext/_C.missing.txt").write_text(self.why_no_kernels)
             return super().run()
         package, built = Path(self.build_lib, "flash_ext"), ("_C.abi3.so", RECORD)
         for path in package.glob("*"):

@@ -160,7 +160,7 @@ def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", choices=["cuda", "cpu"], default=train_gpt.default_device())
+    add("--device", choices=["cuda", "cpu"], help="default: the GPU, if the kernels run there")
     for name in ("layers", "heads", "kv-heads", "width", "seq", "steps"):
         add(f"--{name}", type=int)
     add("--batch", type=int, default=1)
@@ -169,9 +169,13 @@ def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
     add("--recompute", action=argparse.BooleanOptionalAction, default=True,
         help="keep only the inputs of blocks for the backward pass")  # fmt: skip
     args = parser.parse_args()
-    device = args.device
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
+    if args.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # before anything is on it
+    device = args.device = args.device or train_gpt.default_device()
     if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        device = f"cuda:{torch.cuda.current_device()}"
     given = {name: getattr(args, name) for name in SIZE_NAMES}
     config = config_of(device, **{name: x for name, x in given.items() if x is not None})
     return replace(config, batch=args.batch), args
@@ -183,8 +187,6 @@ def main() -> None:
     if "RANK" not in os.environ:  # without torchrun: one process
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
                        "MASTER_PORT": "29400"}  # fmt: skip
-    if args.device == "cuda":
-        torch.cuda.set_device(config.device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     if first:

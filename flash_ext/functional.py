@@ -235,7 +235,7 @@ def attention(
         window: (left, right): query i sees keys i + Sk − Sq − left to i + Sk − Sq + right, both
             included; −1 is unlimited. causal is right = 0.
         softcap: c > 0 bounds the scaled scores to (−c, c) (Gemma 2 report, 2024); 0 does not. At
-            least 2^−126 and below 2^127.
+            least 2^−10 and below 2^127.
         alibi_slopes: (Hq) or (B, Hq): each head's penalty per position of distance (Press et al.,
             "Train short, test long", 2022). Constants: they get no gradient.
         bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,

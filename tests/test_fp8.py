@@ -408,6 +408,21 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
     return to_fp8(x.float()).to(FP8)
 
 
+@pytest.mark.parametrize("dtype", (FP8, torch.int8))
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_scores_far_below_zero(dim: int, dtype: torch.dtype, device: str) -> None:
+    """Also of rows that see no key of the tile which is first, so that their maximum is not known
+    from it."""
+    q = torch.ones(1, 256, 1, dim, device=device).to(dtype)
+    k = torch.full((1, 256, 1, dim), -8.0, device=device).to(dtype)
+    v = torch.randn(1, 256, 1, dim, generator=torch.Generator().manual_seed(0)).to(device).to(FP8)
+    out, lse = flash_ext.attention(q, k, v, causal=True, scale=150 / (8 * dim), return_lse=True)
+    counts = torch.arange(1, 257, device=device)
+    torch.testing.assert_close(lse[0, 0], counts.log() - 150, rtol=1e-5, atol=1e-3)
+    mean = v[0, :, 0].float().cumsum(0) / counts[:, None]
+    assert (out[0, :, 0].float() - mean).norm() < 0.05 * mean.norm()
+
+
 @pytest.mark.parametrize("mean", (0.0, 1.0))
 @torch.no_grad()
 def test_errors_do_not_grow_with_the_keys(mean: float, device: str) -> None:

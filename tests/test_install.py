@@ -116,6 +116,45 @@ def test_a_wrong_cuda_home_is_an_error(source: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def a_toolkit(home: Path, headers: str, says: str) -> Path:
+    """A toolkit whose nvcc only says which it is."""
+    for name in ("bin", headers):
+        (home / name).mkdir(parents=True)
+    (home / headers / "cuda_runtime.h").touch()
+    nvcc = home / "bin/nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{says}\n")
+    nvcc.chmod(0o755)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (
+            "echo Cuda compilation tools, release 12.4, V12.4.131",
+            "is of CUDA 12.4, and the kernels",
+        ),
+        ("exit 3", "nvcc does not run"),
+    ],
+)
+@pytest.mark.parametrize("headers", ["include", f"targets/{os.uname().machine}-linux/include"])
+def test_an_nvcc_that_cannot_is_an_error(
+    source: Path, tmp_path: Path, headers: str, says: str, why: str
+) -> None:
+    """Also that of conda, which has its headers elsewhere."""
+    home = a_toolkit(tmp_path / "toolkit", headers, says)
+    shutil.copytree(ROOT / "benchmarks", source / "benchmarks", ignore=lambda *_: ["results"])
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build"],
+        cwd=source,
+        env=os.environ | {"CUDA_HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and why in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_fa3_and_fp8_are_compiled_for_their_own_target_alone() -> None:
     without_idle_targets = runpy.run_path(str(ROOT / "csrc/build/nvcc_strict.py"))[
         "without_idle_targets"

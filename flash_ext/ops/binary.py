@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -23,7 +24,7 @@ _WHY_NOT_BUILT = _PACKAGE / "_C.missing.txt"
 """Written by setup.py in place of the binary."""
 _HOW_TO_BUILD = (
     "Where nvcc is on PATH or in $CUDA_HOME, type this in the source folder: "
-    "pip install --no-build-isolation ."
+    "pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir ."
 )
 
 
@@ -74,15 +75,20 @@ def _mismatch(record: dict[str, Any]) -> str | None:
     version, size = record.get("version", __version__), record.get("bytes")
     if version != __version__:
         return f"of flash_ext {version}, and this is {__version__}"
-    if size not in (None, found := _BINARY.stat().st_size):
+    # More is a binary that a packager has changed; `checksum_agrees` tells.
+    if size is not None and (found := _BINARY.stat().st_size) < size:
         return f"damaged: {_BINARY} has {found} bytes, and was built with {size}"
     return None
 
 
 def _hidden_binary() -> Path | None:
     """The binary of an installation that Python would find if it did not find this one first."""
-    others = (Path(entry, _PACKAGE.name, _BINARY.name).resolve() for entry in sys.path)
-    return next((other for other in others if other != _BINARY and other.exists()), None)
+    for entry in sys.path:
+        with contextlib.suppress(OSError):  # a folder that is gone, or may not be searched
+            other = Path(entry, _PACKAGE.name, _BINARY.name).resolve()
+            if other != _BINARY and other.exists():
+                return other
+    return None
 
 
 def _load_binary() -> str | None:

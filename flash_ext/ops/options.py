@@ -43,7 +43,7 @@ FA3_ROW_BYTES = 16
 # The kernels have scale · log2(e), softcap · log2(e), its inverse and scale / softcap in float32:
 # within these bounds they are finite.
 MAX_FACTOR = 2.0**127
-_MIN_SOFTCAP = 2.0**-126
+_MIN_SOFTCAP = 2.0**-10  # of less, tanh cannot be told from P and lse in the backward pass
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Options:
         0.0,
         "c > 0 bounds the scores: c tanh(s / c); 0: no bound",
         most={"fa3": 2048},
-        wanted="0 (none), or at least 2^-126 and below 2^127",
+        wanted="0 (none), or at least 2^-10 and below 2^127",
         allows=lambda c: c == 0 or _MIN_SOFTCAP <= c < MAX_FACTOR,
     )
     alibi_slopes: Tensor | None = _option(

@@ -118,7 +118,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
             }
             const float new_max = fmaxf(row_max[0][i], quad_max(max) + kHeadroom);
             rescaling.factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
-            grows |= new_max > row_max[0][i] + (kOptimistic ? kSlowGrowth : 0.f);
+            // Also while the row has seen no key, and the difference is no number.
+            grows |= !(new_max - row_max[0][i] <= (kOptimistic ? kSlowGrowth : 0.f));
             row_max[0][i] = new_max;
             row_sum[0][i] *= rescaling.factor[i];
         }

@@ -22,6 +22,11 @@
     agree       ranks that disagree raise instead of waiting
 """
 
+import torch.distributed
+
+if not torch.distributed.is_available():
+    raise ImportError("flash_ext.integrations.distributed needs a torch with torch.distributed")
+
 from . import cost as cost
 from .batch import position_ids, shard, unshard
 from .cost import METHODS
