@@ -295,7 +295,7 @@ def features() -> dict[str, Feature]:
             lambda a: (a.dense(dtype=x) for x in (torch.float32, torch.float64))
         ),
         "FP8 (float8_e4m3fn), descales of every shape": Feature(Ask.fp8),
-        "q and k in int8, v in FP8": Feature(Ask.int8),
+        "q and k in int8, v in FP8": Feature(Ask.int8, directions=("forward",)),
         f"head dims up to {largest}, multiples of 8": Feature(lambda a: head_dims(a, 8)),
         "every other head dim": Feature(head_dims),
         "head dim of v unlike q's, multiples of 8": Feature(

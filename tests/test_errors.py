@@ -137,7 +137,7 @@ FORWARD_CASES = {
     "scale infinite": ("scale", option(scale=INF)),
     "scale infinite in float32": ("scale", option(scale=1e300)),
     "scale -2^127": ("scale", option(scale=-(2.0**127))),
-    "scale too large for softcap": ("scale", option(scale=100.0, softcap=2.0**-121)),
+    "scale too large for softcap": ("scale", option(scale=2.0**118, softcap=2.0**-10)),
     "window_left -2": ("window_left", option(window_left=-2)),
     "window_right -2": ("window_right", option(window_right=-2)),
     "window_right -5 though causal": ("window_right", option(window_right=-5, causal=True)),

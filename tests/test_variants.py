@@ -111,7 +111,7 @@ def test_auto_is_the_fastest_that_runs(what: str, device: str) -> None:
 def test_the_cpu_has_no_fa3() -> None:
     q = torch.randn(1, 5, 2, 64, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(
-        ValueError, match=r"variant must be .*'fa2'.* on the CPU, got 'fa3', .*Hopper"
+        ValueError, match=r"variant must be .*'fa2'.* on a CPU, got 'fa3', .*Hopper"
     ):
         flash_ext.attention(q, q, q, variant="fa3")
     out, lse = torch.ops.flash_ext.fwd(q.detach(), q.detach(), q.detach())
