@@ -14,7 +14,8 @@ memory of one CTA as the GPU reports it; a bound of this form holds if sm / thet
 
 Each call starts with an L2 full of other data and is followed by a pass that drives its own results
 out of L2, whose own writes are taken off again: so 'hbm' holds all that the call reads and writes,
-with the caches as they are in use. Times are taken without the profiler, as in compare.py.
+with the caches as they are in use. Times are taken without the profiler, as in compare.py. Standard
+attention is left out where the GPU has no room for its N x N matrices.
 
 Results go to benchmarks/results/<device>/io.json.
 """
@@ -80,6 +81,12 @@ def cases(seqlens: Iterable[int], methods: Iterable[str]) -> Iterator[Case]:
             yield Case(method, direction, longest, d, HEADS)
     if "fa3" in methods:
         yield Case(SOFTCAP, "forward", longest, 64, HEADS)
+
+
+def fits(case: Case, memory: int) -> bool:
+    """Whether a GPU of so many bytes has room for it: standard attention's N x N matrices."""
+    matrices = {"forward": 4, "backward": 6}[case.direction] * (case.method == "standard")
+    return matrices * ELEMENT * case.heads * case.seqlen**2 < memory
 
 
 # ------------------------------------------------------------------------------------ predictions
@@ -330,10 +337,12 @@ def main() -> int:
     started = time.monotonic()
     device = torch.device("cuda")
     torch.manual_seed(0)
-    asked = list(cases(args.s, ["standard", *running(device)]))
+    properties = torch.cuda.get_device_properties(device)
+    wanted = cases(args.s, ["standard", *running(device)])
+    asked = [case for case in wanted if fits(case, properties.total_memory)]
     result = common.describe_setup(device) | {
         "definition": __doc__.split("\n\n", 1)[1] if __doc__ else "",
-        "l2_bytes": torch.cuda.get_device_properties(device).L2_cache_size,
+        "l2_bytes": properties.L2_cache_size,
         "ceilings": ceilings(device),
         "labels": {m: provider(m).label for m in dict.fromkeys(c.method for c in asked)},
     }

@@ -26,6 +26,7 @@ from report.__main__ import main as write_report  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = [folder.name for folder in tables.gpu_folders()]
+MAIN = tables.main_gpu() or common.RESULTS  # the GPU of which most is measured
 # All but docs/notes, which are logs of development, and say so.
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"] + [
     path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "notes"
@@ -45,25 +46,23 @@ def test_figures_belong_to_the_results(gpu: str) -> None:
     assert files == {f.name for f in figures.FIGURES if f.data(results) is not None}
 
 
-def test_a_figure_of_other_results_is_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = figures.load(common.RESULTS / "nvidia-h200")
+def test_a_figure_of_other_results_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = figures.load(MAIN)
     monkeypatch.setattr(figures, "load", lambda folder: results)
     results["memory"] = copy.deepcopy(results["memory"])
     results["memory"]["providers"]["fa2"]["forward"]["bytes"]["4096"] += 1
-    assert figures.stale("nvidia-h200") == ["memory"]
+    assert figures.stale(MAIN.name) == ["memory"]
     del results["io"]
-    assert set(figures.stale("nvidia-h200")) == {"memory", "io", "roofline"}
+    assert set(figures.stale(MAIN.name)) == {"memory", "io", "roofline"}
 
 
 def test_equal_data_give_equal_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
-    first = {path: path.read_bytes() for path in figures.write("nvidia-h200")}
-    assert first and figures.write("nvidia-h200") == list(first)
+    first = {path: path.read_bytes() for path in figures.write(MAIN.name)}
+    assert first and figures.write(MAIN.name) == list(first)
     assert all(path.read_bytes() == content for path, content in first.items())
-    assert not figures.stale("nvidia-h200")
+    assert not figures.stale(MAIN.name)
     for path in first:
         text = path.read_text()
         assert "<text" in text and "S (tokens)" in text or path.stem in (
@@ -76,7 +75,7 @@ def test_every_figure_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     speeds = {"fa3": 5.0, "sdpa": 4.0, "standard": 2.0}
     providers = {n: {"tokens_per_second": x} for n, x in speeds.items()} | {"fa1": {"skipped": "x"}}
-    results = figures.load(common.RESULTS / "nvidia-h200")
+    results = figures.load(MAIN)
     results["train"] = {"cells": [{"model": "small", "seqlen": 1024, "providers": providers}]}
     rows = [["small, S 1024", "fa3", 1.25], ["small, S 1024", "standard", 0.5]]
     assert figures.training_data(results) == rows
@@ -228,7 +227,7 @@ def test_every_page_is_reached_from_the_front_page() -> None:
 
 
 def test_every_claim_has_its_row() -> None:
-    rows = claims.rows(figures.load(common.RESULTS / "nvidia-h200"))
+    rows = claims.rows(figures.load(MAIN))
     assert len(rows) == len(claims.CLAIMS) and all(len(row) == 5 and all(row[:2]) for row in rows)
     starts = ("holds", "not reached", "not measured")
     assert all(row[4].startswith(starts) for row in rows)
@@ -240,7 +239,7 @@ def test_every_claim_has_its_row() -> None:
 
 
 def test_a_goal_that_is_not_reached_has_a_reason() -> None:
-    results = figures.load(common.RESULTS / "nvidia-h200")
+    results = figures.load(MAIN)
     verdicts = [row[2] for row in goals.rows(results["compare"], results["memory"])]
     assert "holds" in verdicts
     assert all(v in ("holds", "") or v.startswith("**not reached**: ") for v in verdicts)
@@ -297,7 +296,7 @@ def test_verdicts_follow_the_numbers() -> None:
 
 def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
     """Cells are found by what they are, wherever they stand; noise and other keys are left out."""
-    results = figures.load(common.RESULTS / "nvidia-h200")
+    results = figures.load(MAIN)
     for name in ("compare", "memory", "io", "numerics", "options"):
         where = [w for w, _, _ in moved.numbers(results[name])]
         assert len(where) == len(set(where)) > 10, f"{name}: numbers that have one name"
@@ -334,7 +333,7 @@ def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_moved_where_there_are_no_speeds(capsys: pytest.CaptureFixture[str]) -> None:
-    results = figures.load(common.RESULTS / "nvidia-h200")
+    results = figures.load(MAIN)
     new = copy.deepcopy(results["support"])
     new["support"]["dropout"]["fa2"]["forward"] = "no time"
     moved.print_moved("support.json", results["support"], new)
@@ -342,9 +341,9 @@ def test_what_moved_where_there_are_no_speeds(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_best_speed_is_of_the_standard_grid() -> None:
-    results = figures.load(common.RESULTS / "nvidia-h200")
-    grid = [c for run in ("compare", "compare_full")
-            for c in claims.standard_cells(results[run]["cells"], "forward")]  # fmt: skip
+    results = figures.load(MAIN)
+    runs = [results[name] for name in ("compare", "compare_full") if name in results]
+    grid = [c for run in runs for c in claims.standard_cells(run["cells"], "forward")]
     speeds = {name: [c["providers"].get(name, {}).get("tflops", 0) for c in grid]
               for name in ("fa1", "fa2", "fa3")}  # fmt: skip
     for name, found in speeds.items():

@@ -62,5 +62,8 @@ def relevant(folder: Path, rows: Iterable[list[str]], column: int) -> list[list[
 
 def span(values: list[float], unit: str = "×", digits: int = 3) -> str:
     """The range of some numbers, or the one number that they all are."""
-    low, high = (f"{x:.{digits}g}{unit}" for x in (min(values), max(values)))
+    low, high = (
+        f"{x:.0f}{unit}" if round(x) >= 10**digits else f"{x:.{digits}g}{unit}"
+        for x in (min(values), max(values))
+    )
     return low if low == high else f"{low} – {high}"
