@@ -127,7 +127,7 @@ soak: build
 	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
 
 sanitize: build
-	bash tests/sanitize.sh $(ARGS)
+	PYTHON="$(PY)" bash tests/sanitize.sh $(ARGS)
 
 # A script in benchmarks/ (docs/benchmarks.md lists them); everything.py runs the usual ones.
 BENCH ?= everything

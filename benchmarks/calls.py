@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import common  # noqa: F401  (makes flash_ext importable from a checkout)
 import torch
+from providers import refusal
 from torch import Tensor
 
 import flash_ext
@@ -38,9 +38,9 @@ class Call:
         function = flash_ext.attention_varlen if self.packed else flash_ext.attention
         return function(self.q, self.k, self.v, **self.options, variant=variant, return_lse=True)
 
-    def refusal(self, variant: str) -> str | None:
+    def refusal(self, variant: str, gradients: bool = False) -> str | None:
         """Why a variant of flash_ext does not run this call; None where it does."""
-        return flash_ext.explain(self.q, self.k, self.v, **self.options).reasons[variant]
+        return refusal(variant, self.q, self.k, self.v, gradients, **self.options)
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """(out, lse) of standard attention in the inputs' type."""

@@ -251,8 +251,14 @@ def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
     """Add --device, by default the GPU where there is one. `more` is for add_argument."""
     from flash_ext.__main__ import usable_device
 
+    def chosen(text: str) -> str:
+        device = torch.device(usable_device(text))
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # where events, which take the times, are recorded
+        return text
+
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=usable_device, default=default, **more)
+    parser.add_argument("--device", type=chosen, default=default, **more)
 
 
 def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:

@@ -127,8 +127,13 @@ class Bench:
     def shape(self, cells: list[Cell]) -> Iterator[tuple[Cell, Json]]:
         """Measure the directions of one shape on the same inputs."""
         cell = cells[0]
-        work = cell.workload(self.device)
-        exact = work.exact(cell.causal, gradients=any(c.direction == "backward" for c in cells))
+        try:
+            work = cell.workload(self.device)
+            exact = work.exact(cell.causal, gradients=any(c.direction == "backward" for c in cells))
+        except torch.OutOfMemoryError as error:
+            nobody = {"skipped": common.first_line(error)}
+            yield from ((cell, {p.name: nobody for p in self.providers}) for cell in cells)
+            return
         for cell in cells:
             yield (
                 cell,

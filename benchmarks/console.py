@@ -9,6 +9,7 @@ from common import Json
 from fp8_providers import FP8_PROVIDERS
 from providers import VARIANTS
 from ratios import best_of_peers, geometric_mean, pairs_of, ratios, summarise
+from report.tables import number
 
 
 def print_tables(cells: list[Json], labels: dict[str, str], brief: bool) -> None:
@@ -38,7 +39,7 @@ def print_tables(cells: list[Json], labels: dict[str, str], brief: bool) -> None
             row = [c["providers"].get(name, {}) for c in columns]
             marks = ["WRONG" if r.get("wrong") else "-" for r in row]
             values = [
-                f"{r[speed]:.3g}" + "*" * ("launch_bound" in r) + "r" * ("recorded" in r)
+                number(r[speed]) + "*" * ("launch_bound" in r) + "r" * ("recorded" in r)
                 if "ms" in r
                 else mark
                 for r, mark in zip(row, marks, strict=True)

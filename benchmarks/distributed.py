@@ -450,6 +450,10 @@ class Clock:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found.item())
 
+    def over(self, end: float) -> bool:
+        """Whether `end` has passed on any rank, so that all begin what comes next, or none."""
+        return self.slowest(time.monotonic() - end) > 0
+
     def median(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Seconds of each call on the slowest rank; they take turns. `late` names those that the
         CPU delayed in most rounds, on any rank. Calls that take longer than all rounds may are
@@ -581,7 +585,7 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
     cell, device = ranks.cell, ranks.device
     clock = Clock(device, args.seconds)
     for name, make in providers(ranks, args):
-        if clock.slowest(time.monotonic() - end) > 0:
+        if clock.over(end):
             if ranks.rank == 0:
                 say(f"left out, no time: {name} and what comes after it, {cell.rows:,} rows")
             return
@@ -682,7 +686,12 @@ def work(
             if first:
                 say(line_of(result))
                 store(found)
-    for method in TRAINED if args.train and time.monotonic() < end else ():
+    clock = Clock(device, args.seconds)
+    for method in TRAINED if args.train else ():
+        if clock.over(end):
+            if first:
+                say(f"left out, no time: training with {method} and what comes after it")
+            break
         found.append(training(method, args.device))
         if first:
             say(line_of(found[-1]))

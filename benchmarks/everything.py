@@ -158,8 +158,10 @@ def main() -> int:
     parser.add_argument("--no-report", action="store_true", help="no tables and figures")
     parser.add_argument("--gpu", help="folder under benchmarks/results, default: this GPU's")
     args = parser.parse_args()
+    if args.gpu is not None and args.against is None:
+        parser.error("--gpu goes with --against: what is measured is this GPU")
     if args.gpu is None and not torch.cuda.is_available():
-        raise SystemExit("no GPU here; --gpu and --against compare recorded results")
+        raise SystemExit("no GPU here; --gpu with --against compares recorded results")
     folder = common.RESULTS / (args.gpu or common.slug(torch.device("cuda")))
     started = time.monotonic()
     failed = []

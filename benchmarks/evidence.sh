@@ -46,13 +46,15 @@ results_on() {
     copy=$(mktemp -d)
     tar -c --anchored --exclude=./.git --exclude=./.venv --exclude=./build \
         --exclude="./$(realpath --relative-to=. "$OUT")" . | tar -x -C "$copy" || return 1
+    cp -r "$copy/benchmarks/results" "$copy.before" 2>/dev/null  # the first run has none
     (cd "$copy" && CUDA_VISIBLE_DEVICES=${visible[$gpu]} "$PYTHON" benchmarks/everything.py --no-report \
         ${MINUTES:+--minutes "$MINUTES"} --only "$@") \
         >"$OUT/results_$gpu.log" 2>&1
     local status=$?
     # Not to be ended by `timeout`: what has been measured would be lost.
-    (trap '' TERM && flock "$OUT" "$PYTHON" benchmarks/merge.py "$copy/benchmarks/results") || status=1
-    rm -rf "$copy"
+    (trap '' TERM && flock "$OUT" "$PYTHON" benchmarks/merge.py "$copy/benchmarks/results" \
+        --before "$copy.before") || status=1
+    rm -rf "$copy" "$copy.before"
     return $status
 }
 
@@ -63,8 +65,11 @@ case $what in
         jobs=()
         mps=$(mktemp -d)
         if start_mps >"$OUT/mps.log" 2>&1; then
-            jobs=(--jobs "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits |
-                awk '{ n = int($1 / 10000); jobs += n < 8 ? n : 8 } END { print jobs }')")
+            # For each GPU by its memory, for all by the cores: see gpu_suite.default_jobs.
+            jobs=(--jobs "$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+--id="$CUDA_VISIBLE_DEVICES"} \
+                --query-gpu=memory.total --format=csv,noheader,nounits |
+                awk -v most=$(($(nproc) / 2)) '{ n = int($1 / 10000); jobs += n < 8 ? n : 8 }
+                    END { print int(jobs < most ? jobs : most) }')")
         else
             stop_mps >>"$OUT/mps.log" 2>&1
         fi

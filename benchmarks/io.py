@@ -39,7 +39,7 @@ import common
 import torch
 from cells import Cell
 from common import Json
-from providers import PEERS, VARIANTS, Provider, Workload, running
+from providers import PEERS, VARIANTS, Provider, Workload, refusal, running
 from timing import FLUSH_BYTES, Timer
 from torch import Tensor
 
@@ -83,15 +83,19 @@ def cases(seqlens: Iterable[int], methods: Iterable[str]) -> Iterator[Case]:
         yield Case(SOFTCAP, "forward", longest, 64, HEADS)
 
 
-def fits(case: Case, memory: int) -> bool:
-    """Whether a GPU of so many bytes has room for it: standard attention's N x N matrices."""
-    matrices = {"forward": 4, "backward": 6}[case.direction] * (case.method == "standard")
-    return matrices * ELEMENT * case.heads * case.seqlen**2 < memory
+def runs(case: Case, memory: int) -> bool:
+    """Whether a GPU of so many bytes has room for standard attention's N x N matrices; of a
+    variant, whether it takes the call."""
+    if case.method == "standard":
+        matrices = {"forward": 4, "backward": 6}[case.direction]
+        return matrices * ELEMENT * case.heads * case.seqlen**2 < memory
+    q = torch.empty(1, 1, case.heads, case.d, dtype=torch.bfloat16, device="cuda")
+    return refusal(case.method.partition(",")[0], q, q, q, case.direction == "backward") is None
 
 
 # ------------------------------------------------------------------------------------ predictions
 # Rows of a Q tile (fa2, fa3 forward) or keys of a KV tile (else), by head dim, as plan/tuning.h has
-# them on Hopper GPUs.
+# them on Hopper GPUs. With less shared memory FA1's forward has fewer keys.
 TILES = {
     ("fa1", "forward"): {64: 256, 128: 256, 256: 128},
     ("fa2", "forward"): {64: 128, 128: 128, 256: 128},
@@ -100,14 +104,22 @@ TILES = {
     ("fa2", "backward"): {64: 128, 128: 128},
     ("fa3", "backward"): {64: 128, 128: 128},
 }
+FEW_KEYS = {64: 64, 128: 128, 256: 64}
 LONG_KEYS, LONG_TILE = 8192, 192  # fa3 forward, head dim 64, HEADS: from so many keys on
 SOFTCAP_TILE = 128
+
+
+def is_hopper() -> bool:
+    """Whether this GPU is one."""
+    return torch.cuda.get_device_capability() == (9, 0)
 
 
 def tile(case: Case) -> int:
     """The tile size that sets how often tensors pass."""
     if case.method == SOFTCAP:
         return SOFTCAP_TILE
+    if (case.method, case.direction) == ("fa1", "forward") and not is_hopper():
+        return FEW_KEYS[case.d]
     if (case.method, case.direction, case.d) == ("fa3", "forward", 64) and case.seqlen >= LONG_KEYS:
         return LONG_TILE
     return TILES[case.method, case.direction][case.d]
@@ -339,7 +351,7 @@ def main() -> int:
     torch.manual_seed(0)
     properties = torch.cuda.get_device_properties(device)
     wanted = cases(args.s, ["standard", *running(device)])
-    asked = [case for case in wanted if fits(case, properties.total_memory)]
+    asked = [case for case in wanted if runs(case, properties.total_memory)]
     result = common.describe_setup(device) | {
         "definition": __doc__.split("\n\n", 1)[1] if __doc__ else "",
         "l2_bytes": properties.L2_cache_size,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import common
 import torch
 from common import Json
-from providers import Provider, Workload, collect, command_line, running
+from providers import Provider, Refused, Workload, collect, command_line, running
 
 EXPONENT_LIMIT = 1.1
 PEERS_ASKED = ("flash", "cudnn", "efficient", "standard")
@@ -78,7 +78,7 @@ def measure(
     for seqlen in seqlens:
         expected = seconds * (seqlen / max(points, default=seqlen)) ** 2
         if expected > args.limit:
-            ends["slow"] = f"S = {seqlen}: a call would take about {expected:.1g} s"
+            ends["slow"] = f"S = {seqlen}: a call would take about {expected:,.1f} s"
             break
         work = Workload((1, seqlen, args.heads, args.d), dtype, device)
         try:
@@ -88,6 +88,9 @@ def measure(
             started = time.perf_counter()
             points[seqlen] = common.peak_extra_memory(call, device)
             seconds = time.perf_counter() - started
+        except Refused as refused:
+            ends["refused"] = str(refused)
+            break
         except Exception as error:
             ends["stopped"] = f"S = {seqlen}: {common.first_line(error)}"
             break
@@ -150,10 +153,14 @@ def main() -> int:
         exponent = row.get("exponent", math.nan)
         print(f"  {provider.label + ', ' + direction:<32}{line}  {exponent:>8.3f}"
               f"  {row.get('bytes_per_token', math.nan):>11.0f}")  # fmt: skip
-        for end in ("stopped", "slow"):
+        for end in ("stopped", "slow", "refused"):
             if end in row:
-                print(f"    {end} at {row[end]:.110}")
-        if provider.ours and ("stopped" in row or not exponent < EXPONENT_LIMIT):
+                print(f"    {end}: {row[end]:.110}")
+        if (
+            provider.ours
+            and "refused" not in row
+            and ("stopped" in row or not exponent < EXPONENT_LIMIT)
+        ):
             not_linear.append(f"{provider.name} {direction}")
     print(f"\nwritten: {path}")
     if not_linear:

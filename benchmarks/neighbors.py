@@ -91,7 +91,7 @@ def main() -> int:
     """Run; the exit status is 0 whatever was found."""
     parser = common.parser(__doc__)
     common.add_device(parser)
-    parser.add_argument("--variant", default="fa3")
+    parser.add_argument("--variant", help="default: the newest that runs; on a CPU fa2")
     parser.add_argument("--min-time", type=float, default=0.03, help="seconds for each call")
     parser.add_argument("--out", help="result file, default .../<device>/neighbors.json")
     args = parser.parse_args()
@@ -99,21 +99,19 @@ def main() -> int:
     device = torch.device(args.device)
     torch.manual_seed(0)
     cpu = device.type == "cpu"
-    timer, variant = Timer(device), "fa2" if cpu else args.variant
+    variant = args.variant or ("fa2" if cpu else providers.running(device)[-1])
+    result = common.describe_setup(device) | {"method": METHOD, "variant": variant, "least": LEAST}
+    path = common.result_path(device, "neighbors.json", args.out)
+    timer = Timer(device)
     jobs = [(shape, way) for shape in (CPU_SHAPES if cpu else GPU_SHAPES)
             for way in ("forward", "backward")]  # fmt: skip
-    rows = [
-        measure(shape, way, variant, timer, args.min_time)
-        for shape, way in common.progress(jobs, len(jobs), "shapes")
-    ]
-    result = common.describe_setup(device) | {
-        "method": METHOD,
-        "variant": variant,
-        "least": LEAST,
-        "rows": rows,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    path = common.result_path(device, "neighbors.json", args.out)
+    rows: list[Json] = []
+    for shape, way in common.progress(jobs, len(jobs), "shapes"):
+        try:
+            rows.append(measure(shape, way, variant, timer, args.min_time))
+        except providers.Refused as refused:
+            common.say(f"{variant}, {way}, d {shape.d}: {refused}")
+    result |= {"rows": rows, "seconds": round(time.monotonic() - started, 1)}
     common.write_json(path, result)
     for row in rows:
         mask = "causal" if row["causal"] else "full"

@@ -38,7 +38,7 @@ import torch
 from cells import DTYPES
 from common import Json
 from distributions import DISTRIBUTIONS
-from providers import Provider, Workload, collect, command_line, running
+from providers import Provider, Refused, Workload, collect, command_line, running
 from torch import Tensor
 
 import flash_ext.reference
@@ -136,6 +136,9 @@ def cell(
             out = work.forward(provider, causal)()
             with provider.around():
                 grads = [provider.view(x) for x in work.step(provider, causal)()]
+        except Refused as refused:
+            results[provider.name] = {"skipped": str(refused), "refused": True}
+            continue
         except Exception as failure:  # a peer's failure must not end the run
             results[provider.name] = {"skipped": common.first_line(failure)}
             continue
@@ -171,7 +174,8 @@ def too_wrong(cells: list[Json], names: list[str]) -> list[str]:
     """Where a variant's results are not finite, or further off than FACTOR times standard's."""
     found = []
     for c in cells:
-        for name, tensor in itertools.product(names, TENSORS):
+        taken = [name for name in names if "refused" not in c["providers"][name]]
+        for name, tensor in itertools.product(taken, TENSORS):
             mine, reference = (c["providers"][n].get(tensor, {}) for n in (name, "standard"))
             limit = max(FLOOR, FACTOR * reference.get("rms", 0))
             if "finite" in mine or not mine.get("rms", math.inf) <= limit:

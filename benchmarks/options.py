@@ -281,21 +281,23 @@ class Bench:
         errors = [relative_error(*pair) for pair in pairs]
         return run, max(e[0] for e in errors), max(e[1] for e in errors)
 
-    def those_that_run(self, kinds: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The (variant, direction) pairs whose variant runs on this device."""
-        variants = running(self.device)
-        return [kind for kind in kinds if kind[0] in variants]
+    def those_that_run(self, kinds: Iterable[tuple[str, str]], d: int) -> list[tuple[str, str]]:
+        """The (variant, direction) pairs that run on this device with this head dim."""
+        variants = {way: running(self.device, d, way != "forward") for _, way in kinds}
+        return [kind for kind in kinds if kind[0] in variants[kind[1]]]
 
     def options(self, sizes: Sizes, d: int, causal: bool) -> Iterator[Json]:
         """The first table's cells of one head dim and mask."""
         calls = option_calls(sizes, d, causal, self.device)
-        for variant, direction in self.those_that_run(MEASURED):
+        for variant, direction in self.those_that_run(MEASURED, d):
             asked = {
                 name: call
                 for name, call in calls.items()
                 if direction == "backward" or name not in BACKWARD_ONLY
             }
-            refusals = {name: call.refusal(variant) for name, call in asked.items()}
+            refusals = {
+                name: call.refusal(variant, direction != "forward") for name, call in asked.items()
+            }
             chosen = {
                 name: (call, functools.partial(ours, variant))
                 for name, call in asked.items()
@@ -328,7 +330,7 @@ class Bench:
             return Call(*tensors, {"causal": causal, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
 
         dense = Call(*(normal(batch, seqlen, heads, d) for _ in range(3)), {"causal": causal})
-        for variant, direction in self.those_that_run(MIXED):
+        for variant, direction in self.those_that_run(MIXED, d):
             attend = functools.partial(ours, variant)
             calls = {
                 "dense": (dense, attend),
@@ -356,7 +358,7 @@ class Bench:
         shape = (sizes.batch, sizes.seqlen, sizes.heads, d)
         call = Call(*(normal(shape) for _ in range(3)), {"causal": causal})
         variants, peers = REPEATING
-        known = running(self.device)
+        known = running(self.device, d, gradients=True)
         asked = [v for v in variants if v in known]
         providers, _ = collect(asked, list(peers) if self.device.type == "cuda" else [])
         calls: dict[str, tuple[Call, Callable[[], Attend]]] = {}
@@ -429,13 +431,15 @@ def main() -> int:
         "deterministic": kept.get("deterministic", []),
         "lengths": lengths, "lengths_seed": SEED, "tokens": sum(lengths),
         "dense_batch": 2, "dense_seqlen": dense_seqlen(lengths, 2, sizes.rounding),
-        "incomplete": False,
+        "incomplete": [],  # tables that the budget cut short
     }  # fmt: skip
     bench = Bench(device, args.rounds)
     tables = {"options": bench.options, "mix": bench.mix, "deterministic": bench.deterministic}
+    asked = [args.only] if args.only else list(tables)
+    result["incomplete"] = [x for x in kept.get("incomplete") or () if x not in asked]
     shapes = [
         (name, d, causal)
-        for name in ([args.only] if args.only else tables)
+        for name in asked
         for d in args.d or sizes.head_dims
         for causal in (False, True)
     ]
@@ -446,7 +450,7 @@ def main() -> int:
 
     for name, d, causal in common.progress(shapes, len(shapes), "cells"):
         if time.monotonic() - started > args.budget:
-            result["incomplete"] = True
+            result["incomplete"] = sorted({*result["incomplete"], name})
             say(f"over the budget of {args.budget:g} s: {name}, d {d} is left out")
             continue
         for cell in tables[name](sizes, d, causal):
@@ -467,7 +471,7 @@ def main() -> int:
             print_cell(name, cell)
     print(f"\nlengths, seed {SEED}: {lengths}")
     print(f"written: {path}, after {result['seconds']:.0f} s")
-    return int(bad or result["incomplete"])
+    return int(bad or bool(set(result["incomplete"]) & set(asked)))
 
 
 if __name__ == "__main__":

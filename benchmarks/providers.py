@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import common
 import torch
@@ -147,10 +148,19 @@ def command_line(description: str | None, peers: Iterable[str]) -> argparse.Argu
     return parser
 
 
-def running(device: torch.device) -> list[str]:
-    """The variants that run on a device at all."""
-    q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16, device=device)
-    return [name for name, reason in flash_ext.explain(q, q, q).reasons.items() if reason is None]
+def refusal(
+    variant: str, q: Tensor, k: Tensor, v: Tensor, gradients: bool = False, **options: Any
+) -> str | None:
+    """Why a variant does not take a call, or nobody its gradients; None where all is well."""
+    found = flash_ext.explain(q, k, v, variant=variant, **options)
+    reason = found.reasons[variant]
+    return found.why_backward if reason is None and gradients and not found.backward else reason
+
+
+def running(device: torch.device, d: int = 64, gradients: bool = False) -> list[str]:
+    """The variants that run on a device, with this head dim."""
+    q = torch.zeros(1, 8, 1, d, dtype=torch.bfloat16, device=device)
+    return [name for name in VARIANTS if refusal(name, q, q, q, gradients) is None]
 
 
 def best_peer(providers: Json, recorded_ratio: float | None) -> Json | None:
@@ -248,27 +258,34 @@ class Workload:
     def bare(self, provider: Provider, causal: bool) -> Callable[[], Tensor]:
         """Only the forward call, without what must be around it."""
         q, k, v = (provider.view(x) for x in (self.q, self.k, self.v))
-        window = self.options(provider)
+        window = self.options(provider, causal)
         return lambda: provider.attend(q, k, v, causal, **window)
 
-    def options(self, provider: Provider) -> dict[str, int]:
-        """The window, for a provider that takes one. Raises ValueError for another."""
+    def options(self, provider: Provider, causal: bool, gradients: bool = False) -> dict[str, int]:
+        """The window, for a provider that takes one. Raises ValueError for another, and `Refused`
+        for a variant of flash_ext that does not take the call."""
         if self.window and not provider.windows:
             raise ValueError(f"{provider.label} has no window")
+        if provider.ours:
+            window = (self.window - 1 if self.window else -1, 0 if causal else -1)
+            inputs = self.q, self.k, self.v
+            if reason := refusal(provider.name, *inputs, gradients, window=window):
+                raise Refused(reason)
         return {"window": self.window} if self.window else {}
 
     def backward(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
         """The backward call to be timed, on a graph built here; it returns dq, dk, dv."""
         leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
+        window = self.options(provider, causal, gradients=True)
         with provider.around():
-            out = provider.attend(*leaves, causal, **self.options(provider))
+            out = provider.attend(*leaves, causal, **window)
         dout = provider.view(self.dout)
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     def step(self, provider: Provider, causal: bool) -> Callable[[], tuple[Tensor, ...]]:
         """Forward and backward, without what must be around them; it returns dq, dk, dv."""
         leaves = [provider.view(x).detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        dout, window = provider.view(self.dout), self.options(provider)
+        dout, window = provider.view(self.dout), self.options(provider, causal, gradients=True)
         return lambda: torch.autograd.grad(provider.attend(*leaves, causal, **window), leaves, dout)
 
     def exact(self, causal: bool, gradients: bool) -> list[Tensor]:

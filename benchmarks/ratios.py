@@ -75,6 +75,13 @@ def ratios(cells: list[Json], ours: str, peer: str) -> list[float]:
     return [b["ms"] / a["ms"] for a, b in pairs if "ms" in a and "ms" in b]
 
 
+def recorded_note(cells: list[Json], ours: str, peer: str) -> str:
+    """How many of the ratios are against a recorded one, to end a phrase with; "" where none is."""
+    found = [c["providers"][peer] for c in cells if ratios([c], ours, peer)]
+    recorded = sum("recorded" in r for r in found)
+    return f", {recorded} of {len(found)} cells against a recorded ratio" if recorded else ""
+
+
 def ratio_range(cell: Json, ours: str, peer: str) -> tuple[float, float]:
     """Where the quartiles of both put a cell's ratio."""
     a, b = cell["providers"][ours], cell["providers"][peer]
@@ -162,12 +169,11 @@ def verdict(goal: Goal, cells: list[Json]) -> str:
     short = sum(v < goal.least for v in values)
     reached = short == 0 and mean >= goal.mean
     end = "reached" if reached else "NOT REACHED"
-    recorded = sum("recorded" in c["providers"][goal.peer] for _, c in found)
     return (
         f"{name}: geometric mean {mean:.3f}x"
         f" (goal {goal.mean:.2f}x), smallest {least:.3f}x ({place(where)}),"
         f" {short} of {len(found)} cells below {goal.least:g}x"
-        + (f", {recorded} against a recorded ratio" if recorded else "")
+        + recorded_note([c for _, c in found], goal.ours, goal.peer)
         + f"; {end if len(found) == GRID else 'not the whole grid'}"
     )
 

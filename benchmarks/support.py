@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,7 @@ LIMITS = {
     torch.float64: 1e-4,
 }  # fmt: skip
 HALF = torch.float16
-PTX_SECONDS = 400
+PTX_SECONDS = 400  # of a variant
 
 
 def variants(device: torch.device) -> tuple[str, ...]:
@@ -371,12 +372,16 @@ def why_not(feature: Feature, ask: Ask, variant: str, direction: str) -> str | N
     try:
         return next((r for c in feature.calls(ask) if (r := check(c, variant, direction))), None)
     except Exception as error:
-        # The package's own messages, without the place in the source that C++ puts before them.
-        line = str(error).partition("\n")[0]
-        own = line.find("flash_ext: ")
-        if own < 0:
-            return f"failed: {common.first_line(error)}"
-        return line[own + len("flash_ext: ") :]
+        return reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    """A refusal in the package's own words, or "failed: " and the error; without paths."""
+    # C++ puts the place in the source before the words.
+    _, own, words = str(error).partition("\n")[0].partition("flash_ext: ")
+    if own and not words.startswith("the CUDA launch failed"):
+        return words
+    return "failed: " + (words or re.sub(r"(?<!\w)/\S*/", "", common.first_line(error)))
 
 
 def probe(device: torch.device, only: Iterable[str] | None = None) -> Json:
@@ -393,43 +398,46 @@ def probe(device: torch.device, only: Iterable[str] | None = None) -> Json:
     }
 
 
-def ptx_answers() -> Json:
-    """variant -> direction -> None if the kernels made from PTX are right.
+def ptx_answers(variant: str) -> dict[str, str | None]:
+    """direction -> None if a variant's kernels made from PTX are right.
 
     For a process with CUDA_FORCE_PTX_JIT=1. torch's own kernels may not run there, so only ours do.
     """
-    answers: Json = {}
     call = Ask(torch.device("cpu")).dense(seqlens=(40, 40))
     dout, exact = torch.randn_like(call.q), call.to(torch.float64)
     q, k, v, gpu_dout = (x.cuda() for x in (call.q, call.k, call.v, dout))
-    answers["fa3"] = dict.fromkeys(BOTH, "fa3 is machine code for Hopper GPUs alone")
-    for variant in flash_ext.VARIANTS[:2]:
-        out, lse = torch.ops.flash_ext.fwd(q, k, v, variant=variant)
-        grads = torch.ops.flash_ext.bwd(gpu_dout, None, q, k, v, out, lse, variant=variant)
-        want_out, want_lse = exact.exact()
-        want = backward(exact, Call.exact, dout.double())()
-        got = {name: x.cpu() for name, x in zip(("dq", "dk", "dv"), grads, strict=False)}
-        answers[variant] = {
-            "forward": off({"out": out.cpu(), "lse": lse.cpu()}, {"out": want_out, "lse": want_lse},
-                           LIMITS[HALF]),
-            "backward": off(got, want, LIMITS[HALF]),
-        }  # fmt: skip
-    return answers
+    out, lse = torch.ops.flash_ext.fwd(q, k, v, variant=variant)
+    grads = torch.ops.flash_ext.bwd(gpu_dout, None, q, k, v, out, lse, variant=variant)
+    want_out, want_lse = exact.exact()
+    want = backward(exact, Call.exact, dout.double())()
+    got = {name: x.cpu() for name, x in zip(("dq", "dk", "dv"), grads, strict=False)}
+    return {
+        "forward": off({"out": out.cpu(), "lse": lse.cpu()}, {"out": want_out, "lse": want_lse},
+                       LIMITS[HALF]),
+        "backward": off(got, want, LIMITS[HALF]),
+    }  # fmt: skip
 
 
 def probe_ptx() -> Json:
-    """``ptx_answers`` of a process that makes every kernel from its PTX."""
-    command = [sys.executable, __file__, "--ptx-child"]
+    """variant -> ``ptx_answers`` of a process that makes every kernel from its PTX.
+
+    Each variant has its own: after an error on the GPU a process has no right answer any more.
+    """
+    answers: Json = {"fa3": dict.fromkeys(BOTH, "fa3 is machine code for Hopper GPUs alone")}
     environment = os.environ | {"CUDA_FORCE_PTX_JIT": "1", "CUDA_MODULE_LOADING": "LAZY"}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=PTX_SECONDS
-        )
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
-        lines = done.stderr.strip().splitlines() if "done" in locals() else []
-        reason = lines[-1][:200] if lines else common.first_line(error)
-        return {v: dict.fromkeys(BOTH, reason) for v in flash_ext.VARIANTS}
+    for variant in flash_ext.VARIANTS[:2]:
+        command = [sys.executable, __file__, "--ptx-child", variant]
+        try:
+            done = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, timeout=PTX_SECONDS, check=True
+            )
+            answers[variant] = json.loads(done.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            answers[variant] = dict.fromkeys(BOTH, f"failed: no answer within {PTX_SECONDS} s")
+        except subprocess.CalledProcessError as died:  # it has said why on stderr
+            reason = f"failed: its process ended with status {died.returncode}"
+            answers[variant] = dict.fromkeys(BOTH, reason)
+    return answers
 
 
 def main() -> int:
@@ -437,11 +445,15 @@ def main() -> int:
     parser = common.parser(__doc__)
     common.add_device(parser)
     parser.add_argument("--ptx", action="store_true", help="only the PTX path: minutes")
-    parser.add_argument("--ptx-child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ptx-child", metavar="VARIANT", help=argparse.SUPPRESS)
     parser.add_argument("--out", help="default benchmarks/results/<device>/support.json")
     args = parser.parse_args()
     if args.ptx_child:
-        print(json.dumps(ptx_answers()))
+        try:
+            answers = ptx_answers(args.ptx_child)
+        except Exception as error:
+            answers = dict.fromkeys(BOTH, reason_of(error))
+        print(json.dumps(answers))
         return 0
     device = torch.device(args.device)
     path = common.result_path(device, "support.json", args.out)
@@ -450,16 +462,16 @@ def main() -> int:
     found = {PTX: probe_ptx()} if args.ptx else probe(device)
     result["support"] = known | found
     common.write_json(path, result)
-    answers = [
+    reasons = [
         (f"{variant} {direction}, {name}", reason)
         for name, by_variant in found.items()
         for variant, by_direction in by_variant.items()
         for direction, reason in by_direction.items()
     ]
-    for where, reason in answers:
+    for where, reason in reasons:
         print(f"{where}: {reason or 'yes'}")
     print(f"written: {path}")
-    return int(any(reason and reason.startswith(("wrong", "failed")) for _, reason in answers))
+    return int(any(reason and reason.startswith(("wrong", "failed")) for _, reason in reasons))
 
 
 if __name__ == "__main__":

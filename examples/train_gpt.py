@@ -314,7 +314,6 @@ def plot(runs: list[Run], config: Config, path: Path) -> None:
     bottom.set_ylabel("|difference|")
     bottom.set_xlabel("step")
     bottom.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print(f"loss curves: {path}")
 
@@ -382,6 +381,44 @@ def default_device() -> str:
     return "cuda"
 
 
+def positive(text: str) -> int:
+    """A number of steps, heads or the like, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def check_heads(parser: argparse.ArgumentParser, config: Config) -> None:
+    """End with a message where the heads do not divide what they must."""
+    if config.width % config.heads:
+        parser.error(f"--width {config.width} must be a multiple of --heads {config.heads}")
+    if config.heads % (kv_heads := config.kv_heads or config.heads):
+        parser.error(f"--heads {config.heads} must be a multiple of --kv-heads {kv_heads}")
+
+
+def why_no_attention(config: Config, variant: str) -> str | None:
+    """Why flash_ext's variant does not train the model; None where it does."""
+    dim = config.width // config.heads
+    q, k = (
+        torch.empty(1, config.seq, n, dim, dtype=config.dtype, device=config.device)
+        for n in (config.heads, config.kv_heads or config.heads)
+    )
+    found = flash_ext.explain(q, k, k, causal=True, variant=variant)
+    return None if found.backward else found.reasons.get(variant) or str(found)
+
+
+def why_no_picture(path: Path) -> str | None:
+    """Why `plot` could not write this file; None where it can, or draws nothing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        return None
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        return f"a picture can be one of {', '.join(sorted(kinds))}"
+    return None
+
+
 def parse() -> tuple[Config, argparse.Namespace]:
     """The command line; what is not given comes from CPU or GPU above."""
     parser = argparse.ArgumentParser(
@@ -391,8 +428,8 @@ def parse() -> tuple[Config, argparse.Namespace]:
     add("--device", choices=["cuda", "cpu"], help="default: the GPU, if the kernels run there")
     for name in ("layers", "heads", "width", "seq", "batch", "steps"):
         cpu, gpu = getattr(CPU, name), getattr(GPU, name)
-        add(f"--{name}", type=int, help=f"default {gpu} on a GPU, {cpu} on a CPU")
-    add("--kv-heads", type=int, help="heads of k and v; default: as many as --heads")
+        add(f"--{name}", type=positive, help=f"default {gpu} on a GPU, {cpu} on a CPU")
+    add("--kv-heads", type=positive, help="heads of k and v; default: as many as --heads")
     add("--variant", default="auto", choices=["auto", *flash_ext.VARIANTS])
     add("--yardstick", action=argparse.BooleanOptionalAction,
         help="train with SDPA too; default on a GPU")  # fmt: skip
@@ -402,15 +439,22 @@ def parse() -> tuple[Config, argparse.Namespace]:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
     args.device = args.device or default_device()
-    config = asdict(GPU if args.device.startswith("cuda") else CPU)
-    config |= {k: v for k, v in vars(args).items() if k in config and v is not None}
-    if config["width"] % config["heads"]:
-        parser.error("--width must be a multiple of --heads")
-    if config["kv_heads"] and config["heads"] % config["kv_heads"]:
-        parser.error("--heads must be a multiple of --kv-heads")
+    sizes = asdict(GPU if args.device.startswith("cuda") else CPU)
+    sizes |= {k: v for k, v in vars(args).items() if k in sizes and v is not None}
+    config = Config(**sizes)
+    check_heads(parser, config)
+    if reason := why_no_attention(config, args.variant):
+        parser.error(f"--variant {args.variant}: {reason}")
+    if reason := why_no_picture(args.out):
+        parser.error(f"--out {args.out}: {reason}")
+    for path in filter(None, (args.out, args.json)):  # not only after the training
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"no folder for {path}: {error.strerror}")
     if args.yardstick is None:
         args.yardstick = args.device.startswith("cuda")
-    return Config(**config), args
+    return config, args
 
 
 def main() -> int:
@@ -432,13 +476,12 @@ def main() -> int:
     within = agreement(runs[0], runs[1], runs[2] if args.yardstick else None, config)
     print()
     variants = variants_table(config)
-    plot(runs, config, args.out)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         content = {"config": asdict(config), "variant": args.variant, "within_noise": within,
                    "runs": [asdict(r) | {"tokens_per_second": r.tokens_per_second(config)}
                             for r in runs], "attention": variants}  # fmt: skip
         args.json.write_text(json.dumps(content, indent=1) + "\n")
+    plot(runs, config, args.out)
     return 0 if within else 1
 
 

@@ -12,6 +12,7 @@ ranks after each step. The model and its text are those of train_gpt.py.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -148,8 +149,10 @@ def train_with(
 
 def config_of(device: str, **given: int) -> train_gpt.Config:
     """The sizes for a device, of which some are given."""
-    usual = SIZES[torch.device(device).type]
-    sizes = dict(zip(SIZE_NAMES, usual, strict=True)) | given
+    usual = dict(zip(SIZE_NAMES, SIZES[torch.device(device).type], strict=True))
+    sizes = usual | given
+    if "kv_heads" not in given:  # as many of the usual ones as other heads can share
+        sizes["kv_heads"] = math.gcd(sizes["heads"], usual["kv_heads"])
     megabytes = max(2.0, 4e-6 * sizes["seq"])
     rate = min(3e-4, 0.2 / sizes["width"])  # wide models diverge at the others' rate
     return train_gpt.Config(**sizes, batch=1, device=device, megabytes=megabytes, rate=rate)
@@ -162,8 +165,8 @@ def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], help="default: the GPU, if the kernels run there")
     for name in ("layers", "heads", "kv-heads", "width", "seq", "steps"):
-        add(f"--{name}", type=int)
-    add("--batch", type=int, default=1)
+        add(f"--{name}", type=train_gpt.positive)
+    add("--batch", type=train_gpt.positive, default=1)
     add("--method", default="auto", choices=["auto", *cp.METHODS, "torch"])
     add("--layout", default="zigzag", choices=["zigzag", "contiguous"])
     add("--recompute", action=argparse.BooleanOptionalAction, default=True,
@@ -178,6 +181,7 @@ def parse() -> tuple[train_gpt.Config, argparse.Namespace]:
         device = f"cuda:{torch.cuda.current_device()}"
     given = {name: getattr(args, name) for name in SIZE_NAMES}
     config = config_of(device, **{name: x for name, x in given.items() if x is not None})
+    train_gpt.check_heads(parser, config)
     return replace(config, batch=args.batch), args
 
 

@@ -9,7 +9,8 @@ Most of a test's time is Python's and the launches', on one core. So several pro
 part of the tests (`part_of`) and report what they ran.
 
 --failed is for tests.json of this very source, when only tests have changed since: the results of
-the tests that failed there are replaced, and "again" in the file says how many they are.
+the tests that failed there are replaced, and "again" in the file says how many they are. Where a
+process crashed it is not known which tests did not run: it refuses.
 """
 
 from __future__ import annotations
@@ -148,6 +149,11 @@ def replaced(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
     return before | ran_again | {"counts": dict(counts), "again": number}
 
 
+def not_tests(failures: list[str]) -> list[str]:
+    """Those that are no node ids: what `run` says of a process that has crashed."""
+    return [x for x in failures if not (TESTS.parent / x.partition("::")[0]).is_file()]
+
+
 def run_failed(folder: Path) -> dict[str, Any]:
     """Run the tests that failed in tests.json once more; the results of all."""
     import torch
@@ -159,7 +165,11 @@ def run_failed(folder: Path) -> dict[str, Any]:
         sys.exit("nothing was run: tests.json is of another source or machine, or does not exist")
     if not before["failures"]:
         sys.exit("nothing was run: no test failed")
+    if unknown := not_tests(before["failures"]):
+        sys.exit(f"nothing was run: {unknown[0]!r} names no test; run all of them again")
     again = run(1, [], folder, before["failures"])
+    if again["exit_status"] not in (0, 1) or not_tests(again["failures"]):  # some did not run
+        sys.exit(f"nothing is written: pytest ended with status {again['exit_status']}")
     return replaced(before, again)
 
 

@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -558,6 +559,8 @@ mkdir -p benchmarks/results/x
 files=$(ls csrc/build flash_ext build .venv 2>/dev/null | grep -c py)
 printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:4}}" \
     $CUDA_VISIBLE_DEVICES $files > benchmarks/results/x/$4.json
+sed -i "s/\\"$4\\": 0/\\"$4\\": 1/; s/2025/202$((6 + CUDA_VISIBLE_DEVICES))/" \
+    benchmarks/results/x/numerics.json 2>/dev/null
 [[ $4 = slow* ]] && sleep 60
 [ "$2" = --no-report ] && [ $4 != wrong ]
 """
@@ -575,6 +578,10 @@ printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:4}}" \
         "one.json": {"date": "2026", "parts": "one b", "gpu": 0, "files": 2},
         "two.json": {"date": "2026", "parts": "two", "gpu": 1, "files": 2},
     }
+    parts = here / "benchmarks/results/x/numerics.json"
+    parts.write_text('{"date": "2025", "one": 0, "two": 0}')
+    assert run("one", "/", "two") == 0
+    assert json.loads(parts.read_text()) == {"date": "2027", "one": 1, "two": 1}
     environment["NOTHING_TO_MERGE"] = "yes"
     assert run("one", "/", "wrong") == 1 and run("wrong", "/", "one") == 1
 
@@ -588,6 +595,41 @@ printf '{{"date": "2026", "parts": "%s", "gpu": %s, "files": %s}}' "${{*:4}}" \
         assert {"benchmarks/results/x/slow.json", "benchmarks/results/x/slow2.json"} <= set(
             kept.getnames()
         )
+
+
+@pytest.mark.parametrize(
+    ("visible", "cores", "jobs"),
+    ((None, 64, 32), ("0", 16, 8), ("0", 64, 8), ("0,GPU-3", 64, 16), (None, 16, 8)),
+)
+def test_processes_of_the_gpu_tests(
+    visible: str | None, cores: int, jobs: int, tmp_path: Path
+) -> None:
+    """Four GPUs of 80 GB, or those of CUDA_VISIBLE_DEVICES, and so many cores."""
+    scripts = {
+        "bin/nproc": f"echo {cores}",
+        "bin/nvidia-cuda-mps-control": "exit 0",
+        # One line for each GPU that is asked for.
+        "bin/nvidia-smi": "ids=0,1,2,3; [[ $1 = --id=* ]] && ids=${1#--id=}; "
+        "tr , '\n' <<<$ids | sed 's/.*/81559/'",
+        "bin/python": '[ "$1" = tests/gpu_suite.py ] && echo "$@" >"$OUT/asked"; exit 0',
+        "tests/sanitize.sh": "exit 0",
+        "benchmarks/evidence.sh": (ROOT / "benchmarks/evidence.sh").read_text(),
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "benchmarks/results").mkdir()
+    environment = {n: x for n, x in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"}
+    environment |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    environment |= {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{environment['PATH']}",
+        "PYTHON": str(tmp_path / "bin/python"),
+        "OUT": str(tmp_path / "out"),
+    }
+    command = ["bash", "benchmarks/evidence.sh", "tests"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "out/asked").read_text().split()[1:] == ["--jobs", str(jobs)]
 
 
 def test_cells_of_two_runs_are_merged(tmp_path: Path) -> None:
@@ -614,8 +656,8 @@ def test_cells_of_two_runs_are_merged(tmp_path: Path) -> None:
     merge.merge(source, target)
     assert json.loads(target.read_text()) == merged, "an older file of another source is left out"
     later = other | {"date": "0", "host": {"us": 1.0}}
-    assert merge.with_cells(merged | {"host": {"us": 2.0}}, later)["host"] == {"us": 2.0}
-    assert merge.with_cells(merged, later)["host"] == {"us": 1.0}
+    assert merge.with_cells(merged | {"host": {"us": 2.0}}, later, {})["host"] == {"us": 2.0}
+    assert merge.with_cells(merged, later, {})["host"] == {"us": 1.0}
 
 
 def test_parts_of_a_file_that_two_gpus_measured_are_merged(tmp_path: Path) -> None:
@@ -638,6 +680,27 @@ def test_parts_of_a_file_that_two_gpus_measured_are_merged(tmp_path: Path) -> No
     assert json.loads(target.read_text()) == other
 
 
+@pytest.mark.parametrize("name", merge.WITH_CELLS + merge.WITH_PARTS)
+def test_a_part_that_a_run_only_carries_along_is_not_new(name: str, tmp_path: Path) -> None:
+    setup = dict.fromkeys(common.SAME_SETUP, "same") | {"cells": []}
+    old = setup | {"date": "1", "host": "old", "fp8": "old", "support": {"a": "old", "b": "old"}}
+    one = old | {"date": "2", "host": "new", "support": {"a": "new", "b": "old"}}
+    two = old | {"date": "3", "fp8": "new", "support": {"a": "old", "b": "new"}}
+    paths = target, source, before = [tmp_path / x / name for x in ("here", "other", "before")]
+    for path in paths:
+        path.parent.mkdir()
+    common.write_json(before, old)
+    for first, second in itertools.permutations((one, two)):
+        common.write_json(target, first)
+        common.write_json(source, second)
+        merge.merge(source, target, before)
+        new = {"date": "3", "host": "new", "fp8": "new", "support": {"a": "new", "b": "new"}}
+        assert json.loads(target.read_text()) == setup | new
+    common.write_json(source, old)
+    merge.merge(source, target, before)
+    assert json.loads(target.read_text()) == setup | new, "nothing was measured"
+
+
 def test_failed_tests_run_again() -> None:
     before = {
         "counts": {"passed": 7, "failed": 2, "error": 1, "skipped": 4},
@@ -650,6 +713,29 @@ def test_failed_tests_run_again() -> None:
     found = gpu_suite.replaced(before, again)
     counts = {"passed": 9, "failed": 1, "error": 0, "skipped": 4}
     assert found == before | {"counts": counts, "failures": ["b"], "again": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "again", "status", "message"),
+    (
+        (["a process ended with status -6"], [], 1, "nothing was run: 'a process ended"),
+        (["tests/test_rule.py::test_gone"], [], 4, "nothing is written: .* status 4"),
+        (["tests/test_rule.py"], ["a process ended with status 1"], 1, "nothing is written"),
+    ),
+)
+def test_what_did_not_run_again_replaces_nothing(
+    before: list[str], again: list[str], status: int, message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    result = {"failures": again, "counts": {}, "exit_status": status}
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
+    monkeypatch.setattr(common, "describe_setup", lambda device: {})
+    monkeypatch.setattr(gpu_suite, "run", lambda *_: result)
+    path = common.result_path(torch.device("cuda"), "tests.json")
+    common.write_json(path, {"failures": before, "counts": {}})
+    with pytest.raises(SystemExit, match=message):
+        gpu_suite.run_failed(tmp_path)
 
 
 def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -678,6 +764,14 @@ def test_a_part_that_crashes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = gpu_suite.run(3, [], tmp_path)
     assert result["counts"] == {"passed": 4, "error": 1} and result["skips"] == {"why": 2}
     assert result["exit_status"] == 11 and result["failures"] == ["a process ended with status -11"]
+
+
+def test_make_tells_the_sanitizers_which_python() -> None:
+    """Not the one that it was given, where that has no torch."""
+    command = ["make", "-n", "sanitize", "PYTHON=false", "ARGS=memcheck"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    python = ROOT / ".venv/bin/python"
+    assert f'PYTHON="{python}" bash tests/sanitize.sh memcheck\n' in found.stdout
 
 
 def test_report_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -915,12 +1009,13 @@ def test_memory_ends_where_calls_get_slow(tmp_path: Path, monkeypatch: pytest.Mo
     """Slow is no failure of a variant; a growth that is not linear is."""
     path = tmp_path / "memory.json"
     arguments = ("--device", "cpu", "--d", "32", "--heads", "1", "--out", str(path), "--peers")
-    quick = ("--s", "64", "128", "99999", "--variants", "fa2")
+    # The profiler's first start, which counts as time of a call, takes a second or two.
+    quick = ("--s", "64", "128", "99999", "--variants", "fa2", "--limit", "60")
     run(memory.main, *arguments, *quick, monkeypatch=monkeypatch)
     rows = json.loads(path.read_text())["providers"]["fa2"]
     for row in rows.values():
         assert list(row["bytes"]) == ["64", "128"] and "stopped" not in row
-        assert row["slow"].startswith("S = 99999: a call would take about")
+        assert re.fullmatch(r"S = 99999: a call would take about [\d,]+\.\d s", row["slow"])
     assert memory.fit({1024: 1 << 20, 2048: 2 << 20, 4096: 4 << 20}).exponent == 1
     assert memory.fit({1024: 1 << 20, 2048: 4 << 20}).exponent == 2
 
@@ -1105,6 +1200,49 @@ def test_support_of_fp8_is_what_agrees(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(flash_ext, "attention", lambda *a, k_descale=None, **k: attention(*a, **k))
     (answers,) = support.probe(torch.device("cpu"), [name])[name].values()
     assert answers["forward"].startswith("wrong result: ")
+
+
+def test_a_variant_without_an_answer_of_its_ptx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails; the other's answer is kept; no text has a path of this machine."""
+    ended = subprocess.CalledProcessError(-11, sys.executable)
+    for error, why in (
+        (subprocess.TimeoutExpired(sys.executable, support.PTX_SECONDS), "no answer within 400 s"),
+        (ended, "its process ended with status -11"),
+    ):
+
+        def run(command: list[str], error: Exception = error, **_: object) -> mock.Mock:
+            if command[-1] == "fa1":
+                raise error
+            return mock.Mock(stdout=b'a warning\n{"forward": null, "backward": null}\n')
+
+        path = tmp_path / "support.json"
+        monkeypatch.setattr(support.subprocess, "run", run)
+        monkeypatch.setattr(sys, "argv", ["", "--ptx", "--device", "cpu", "--out", str(path)])
+        assert support.main() == 1
+        answers = json.loads(path.read_text())["support"][support.PTX]
+        assert answers["fa1"] == dict.fromkeys(support.BOTH, f"failed: {why}")
+        assert answers["fa2"] == dict.fromkeys(support.BOTH)
+        assert "machine code" in answers["fa3"]["forward"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    (
+        ("flash_ext: q must be 1, got a/b", "q must be 1, got a/b"),
+        ("/a/b c.cpp:3: flash_ext: q must be", "q must be"),
+        ("flash_ext: the CUDA launch failed: why", "failed: the CUDA launch failed: why"),
+        ("cannot open /home/a/b.so, no/yes", "failed: RuntimeError: cannot open b.so, no/yes"),
+    ),
+)
+def test_reasons_of_a_failed_ptx(
+    error: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(support, "ptx_answers", mock.Mock(side_effect=RuntimeError(error)))
+    monkeypatch.setattr(sys, "argv", ["", "--ptx-child", "fa1"])
+    assert support.main() == 0
+    assert json.loads(capsys.readouterr().out) == dict.fromkeys(support.BOTH, reason)
 
 
 def test_support_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

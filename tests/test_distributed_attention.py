@@ -186,6 +186,10 @@ def check_benchmark(ranks: int, device: str) -> None:
     assert ours["tokens_per_second"] > 0 and len(ours["losses"]) == benchmark.STEPS
     assert max(ours["losses"]) < 8, "of a byte, untrained 5.5"
     assert benchmark.work(benchmark.parse([*small, "ring", "--minutes", "0"])) == []
+    # Whose time is over decides for all: a rank that began alone would wait for ever.
+    minutes = "0" if dist.get_rank() == 0 else "9"
+    with mock.patch.object(benchmark, "training", side_effect=AssertionError("begun alone")):
+        assert benchmark.work(benchmark.parse([*no_cells, "--minutes", minutes])) == []
     assert benchmark.failed(found) == 0
     with mock.patch.object(benchmark, "measure", side_effect=RuntimeError("why")):
         found = benchmark.work(benchmark.parse([*small, "ring"]))

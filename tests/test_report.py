@@ -20,9 +20,22 @@ import pytest
 import flash_ext
 
 common = gpu_test_report.common
+import console  # noqa: E402
 import everything  # noqa: E402
-from report import claims, documents, figures, front, goals, moved, support, tables  # noqa: E402
+import providers  # noqa: E402
+from report import (  # noqa: E402
+    claims,
+    compare,
+    documents,
+    figures,
+    front,
+    goals,
+    moved,
+    support,
+    tables,
+)
 from report.__main__ import main as write_report  # noqa: E402
+from report.sections import memory_section  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = [folder.name for folder in tables.gpu_folders()]
@@ -150,6 +163,26 @@ def test_the_front_page_names_the_peer_that_was_measured() -> None:
     best = cell | {"providers": peers | {"best_peer": {"ms": 1.2}}}
     assert "forward 1.20× the speed of the best peer" in front.words_of([best], "forward")
     assert front.words_of([cell], "backward") == ""
+
+
+def test_a_recorded_ratio_is_no_measurement() -> None:
+    """README and the goals say in how many cells the best peer was not measured."""
+    cells = [
+        {"dtype": "bf16", "direction": "forward", "d": 128, "causal": False, "seqlen": s,
+         "batch": 16384 // s, "heads": 16, "providers": {
+             "fa3": {"ms": 1.0, "tflops": 700.0},
+             "best_peer": {"ms": 1.2} | ({"recorded": True} if s == 512 else {})}}
+        for s in (512, 1024)
+    ]  # fmt: skip
+    note = ", 1 of 2 cells against a recorded ratio"
+    (goal,) = [g for g in goals.GOALS if (g.ours, g.direction) == ("fa3", "forward")]
+    assert f"of 2 shapes{note})" in front.words_of(cells, "forward")
+    rows = goals.goal_rows(goal, cells, {"best_peer": "best peer"})
+    assert len(rows) == 2 and all(row[1].endswith(f"2 cells{note}") for row in rows)
+    rows = goals.goal_rows(goal, cells[1:], {"best_peer": "best peer"})
+    assert "recorded" not in front.words_of(cells[1:], "forward") + str(rows)
+    recorded = [note in row for row in figures.speedup_data({"compare": {"cells": cells}})]
+    assert recorded == [True]
 
 
 def test_the_front_page_has_the_numbers_of_this_source(
@@ -292,6 +325,66 @@ def test_verdicts_follow_the_numbers() -> None:
     measure = claims.training("small", 3, "why")
     assert measure(train(3.1)).verdict == "holds" and measure(train(3.1)).figure == "3.1×"
     assert measure(train(2.0)).verdict == "not reached: why"
+
+
+def memory_of(both: dict[str, dict]) -> dict:
+    """memory.json where each provider ended so, forward and backward together."""
+    shape = {"batch": 1, "heads": 4, "d": 128, "causal": True}
+    return {"memory": {"shape": shape, "providers": {n: {"both": r} for n, r in both.items()}}}
+
+
+def test_a_method_may_stop_at_its_first_length() -> None:
+    none, some = {"bytes": {}, "stopped": "x"}, {"bytes": {"1024": 1, "2048": 2}}
+    finding = claims.standard_stops(memory_of({"standard": some | none, "fa1": none, "fa2": some}))
+    assert finding.figure == "standard attention did not run; fa1 did not run, fa2 ran at 2048"
+    assert finding.verdict == "holds partly: fa1 ran out of memory too"
+    refused = {"bytes": {}, "refused": "x"}
+    finding = claims.standard_stops(memory_of({"standard": none, "fa1": refused, "fa2": some}))
+    assert finding.verdict == "holds partly: fa1 did not run longer"
+
+
+def test_a_result_that_is_no_number_is_shown() -> None:
+    """As an infinite error; what has only such a reference to stand beside is left out."""
+    errors = {"max": 1.0, "rms": 0.5}
+    cell = {"dtype": "bf16", "seqlen": 512, "distribution": "normal", "providers": {
+        "fa2": {"out": errors, "dq": {"finite": 0.0}, "dk": errors},
+        "standard": {"out": errors, "dq": errors, "dk": {"finite": 0.0}},
+    }}  # fmt: skip
+    finding = claims.exact({"numerics": {"d": 128, "cells": [cell]}})
+    assert "1× – ∞× that" in finding.figure and finding.conditions.endswith("2 pairs")
+    assert finding.verdict.startswith("not reached")
+
+
+def test_every_peer_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the table of speeds all but SDPA efficient; in that of memory whatever was measured."""
+    assert set(providers.PEERS) - set(compare.ROWS) == {"efficient"}
+    assert set(providers.PEERS) <= figures.STYLES.keys() & figures.LABELS.keys()
+    cell = {"dtype": "bf16", "direction": "forward", "d": 64, "causal": False, "seqlen": 512}
+    cell["providers"] = {n: {"ms": 1.0} for n in ("fa2", "fa3", "flash_attn_2", "flash_attn_3")}
+    labels = {"flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3"}
+    head = compare.ratio_table([cell], labels).partition("\n")[0]
+    assert "fa2 / flash-attn 2" in head and "fa3 / flash-attn 3" in head
+
+    result = {"device": "gpu", "torch": "2", "date": "2026-01-01", "digest": "0" * 16}
+    result |= memory_of({"flash_attn_3": {"bytes": {"1024": 2**20}}})["memory"]
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr("report.sections.picture", lambda *_: [])
+    (tmp_path / "gpu").mkdir()
+    common.write_json(tmp_path / "gpu" / "memory.json", result | {"labels": labels})
+    assert "| forward and backward, flash-attn 3 | 1 |" in memory_section()
+
+
+def test_large_numbers_have_no_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [tables.number(x) for x in (0.1234, 12.34, 999.7)] == ["0.123", "12.3", "1,000"]
+    ((_, line),) = moved.moved({"bytes": 8875000000}, {"bytes": 9875000000})[0]
+    assert "8,875,000,000 -> 9,875,000,000" in line
+    cell = {"dtype": "bf16", "direction": "forward", "d": 64, "causal": True, "seqlen": 512,
+            "batch": 2, "heads": 16, "kv_heads": 0, "seqlen_q": 128,
+            "providers": {"fa3": {"ms": 1.0, "tflops": 1.0, "tbps": 1234.0}}}  # fmt: skip
+    console.print_tables([cell], {"fa3": "flash_ext fa3"}, brief=True)
+    assert "1,234" in capsys.readouterr().out
+    text = compare.other_table([cell], {})
+    assert "2 x 128 x 512, heads 16/16, TB/s of K and V | 1234.00 |" in text
 
 
 def test_what_moved(capsys: pytest.CaptureFixture[str]) -> None:

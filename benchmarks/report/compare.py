@@ -23,11 +23,12 @@ from . import goals
 from .sections import picture
 from .tables import NO, NOWHERE, UNKNOWN, gpu_folders, provenance, relevant, select, table
 
-# The providers that are shown, and the pairs that are compared.
-ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", "flash_attn_4", BEST, "standard")
+# The peers that are packages, the providers that are shown, and the pairs that are compared.
+PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")
+ROWS = (*flash_ext.VARIANTS, "flash", "cudnn", *PACKAGES, BEST, "standard")
 PAIRS = (
-    *(("fa3", peer) for peer in (BEST, "cudnn", "flash_attn_4", "flash", "fa2")),
-    *(("fa2", peer) for peer in ("flash", "cudnn", "fa1", "standard")),
+    *(("fa3", peer) for peer in (BEST, "cudnn", *PACKAGES, "flash", "fa2")),
+    *(("fa2", peer) for peer in ("flash", "cudnn", "flash_attn_2", "fa1", "standard")),
     ("fa1", "standard"),
 )
 
@@ -96,7 +97,8 @@ def other_table(cells: list[Json], labels: dict[str, str]) -> str:
         few = bool(c.get("seqlen_q"))
         queries = f"{c['seqlen_q']} x " if few else ""
         speeds = [c["providers"].get(n, {}).get("tbps" if few else "tflops") for n in names]
-        size = f"{c['batch']} x {queries}{c['seqlen']}, heads {c['heads']}/{c['kv_heads']}"
+        heads = f"{c['heads']}/{c['kv_heads'] or c['heads']}"
+        size = f"{c['batch']} x {queries}{c['seqlen']}, heads {heads}"
         rows.append([
             f"{c['direction']}, {c['dtype']}, d {c['d']}, {'causal' if c['causal'] else 'full'},"
             f" {size}, {'TB/s of K and V' if few else 'TFLOP/s'}",

@@ -26,7 +26,7 @@ import common
 from cells import HEAD_DIMS, SEQLENS, standard_cells
 from common import Json
 from providers import BEST, BEST_LABEL
-from ratios import geometric_mean, ratios, with_best
+from ratios import geometric_mean, ratios, recorded_note, with_best
 
 FOLDER = common.ROOT / "docs" / "figures"
 FULL_WIDTH, PIXELS = 9.0, 100  # inches, and pixels per inch
@@ -40,6 +40,8 @@ STYLES = {
     "flash": ("#cc79a7", "D", "--"),
     "cudnn": ("#d55e00", "v", "--"),
     "efficient": ("#8c6bb1", "<", "--"),
+    "flash_attn_2": ("#882255", "1", "--"),
+    "flash_attn_3": ("#44aa99", "2", "--"),
     "flash_attn_4": ("#000000", "x", "--"),
     BEST: ("#000000", "x", ":"),
     "standard": ("#666666", "P", "-."),
@@ -47,8 +49,9 @@ STYLES = {
 }
 LABELS = {
     "fa1": "fa1", "fa2": "fa2", "fa3": "fa3", "flash": "SDPA flash", "cudnn": "SDPA cuDNN",
-    "efficient": "SDPA efficient", "flash_attn_4": "flash-attn 4", BEST: BEST_LABEL,
-    "standard": "standard attention", "naive": "naive softmax",
+    "efficient": "SDPA efficient", "flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3",
+    "flash_attn_4": "flash-attn 4", BEST: BEST_LABEL, "standard": "standard attention",
+    "naive": "naive softmax",
 }  # fmt: skip
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -192,7 +195,8 @@ SPEEDUPS = tuple(
 
 
 def speedup_data(results: dict[str, Json]) -> Any:
-    """Geometric mean, smallest and largest ratio on the standard grid, by direction and pair."""
+    """Geometric mean, smallest and largest ratio on the standard grid, by direction and pair, and
+    a note where some are against a recorded one."""
     rows = []
     for direction in (FORWARD, BACKWARD):
         found = standard_cells(cells_of(results), direction)
@@ -200,7 +204,8 @@ def speedup_data(results: dict[str, Json]) -> Any:
             values = ratios(found, ours, peer)
             if values:
                 numbers = (geometric_mean(values), min(values), max(values))
-                rows.append([direction, ours, peer, *(round(x, 3) for x in numbers)])
+                note = recorded_note(found, ours, peer)
+                rows.append([direction, ours, peer, *(round(x, 3) for x in numbers), note])
     return rows or None
 
 
@@ -210,7 +215,7 @@ def draw_speedup(rows: Any) -> Any:
     for axis, direction in zip(axes[0], (FORWARD, BACKWARD), strict=True):
         peers = list(dict.fromkeys(r[2] for r in rows if r[0] == direction))
         for offset, ours in enumerate(("fa1", "fa2", "fa3")):
-            mine = {r[2]: r[3:] for r in rows if r[:2] == [direction, ours]}
+            mine = {r[2]: r[3:6] for r in rows if r[:2] == [direction, ours]}
             xs = [peers.index(p) + 0.27 * (offset - 1) for p in mine]
             means = [m[0] for m in mine.values()]
             whiskers = [[m[0] - m[1] for m in mine.values()], [m[2] - m[0] for m in mine.values()]]
@@ -229,6 +234,8 @@ def draw_speedup(rows: Any) -> Any:
         axis.set_title(direction)
         axis.grid(axis="x", visible=False)
     axes[0][0].set_ylabel("times as fast")
+    if notes := dict.fromkeys(f"{r[0]}, over {LABELS[r[2]]}{r[6]}" for r in rows if r[6]):
+        figure.supxlabel("\n".join(notes), fontsize=8)
     legend_above(figure, axes[0][0])
     return figure
 

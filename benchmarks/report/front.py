@@ -8,7 +8,7 @@ import common
 from cells import standard_cells
 from common import Json
 from providers import BEST, BEST_LABEL
-from ratios import geometric_mean, ratios, with_best
+from ratios import geometric_mean, ratios, recorded_note, with_best
 from support import BOTH
 
 from .sections import picture
@@ -23,9 +23,10 @@ def words_of(cells: list[Json], direction: str) -> str:
     speeds = [r["tflops"] for c in found if "tflops" in (r := c["providers"].get("fa3", {}))]
     for peer, label in PEERS.items():
         if values := ratios(found, "fa3", peer):
+            note = recorded_note(found, "fa3", peer)
             return (
                 f"{direction} {geometric_mean(values):.2f}× the speed of {label}"
-                f" (geometric mean of {len(values)} shapes), up to {max(speeds):.0f} TFLOP/s"
+                f" (geometric mean of {len(values)} shapes{note}), up to {max(speeds):.0f} TFLOP/s"
             )
     return ""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cells import SEQLENS, is_plain, standard_cells
 from common import Json
 from providers import BEST, BEST_LABEL
-from ratios import GOALS, GRID, Goal, geometric_mean, ratios
+from ratios import GOALS, GRID, Goal, geometric_mean, ratios, recorded_note
 
 import flash_ext
 
@@ -49,21 +49,23 @@ def goal_rows(goal: Goal, cells: list[Json], names: dict[str, str]) -> list[list
     no verdict."""
     text = f"{goal.ours} over {names[goal.peer]}, {goal.direction}"
     every = f"{text}, every cell of the grid: at least {goal.least:g}×"
-    values = ratios(standard_cells(cells, goal.direction), goal.ours, goal.peer)
+    found = standard_cells(cells, goal.direction)
+    values = ratios(found, goal.ours, goal.peer)
     if not values:
         return [[every, UNKNOWN, ""]]
+    note = recorded_note(found, goal.ours, goal.peer)
     whole = len(values) == GRID
     why = REASONS.get((goal.ours, goal.direction), OPEN)
     reached, mean = sum(v >= goal.least for v in values), geometric_mean(values)
     return [
         [
             every,
-            f"{min(values):.2f}× – {max(values):.2f}×, {reached} of {len(values)} cells",
+            f"{min(values):.2f}× – {max(values):.2f}×, {reached} of {len(values)} cells{note}",
             verdict(reached == len(values), why) if whole else "",
         ],
         [
             f"{text}, geometric mean: at least {goal.mean:g}×",
-            f"{mean:.2f}×, over {len(values)} cells",
+            f"{mean:.2f}×, over {len(values)} cells{note}",
             verdict(mean >= goal.mean, why) if whole else "",
         ],
     ]

@@ -12,6 +12,8 @@ from pathlib import Path
 import common
 from common import Json
 
+from .tables import number
+
 # By how much a number must differ to have moved; numbers that are not listed here are ignored.
 LIMITS = {
     "ms": 0.06, "us": 0.15, "tokens_per_second": 0.06, "ratio": 0.06, "over_dense": 0.06,
@@ -61,7 +63,8 @@ def moved(old: Json, new: Json) -> tuple[list[tuple[float, str]], list[float]]:
         if kind in ("ms", "us"):
             changes.append(change)
         if abs(change) > LIMITS[kind]:
-            found.append((change, f"{where}: {before[where]:g} -> {x:g} ({change:+.1%})"))
+            values = f"{number(before[where], 6)} -> {number(x, 6)}"
+            found.append((change, f"{where}: {values} ({change:+.1%})"))
     return sorted(found, key=lambda f: -abs(f[0])), changes
 
 

@@ -69,6 +69,7 @@ def memory_section() -> str:
     def part(folder: Path, memory: Json) -> list[str]:
         lengths = sorted({int(s) for rows in memory["providers"].values()
                           for r in rows.values() for s in r["bytes"]})  # fmt: skip
+        labels = memory["labels"] | LABELS  # a peer that no figure names has its own label
         rows = []
         for direction in ("forward", "both"):
             words = "forward" if direction == "forward" else "forward and backward"
@@ -82,7 +83,7 @@ def memory_section() -> str:
                     ratio = f" ({base[str(s)] / size[str(s)]:.0f}×)" if str(s) in base else ""
                     return f"{size[str(s)] / 2**20:,.0f}" + ratio * (size is not base)
 
-                rows.append([f"{words}, {LABELS[name]}", *map(cell, lengths)])
+                rows.append([f"{words}, {labels[name]}", *map(cell, lengths)])
         head = ["MiB (times less than standard)", *(f"S {figures.size_name(s)}" for s in lengths)]
         return [*picture(folder, "memory"), table(head, rows)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -60,10 +61,15 @@ def relevant(folder: Path, rows: Iterable[list[str]], column: int) -> list[list[
     return [row for row in rows if folder == main_gpu() or row[column] not in (UNKNOWN, NO)]
 
 
+def number(x: float, digits: int = 3) -> str:
+    """A number to so many digits, or to all of those before the point; never with an exponent
+    because it is large."""
+    if math.isinf(x):
+        return "∞" if x > 0 else "-∞"
+    return f"{x:,.0f}" if abs(x) >= 10**digits - 0.5 else f"{x:.{digits}g}"
+
+
 def span(values: list[float], unit: str = "×", digits: int = 3) -> str:
     """The range of some numbers, or the one number that they all are."""
-    low, high = (
-        f"{x:.0f}{unit}" if round(x) >= 10**digits else f"{x:.{digits}g}{unit}"
-        for x in (min(values), max(values))
-    )
+    low, high = (number(x, digits) + unit for x in (min(values), max(values)))
     return low if low == high else f"{low} – {high}"

@@ -1,0 +1,107 @@
+"""The examples' command lines: what cannot work is refused before anything is trained.
+
+Would catch a mistake in an option that ends in a traceback, or after the training, whose results
+are lost then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "examples"))
+
+import train_gpt  # noqa: E402
+
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq", "16", "--batch", "1"]
+
+
+def gpt(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """train_gpt.py with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", *map(str, arguments)])
+    return train_gpt.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("--steps", 0), "--steps: must be at least 1, got 0"),
+        (("--heads", 0), "--heads: must be at least 1, got 0"),
+        (("--heads", 3), "--width 128 must be a multiple of --heads 3"),
+        (("--kv-heads", 3), "--heads 4 must be a multiple of --kv-heads 3"),
+        (("--heads", 1, "--width", 512), "head dimension must be 1 to 256"),
+        (("--variant", "fa3"), "--variant fa3: "),
+        (("--out", "curves.xyz"), "--out curves.xyz: a picture can be one of "),
+        (("--out", Path(__file__) / "curves.png"), "no folder for "),
+        (("--json", Path(__file__) / "losses.json"), "no folder for "),
+    ),
+)
+def test_what_does_not_work_is_refused(
+    arguments: tuple[object, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    if "xyz" in message:
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(train_gpt, "train", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(SystemExit, match="2"):
+        gpt(monkeypatch, *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_loses_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plot(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(train_gpt, "plot", plot)
+    monkeypatch.setattr(train_gpt, "variants_table", lambda config: {})
+    out, losses = tmp_path / "pictures" / "a.png", tmp_path / "results" / "a.json"
+    with pytest.raises(OSError, match="no space left"):
+        gpt(monkeypatch, *SMALL, "--steps", 1, "--out", out, "--json", losses)
+    assert [len(run["losses"]) for run in json.loads(losses.read_text())["runs"]] == [1, 1]
+    assert out.parent.is_dir()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("--heads", "3"), "--width 64 must be a multiple of --heads 3"),
+        (("--kv-heads", "3"), "--heads 4 must be a multiple of --kv-heads 3"),
+        (("--steps", "0"), "--steps: must be at least 1, got 0"),
+    ),
+)
+def test_a_long_training_is_refused_before_ranks_meet(
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    import train_long
+
+    def meet(*_: object) -> None:
+        pytest.fail("the process group was started")
+
+    monkeypatch.setattr(train_long.dist, "init_process_group", meet)
+    monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        train_long.main()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")
+def test_kv_heads_follow_the_heads() -> None:
+    import train_long
+
+    for heads, kv_heads in ((32, 8), (64, 8), (12, 4), (6, 2), (7, 1)):
+        assert train_long.config_of("cuda", heads=heads).kv_heads == kv_heads
+    assert train_long.config_of("cpu", heads=2).kv_heads == 2
+    assert train_long.config_of("cuda", heads=6, kv_heads=3).kv_heads == 3

@@ -1,0 +1,133 @@
+"""Benchmarks on a GPU that some variants do not take all calls of: that is no failure.
+
+The GPU is the CPU here, and refuses as one of compute capability 8.6 does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_test_report  # puts benchmarks/ on the path
+import pytest
+import torch
+from io_module import benchmark_io
+
+import flash_ext
+
+common = gpu_test_report.common
+import compare  # noqa: E402
+import memory  # noqa: E402
+import neighbors  # noqa: E402
+import numerics  # noqa: E402
+import options  # noqa: E402
+import providers  # noqa: E402
+
+LARGE = "head dims above 64 need more shared memory"
+
+
+@pytest.fixture(autouse=True)
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fa1 takes no head dim above 64, and of fa2 there are no gradients then."""
+    usual = flash_ext.explain
+
+    def explain(q: torch.Tensor, *others: Any, **options: Any) -> flash_ext.Explanation:
+        found = usual(q, *others, **options)
+        if q.shape[-1] <= 64:
+            return found
+        reasons = found.reasons | {"fa1": LARGE}
+        return dataclasses.replace(found, reasons=reasons, backward=None, why_backward=LARGE)
+
+    monkeypatch.setattr(flash_ext, "explain", explain)
+
+
+def results_of(
+    main: Callable[[], int], path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> dict[str, Any]:
+    """What a program writes that ends well."""
+    command = [main.__module__, "--device", "cpu", "--out", str(path), *arguments]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 0
+    return json.loads(path.read_text())
+
+
+def test_the_variants_that_run() -> None:
+    device = torch.device("cpu")
+    assert providers.running(device) == list(flash_ext.CPU_VARIANTS)
+    assert providers.running(device, 128) == [v for v in flash_ext.CPU_VARIANTS if v != "fa1"]
+    assert providers.running(device, 128, gradients=True) == []
+
+
+def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ("--d", "128", "--s", "32", "--heads", "1", "--batch", "1", "--causal", "--peers")
+    result = results_of(compare.main, tmp_path / "x", monkeypatch, *shape, "standard", "--variants",
+                        "fa1", "fa2")  # fmt: skip
+    found = {cell["direction"]: cell["providers"] for cell in result["cells"]}
+    forward, backward = found["forward"], found["backward"]
+    refused = {"skipped": LARGE, "refused": True}
+    assert forward["fa1"] == refused and forward["fa2"]["ms"] > 0
+    assert backward["fa1"] == backward["fa2"] == refused and backward["standard"]["ms"] > 0
+
+
+def test_errors_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = results_of(
+        numerics.main, tmp_path / "n", monkeypatch, "--s", "32", "--variants", "fa1"
+    )
+    assert all(c["providers"]["fa1"]["refused"] for c in result["cells"])
+    result = results_of(memory.main, tmp_path / "m", monkeypatch, "--s", "64", "128", "--variants",
+                        "fa1", "--peers")  # fmt: skip
+    assert result["providers"]["fa1"]["forward"] == {"bytes": {}, "refused": LARGE}
+
+
+def test_options_and_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = ("--rounds", "1", "--only", "deterministic", "--d", "128")
+    result = results_of(options.main, tmp_path / "o", monkeypatch, *few)
+    assert all(cell["results"] == {} for cell in result["deterministic"])
+    large = dataclasses.replace(neighbors.CPU_SHAPES[0], d=128)
+    monkeypatch.setattr(neighbors, "CPU_SHAPES", (large,))
+    monkeypatch.setattr(neighbors, "neighbors", lambda cell: iter([cell]))
+    result = results_of(neighbors.main, tmp_path / "s", monkeypatch)
+    assert [row["direction"] for row in result["rows"]] == ["forward"]
+
+
+def test_tables_that_a_budget_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "o"
+    few = ("--rounds", "1", "--d", "128", "--only")
+    command = ["options", "--device", "cpu", "--out", str(path), *few, "mix", "--budget", "0"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert options.main() == 1
+    result = results_of(options.main, path, monkeypatch, *few, "deterministic")
+    assert result["incomplete"] == ["mix"], "another table's run changes nothing"
+
+
+def test_no_room_for_the_exact_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What peers cannot be held against is left out; the shapes after it are not."""
+    usual = providers.Workload.exact
+
+    def exact(work: providers.Workload, causal: bool, gradients: bool) -> list[torch.Tensor]:
+        if work.q.shape[1] == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return usual(work, causal, gradients)
+
+    monkeypatch.setattr(providers.Workload, "exact", exact)
+    path = tmp_path / "x"
+    few = ("--d", "32", "--s", "64", "32", "--heads", "1", "--batch", "1", "--causal")
+    command = ["compare", "--device", "cpu", "--out", str(path), *few, "--variants", "fa2"]
+    monkeypatch.setattr(sys, "argv", [*command, "--peers"])
+    assert compare.main() == 1
+    cells = json.loads(path.read_text())["cells"]
+    assert [("ms" in c["providers"]["fa2"], c["seqlen"]) for c in cells] == [
+        (True, 32), (True, 32), (False, 64), (False, 64)
+    ]  # fmt: skip
+    assert cells[2]["providers"]["fa2"] == {"skipped": "OutOfMemoryError: CUDA out of memory."}
+
+
+@pytest.mark.parametrize(("gigabytes", "longest"), [(80, 4096), (144, 8192)])
+def test_matrices_of_standard_attention_fit(gigabytes: int, longest: int) -> None:
+    asked = benchmark_io.cases(benchmark_io.SEQLENS, ["standard"])
+    fitting = [c for c in asked if benchmark_io.runs(c, gigabytes * 2**30)]
+    assert max(c.seqlen for c in fitting if c.direction == "backward") == longest
