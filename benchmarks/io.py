@@ -109,16 +109,16 @@ LONG_KEYS, LONG_TILE = 8192, 192  # fa3 forward, head dim 64, HEADS: from so man
 SOFTCAP_TILE = 128
 
 
-def is_hopper() -> bool:
-    """Whether this GPU is one."""
-    return torch.cuda.get_device_capability() == (9, 0)
+def has_hopper_tiles() -> bool:
+    """Whether this GPU, or that of a prediction without one, has a Hopper GPU's shared memory."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
 
 def tile(case: Case) -> int:
     """The tile size that sets how often tensors pass."""
     if case.method == SOFTCAP:
         return SOFTCAP_TILE
-    if (case.method, case.direction) == ("fa1", "forward") and not is_hopper():
+    if (case.method, case.direction) == ("fa1", "forward") and not has_hopper_tiles():
         return FEW_KEYS[case.d]
     if (case.method, case.direction, case.d) == ("fa3", "forward", 64) and case.seqlen >= LONG_KEYS:
         return LONG_TILE
