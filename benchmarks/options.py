@@ -49,6 +49,7 @@ from providers import (
 from timing import METHOD, Timer
 from torch import Tensor
 
+TABLES = ("options", "mix", "deterministic")  # each a method of Bench
 PLAIN = "plain"
 SEED = 55  # of the lengths: 16 sequences, so 1k in the mean, and the longest is 8192
 # (variant, direction) of the first table; fa1's backward would take as long as all the others. The
@@ -405,7 +406,7 @@ def main() -> int:
     parser = common.parser(__doc__)
     add = parser.add_argument
     common.add_device(parser)
-    add("--only", choices=("options", "mix", "deterministic"), help="one of the tables")
+    add("--only", choices=TABLES, help="one of the tables")
     add("--d", nargs="*", type=int, help="head dims, default 64 and 128")
     add("--rounds", type=int, default=15, help="calls of each kind")
     add("--budget", type=float, default=90, help="seconds after which no further cell starts")
@@ -421,6 +422,7 @@ def main() -> int:
     path = common.result_path(device, "options.json", args.out)
     result = common.describe_setup(device)
     kept = common.earlier(path, result)
+    asked = [args.only] if args.only else list(TABLES)
     result |= {
         "method": METHOD,
         "dtype": str(sizes.dtype).removeprefix("torch."),
@@ -431,12 +433,10 @@ def main() -> int:
         "deterministic": kept.get("deterministic", []),
         "lengths": lengths, "lengths_seed": SEED, "tokens": sum(lengths),
         "dense_batch": 2, "dense_seqlen": dense_seqlen(lengths, 2, sizes.rounding),
-        "incomplete": [],  # tables that the budget cut short
+        # Tables that the budget cut short.
+        "incomplete": [x for x in kept.get("incomplete") or () if x not in asked],
     }  # fmt: skip
     bench = Bench(device, args.rounds)
-    tables = {"options": bench.options, "mix": bench.mix, "deterministic": bench.deterministic}
-    asked = [args.only] if args.only else list(tables)
-    result["incomplete"] = [x for x in kept.get("incomplete") or () if x not in asked]
     shapes = [
         (name, d, causal)
         for name in asked
@@ -453,7 +453,7 @@ def main() -> int:
             result["incomplete"] = sorted({*result["incomplete"], name})
             say(f"over the budget of {args.budget:g} s: {name}, d {d} is left out")
             continue
-        for cell in tables[name](sizes, d, causal):
+        for cell in getattr(bench, name)(sizes, d, causal):
             same = identity(cell)
             result[name] = [c for c in result[name] if identity(c) != same] + [cell]
             bad |= any(
@@ -466,7 +466,7 @@ def main() -> int:
             torch.cuda.empty_cache()  # one shape's graphs must not crowd out the next
     result["seconds"] = round(time.monotonic() - started, 1)
     common.write_json(path, result)
-    for name in tables:
+    for name in TABLES:
         for cell in result[name]:
             print_cell(name, cell)
     print(f"\nlengths, seed {SEED}: {lengths}")

@@ -402,6 +402,8 @@ def test_tiles_are_those_of_the_prediction(native: ModuleType) -> None:
                 key = "fa3", "forward with options"
             size = native.tiles(case.d)[key]
         assert size == benchmark_io.tile(case), case
+    for d, keys in benchmark_io.FEW_KEYS.items():
+        assert native.tiles(d)["fa1", "forward, less memory"] == keys
 
 
 SMS = 132  # of an H200

@@ -283,6 +283,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const Fa3Forward fa3 = fa3_forward(dims, Features::kGeneral, Fa3ForwardTile::kUsual);
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, fa1_forward(fa1).block_kv},
+            {{"fa1", "forward, less memory"}, fa1_forward(fa1).small_block_kv},
             {{"fa2", "forward"}, fa2.rows_per_warp * fa2.warps},
             {{"fa3", "forward with options"}, 64 * fa3.consumers},
             {{"fa1", "backward"}, fa1_back.keys_per_warp * fa1_back.warps_kv},
