@@ -145,6 +145,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
 
 
+@pytest.fixture
+def need_gpus(record_property: Callable[[str, object], None]) -> Callable[[int], None]:
+    """Skips a test where there are fewer GPUs; tests.json names the others, with their GPUs."""
+
+    def need(gpus: int) -> None:
+        if torch.cuda.device_count() < gpus:
+            pytest.skip(f"needs {gpus} GPUs")
+        record_property("gpus", gpus)
+
+    return need
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:

@@ -83,7 +83,8 @@ def visible_devices(job: int) -> dict[str, str]:
 def run(
     jobs: int, options: list[str], folder: Path, tests: Sequence[str] = (str(TESTS),)
 ) -> dict[str, Any]:
-    """Run the tests; logs go to the folder. Returns counts, reasons of skips, failures."""
+    """Run the tests; logs go to the folder. Returns counts, reasons of skips, failures, and which
+    passed on several GPUs."""
     started = time.monotonic()
     reports = [folder / f"{i}.json" for i in range(jobs)]
     logs = [folder / f"{i}.log" for i in range(jobs)]
@@ -113,6 +114,7 @@ def run(
 
     counts: Counter[str] = Counter()
     skips: Counter[str] = Counter()
+    several_gpus: dict[str, int] = {}
     failures: list[str] = []
     statuses = []
     for part, report, log in zip(parts, reports, logs, strict=True):
@@ -125,6 +127,7 @@ def run(
             found = json.loads(report.read_text())
             counts.update(found["counts"])
             skips.update(found["skips"])
+            several_gpus |= found["several_gpus"]
             failures += found["failures"]
         if statuses[-1]:
             print(log.read_text()[-8000:])
@@ -132,6 +135,7 @@ def run(
         "selection": "-m gpu",
         "counts": dict(counts),
         "skips": dict(sorted(skips.items())),
+        "several_gpus": dict(sorted(several_gpus.items())),
         "failures": failures,
         "exit_status": max(map(abs, statuses)),
         "processes": jobs,
@@ -146,7 +150,10 @@ def replaced(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
     counts.update(again["counts"])
     number = before.get("again", 0) + len(before["failures"])
     ran_again = {key: again[key] for key in ("failures", "exit_status")}
-    return before | ran_again | {"counts": dict(counts), "again": number}
+    several_gpus = before.get("several_gpus", {}) | again["several_gpus"]
+    return before | ran_again | {
+        "counts": dict(counts), "several_gpus": several_gpus, "again": number
+    }  # fmt: skip
 
 
 def not_tests(failures: list[str]) -> list[str]:

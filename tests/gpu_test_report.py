@@ -41,12 +41,20 @@ def skip_reasons(reports: Iterable[pytest.TestReport]) -> dict[str, int]:
     return dict(sorted(reasons.items()))
 
 
+def several_gpus(reports: Iterable[pytest.TestReport]) -> dict[str, int]:
+    """The tests of several GPUs, and of how many: see the fixture `need_gpus`."""
+    return {r.nodeid: dict(r.user_properties)["gpus"] for r in reports
+            if "gpus" in dict(r.user_properties)}  # fmt: skip
+
+
 def summary(stats: Mapping[str, list[pytest.TestReport]]) -> common.Json:
-    """What a run of pytest counted, why tests were skipped, and which failed."""
+    """What a run of pytest counted, why tests were skipped, which failed, and which passed on
+    several GPUs."""
     outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
     return {
         "counts": {outcome: len(stats.get(outcome, [])) for outcome in outcomes},
         "skips": skip_reasons(stats.get("skipped", [])),
+        "several_gpus": several_gpus(stats.get("passed", [])),
         "failures": [
             report.nodeid for name in ("failed", "error") for report in stats.get(name, [])
         ],

@@ -507,6 +507,8 @@ def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
         "@pytest.mark.parametrize('name', ('fa1', 'fa2', 'fa3'))\n"
         "@pytest.mark.parametrize('i', range(20))\n"
         "def test_it(i, name): assert i != 7 or name != 'fa3'\n"
+        "@pytest.mark.parametrize('gpus', (0, 99))\n"
+        "def test_gpus(gpus, need_gpus): need_gpus(gpus)\n"
     )
     command = [sys.executable, "-c", RUN_PARTS, "3"]
     command += ["-q", "-p", "no:cacheprovider", "-s", f"--rootdir={tmp_path}", str(tmp_path)]
@@ -514,7 +516,11 @@ def test_parts_of_the_gpu_tests(tmp_path: Path) -> None:
     subprocess.run(command, env=environment, cwd=tmp_path)
     parts = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
     passed = [part["counts"]["passed"] for part in parts]
-    assert sum(passed) == 59 and min(passed) > 0
+    assert sum(passed) == 60 and min(passed) > 0
+    assert [x for p in parts for x in p["several_gpus"].items()] == [
+        ("test_some.py::test_gpus[0]", 0)
+    ], "named with their number where there are as many"
+    assert [x for p in parts for x in p["skips"]] == ["needs 99 GPUs"]
     assert sorted(p["counts"]["failed"] for p in parts) == [0, 0, 1]
     assert [x for p in parts for x in p["failures"]] == ["test_some.py::test_it[7-fa3]"]
     for parts in (2, 5):
@@ -708,11 +714,13 @@ def test_failed_tests_run_again() -> None:
     }  # fmt: skip
     again = {
         "counts": {"passed": 2, "failed": 1}, "failures": ["b"], "exit_status": 1, "processes": 1,
-        "skips": {},
+        "skips": {}, "several_gpus": {"a": 4},
     }  # fmt: skip
-    found = gpu_suite.replaced(before, again)
+    found = gpu_suite.replaced(before | {"several_gpus": {"d": 2}}, again)
     counts = {"passed": 9, "failed": 1, "error": 0, "skipped": 4}
-    assert found == before | {"counts": counts, "failures": ["b"], "again": 3}
+    several = {"a": 4, "d": 2}
+    new = {"counts": counts, "failures": ["b"], "again": 3, "several_gpus": several}
+    assert found == before | new
 
 
 @pytest.mark.parametrize(
@@ -755,7 +763,8 @@ def test_a_part_that_crashes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             report = Path(command[command.index("--report") + 1])
             self.returncode = -11 if report.name == "1.json" else 0
             if not self.returncode:
-                report.write_text('{"counts": {"passed": 2}, "skips": {"why": 1}, "failures": []}')
+                found = {"counts": {"passed": 2}, "skips": {"why": 1}, "failures": []}
+                report.write_text(json.dumps(found | {"several_gpus": {report.name: 2}}))
 
         def poll(self) -> int:
             return self.returncode
@@ -764,6 +773,7 @@ def test_a_part_that_crashes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = gpu_suite.run(3, [], tmp_path)
     assert result["counts"] == {"passed": 4, "error": 1} and result["skips"] == {"why": 2}
     assert result["exit_status"] == 11 and result["failures"] == ["a process ended with status -11"]
+    assert result["several_gpus"] == {"0.json": 2, "2.json": 2}
 
 
 def test_make_tells_the_sanitizers_which_python() -> None:

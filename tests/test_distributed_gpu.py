@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,9 +232,8 @@ CHECKS = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_split_over_gpus(check, ranks: int) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+def test_split_over_gpus(check, ranks: int, need_gpus: Callable[[int], None]) -> None:
+    need_gpus(ranks)
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     run_ranks(ranks, "cuda", check)

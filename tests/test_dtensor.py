@@ -8,6 +8,7 @@ drop by different ones, and a model whose tensor-parallel training differs from 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -300,7 +301,7 @@ def check_all(ranks: int, device: str) -> None:
         check(mesh)
 
 
-def test_two_ranks(device: str) -> None:
-    if device == "cuda" and torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} GPUs")
+def test_two_ranks(device: str, need_gpus: Callable[[int], None]) -> None:
+    if device == "cuda":
+        need_gpus(RANKS)
     run_ranks(RANKS, device, check_all)

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import itertools
 import resource
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -613,10 +614,9 @@ def test_deterministic_on_streams_of_two_priorities(head_dim: int, variant: str)
 
 
 @pytest.mark.gpu
-def test_runs_on_the_inputs_device() -> None:
+def test_runs_on_the_inputs_device(need_gpus: Callable[[int], None]) -> None:
     """Not on the current one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need_gpus(2)
     problem = Problem(1, 100, 100)
     expected = device_step(make_inputs(problem, "cuda:0"), problem, "auto")
     actual = device_step(make_inputs(problem, "cuda:1"), problem, "auto")
