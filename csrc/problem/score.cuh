@@ -10,6 +10,7 @@
 #include "problem/params.h"
 #include "problem/sequences.cuh"
 #include "ptx/memory.cuh"
+#include "tile/any_half.cuh"
 #include "tile/fragment.cuh"
 
 namespace flash_ext {
@@ -110,7 +111,9 @@ struct ScoreFunction {
             if (params.bias.data == nullptr) return;
             switch (params.bias.type) {
                 case BiasType::kElement:
-                    add_bias<Element>(s, first_row, first_col, sign * kLog2e);
+                    with_element<Element>(params.element_type, [&](auto element) {
+                        add_bias<decltype(element)>(s, first_row, first_col, sign * kLog2e);
+                    });
                     break;
                 case BiasType::kFloat32:
                     add_bias<float>(s, first_row, first_col, sign * kLog2e);

@@ -11,6 +11,7 @@
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "tile/any_half.cuh"
 
 namespace flash_ext {
 
@@ -21,10 +22,24 @@ __device__ __forceinline__ uint4 load_chunk(const GlobalTile<const Element>& til
     const Element* x = tile.data + row * tile.row_stride + col;
     if (aligned) return *reinterpret_cast<const uint4*>(x);
     const auto pair = [&](int i) {
-        const auto at = [&](int j) { return col + j < tile.cols ? ptx::to_float(x[j]) : 0.f; };
-        return ptx::pack<Element>(at(i), at(i + 1));
+        const auto* bits = reinterpret_cast<const uint16_t*>(x);
+        const auto at = [&](int j) { return col + j < tile.cols ? uint32_t{bits[j]} : 0; };
+        return at(i) | at(i + 1) << 16;
     };
     return make_uint4(pair(0), pair(2), pair(4), pair(6));
+}
+
+// The sum of the products of eight elements.
+template <class Element>
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b, ElementType type) {
+    float sum = 0.f;
+    with_element<Element>(type, [&](auto element) {
+        const auto* x = reinterpret_cast<const decltype(element)*>(&a);
+        const auto* y = reinterpret_cast<const decltype(element)*>(&b);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
+    });
+    return sum;
 }
 
 struct RowStatistics {
@@ -99,11 +114,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
         }
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
-            const auto* x = reinterpret_cast<const Element*>(&o[i]);
-            const auto* y = reinterpret_cast<const Element*>(&d_o[i]);
-            float sum = 0.f;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) sum += ptx::to_float(x[j]) * ptx::to_float(y[j]);
+            float sum = dot<Element>(o[i], d_o[i], params.element_type);
 #pragma unroll
             for (int offset = kLanes / 2; offset > 0; offset /= 2)
                 sum += __shfl_xor_sync(0xffffffff, sum, offset);
@@ -126,20 +137,20 @@ cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool 
     const int lanes = preprocess_lanes(params.head_dim_v);
     const int64_t ctas = workspace_rows(params, params.q_block_rows) / block_q;
     cudaError_t status = cudaSuccess;
-    dispatch_element(params.element_type, [&](auto element) {
-        const auto launch = [&](auto is_general, auto row_lanes) {
-            status =
-                launch_kernel<backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
-                    ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
-        };
-        if (general) {  // these take long to compile: two suffice
-            dispatch<16, 32>(max_of(lanes, 16),
-                             [&](auto row_lanes) { launch(std::true_type{}, row_lanes); });
-        } else {
-            dispatch<4, 8, 16, 32>(lanes,
-                                   [&](auto row_lanes) { launch(std::false_type{}, row_lanes); });
-        }
-    });
+    const auto launch = [&](auto element, auto is_general, auto row_lanes) {
+        status =
+            launch_kernel<backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
+                ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
+    };
+    if (general) {  // these take long to compile: two suffice
+        dispatch<16, 32>(max_of(lanes, 16),
+                         [&](auto row_lanes) { launch(AnyHalf{}, std::true_type{}, row_lanes); });
+    } else {
+        dispatch_element(params.element_type, [&](auto element) {
+            dispatch<4, 8, 16, 32>(
+                lanes, [&](auto row_lanes) { launch(element, std::false_type{}, row_lanes); });
+        });
+    }
     return status;
 }
 

@@ -31,6 +31,7 @@
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/memory.cuh"
+#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 
@@ -224,7 +225,8 @@ struct BackwardTile {
                                               int first_key) const {
         rP.clear();
         gemm<Element, Config::kHeadDim>(rP, AFromRows<KTile>(k_tile(), warp_key),
-                                        BFromRows<QTile>(q_tile_at(walk.stage), warp_query()));
+                                        BFromRows<QTile>(q_tile_at(walk.stage), warp_query()),
+                                        params.element_type);
         const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
         if constexpr (kGeneral)
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
@@ -255,7 +257,8 @@ struct BackwardTile {
         const float* delta_of_query = statistics(walk.stage).delta + warp_query();
         rdS.clear();  // dP^T first
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
-                                         BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()));
+                                         BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()),
+                                         params.element_type);
         if constexpr (!kGeneral) {
             softmax_gradient<Rows::kKeys>(rdS, rP, delta_of_query);
             return;
@@ -295,9 +298,11 @@ struct BackwardTile {
 
     // Stores what other warps need of P^T and dS^T. They may use it after a barrier.
     __device__ __forceinline__ void share_p_ds(const Scores& rP, const Scores& rdS) const {
-        store_to_shared<Element, PTile>(ds_tile(), rdS, warp_key, warp_query() / 16);
+        store_to_shared<Element, PTile>(ds_tile(), rdS, warp_key, warp_query() / 16,
+                                        params.element_type);
         if constexpr (!kInRegisters)
-            store_to_shared<Element, PTile>(p_tile(), rP, warp_key, warp_query() / 16);
+            store_to_shared<Element, PTile>(p_tile(), rP, warp_key, warp_query() / 16,
+                                            params.element_type);
     }
 
     // dV += P^T dO
@@ -305,9 +310,11 @@ struct BackwardTile {
                                                   int stage) const {
         const BFromColumns<DOTile, Config::kWarpsD> dO(do_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
+            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO,
+                                           params.element_type);
         } else {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(p_tile(), warp_key), dO);
+            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(p_tile(), warp_key), dO,
+                                           params.element_type);
         }
     }
 
@@ -316,9 +323,11 @@ struct BackwardTile {
                                                   int stage) const {
         const BFromColumns<QTile, Config::kWarpsD> q(q_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
-            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
+            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q,
+                                           params.element_type);
         } else {
-            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(ds_tile(), warp_key), q);
+            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(ds_tile(), warp_key), q,
+                                           params.element_type);
         }
     }
 
@@ -332,7 +341,8 @@ struct BackwardTile {
         const AFromColumns<PTile> dS(ds_tile(), 0, warp_m * DQ::kM);
         const KColumns k(k_tile(), 0, warp_n);
         rdQ.clear();
-        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
+        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k},
+                                        params.element_type);
     }
 
     // dK and dV to HBM, through the memory of the K and V tiles; zeros for rows that are not in
@@ -341,8 +351,10 @@ struct BackwardTile {
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
         if constexpr (kGeneral) rdV.scale(params.keep_scale);
-        store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
-        store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
+        store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d,
+                                                         params.element_type);
+        store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d,
+                                                         params.element_type);
         __syncthreads();  // dK and dV are complete
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.rows_k - first_key;
@@ -431,7 +443,8 @@ __global__ void __launch_bounds__(Config::kThreads)
         rdQ.scale(params.gradient_scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(
             sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
-            warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
+            warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN,
+            params.element_type);
     }
     __syncthreads();  // the tile is complete
     const int first_query = q_tile * Config::kBlockQ;

@@ -15,13 +15,14 @@
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
+#include "tile/any_half.cuh"
 
 namespace flash_ext {
 
-template <class Element, int kHeadDim, int kHeadDimV>
+template <int kHeadDim>
 using BiasGradientConfig =
-    BackwardConfig<Element, kHeadDim, kHeadDimV, Features::kGeneral,
-                   tuning::small_fa2_backward({kHeadDim, kHeadDimV}, Features::kGeneral)>;
+    BackwardConfig<AnyHalf, kHeadDim, kHeadDim, Features::kGeneral,
+                   tuning::small_fa2_backward({kHeadDim, kHeadDim}, Features::kGeneral)>;
 
 // The number of tiles of dbias in a dimension.
 FLASH_HOST_DEVICE constexpr int bias_tiles(int size, int block) {
@@ -35,7 +36,6 @@ FLASH_HOST_DEVICE constexpr Interval contributing(int size, int own, int count) 
 
 template <class Config>
 struct BiasGradient {
-    using Element = typename Config::Element;
     using Tile = BackwardTile<Config>;
     using Scores = typename Tile::Scores;
 
@@ -128,7 +128,10 @@ struct BiasGradient {
             if (bias.type == BiasType::kFloat32) {
                 static_cast<float*>(params.dbias)[index] = total;
             } else {
-                static_cast<Element*>(params.dbias)[index] = ptx::from_float<Element>(total);
+                with_element<typename Config::Element>(params.element_type, [&](auto element) {
+                    using Rounded = decltype(element);
+                    static_cast<Rounded*>(params.dbias)[index] = ptx::from_float<Rounded>(total);
+                });
             }
         }
     }
@@ -165,16 +168,13 @@ cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
     dispatch_head_dims(padded, [&](auto dim, auto) {
-        dispatch_kernel<Features::kGeneral>(params, [&](auto element, auto) {
-            // A call with a bias gradient is rare: powers of two suffice, and compile faster.
-            constexpr int kDim = std::bit_ceil(0u + dim.value);
-            using Config = BiasGradientConfig<decltype(element), kDim, kDim>;
-            const int (&sizes)[4] = params.bias.sizes;
-            const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
-                                 bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];
-            status = launch_kernel<bias_gradient_kernel<Config>>(
-                ctas, Config::kThreads, Config::kSharedBytes, params, stream);
-        });
+        // A call with a bias gradient is rare: powers of two suffice, and compile faster.
+        using Config = BiasGradientConfig<std::bit_ceil(0u + dim.value)>;
+        const int (&sizes)[4] = params.bias.sizes;
+        const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
+                             bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];
+        status = launch_kernel<bias_gradient_kernel<Config>>(ctas, Config::kThreads,
+                                                             Config::kSharedBytes, params, stream);
     });
     return status;
 }

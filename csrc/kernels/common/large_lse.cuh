@@ -15,6 +15,7 @@
 #include "kernels/common/recompute_rows.cuh"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
+#include "tile/any_half.cuh"
 
 namespace flash_ext {
 
@@ -37,7 +38,10 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
     const Interval keys = mask.keys_of({first_query, first_query + 16});
 #pragma unroll 1
     for (int key = keys.begin / 16 * 16; key < keys.end; key += 16) {
-        auto rS = scores_of_rows<Element>(params, sequence, head, first_query, key);
+        RegisterTile<16, 16> rS;
+        with_element<Element>(params.element_type, [&](auto element) {
+            rS = scores_of_rows<decltype(element)>(params, sequence, head, first_query, key);
+        });
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(rS, first_query,
                                                                                  key);

@@ -222,7 +222,8 @@ struct Fa1Forward {
         const int first_query = q_tile * Config::kBlockQ;
         const int warp_key = warp * Config::kKeysPerWarp;
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KTile>(sK, warp_key));
+        gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KTile>(sK, warp_key),
+                                        params.element_type);
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
                 rS, first_query, kv_tile * Config::kBlockKV + warp_key);
@@ -284,7 +285,9 @@ struct Fa1Forward {
                                       });
             }
         }
-        rP.fetch(AFromRegisters<Element, Scores>{rS});
+        with_element<Element>(params.element_type, [&](auto element) {
+            rP.fetch(AFromRegisters<decltype(element), Scores>{rS});
+        });
     }
 
     // A chunk of the warp's partial product with its own rows of V.
@@ -294,7 +297,8 @@ struct Fa1Forward {
         const VColumns v(sV, warp * Config::kKeysPerWarp, 0, warp * (Owned::kCols / 8));
         rO.clear();
         gemm<Element, Config::kKeysPerWarp>(
-            rO, rP, BSkipping<VColumns, kChunk * Config::kExchangeCols / 16>{v});
+            rO, rP, BSkipping<VColumns, kChunk * Config::kExchangeCols / 16>{v},
+            params.element_type);
     }
 
     // Gives a chunk of the partial product to the warps that own its columns; `own` receives this
@@ -490,7 +494,7 @@ struct Fa1Forward {
 
     // Columns col and col + 1 of a row of the output.
     __device__ __forceinline__ void store_pair(Element* row, int col, float x, float y) const {
-        const uint32_t packed = ptx::pack<Element>(x, y);
+        const uint32_t packed = pack<Element>(x, y, params.element_type);
         if (!kGeneral || params.aligned) {
             if (col < params.head_dim_v) *reinterpret_cast<uint32_t*>(row + col) = packed;
             return;
@@ -603,7 +607,8 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
         constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
-        using Element = decltype(element);
+        constexpr bool kForBoth = features == Features::kGeneral && kHeadDim <= 128;
+        using Element = std::conditional_t<kForBoth, AnyHalf, decltype(element)>;
         using Large =
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
         using Small =

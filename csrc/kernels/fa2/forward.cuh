@@ -45,6 +45,7 @@
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
+#include "tile/any_half.cuh"
 #include "tile/copy.cuh"
 #include "tile/cp_async_pipeline.cuh"
 #include "tile/gemm.cuh"
@@ -207,7 +208,7 @@ struct Fa2Forward {
     __device__ __forceinline__ void score(Scores& rS, const QOperand& q, int kv_tile,
                                           uint32_t stage) const {
         rS.clear();
-        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)));
+        gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)), params.element_type);
         pipeline.consumer_release(stage);
 
         const Fa2Forward cta = in_loop();
@@ -241,7 +242,7 @@ struct Fa2Forward {
     // O += P V.
     __device__ __forceinline__ void accumulate(Output& rO, const Scores& rP, uint32_t stage) const {
         gemm<Element, Config::kBlockKV>(rO, AFromRegisters<Element, Scores>{rP},
-                                        BFromColumns<VTile>(sV(stage)));
+                                        BFromColumns<VTile>(sV(stage)), params.element_type);
     }
 
     // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
@@ -289,7 +290,7 @@ struct Fa2Forward {
             return false;
         }
         __syncwarp();  // the warp has read its rows of Q
-        store_to_shared<Element, OTile>(sQ, rO, warp_row);
+        store_to_shared<Element, OTile>(sQ, rO, warp_row, 0, params.element_type);
         __syncwarp();  // O's rows are complete
         const auto gO =
             global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
@@ -375,7 +376,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     softmax.finish();
     const bool marked = Kernel::from_shared(params).store(rO, softmax, exponent_scale);
-    if (__any_sync(0xffffffff, marked)) [[unlikely]] {
+    if constexpr (!Config::kGeneral) {
+        if (!__any_sync(0xffffffff, marked)) [[likely]]
+            return;
         const Kernel stored = Kernel::from_shared(params);
 #pragma unroll 1
         for (int row = 0; row < Config::kRowsPerWarp; row += 16)
@@ -420,7 +423,8 @@ cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
         params,
         [&](auto element, auto features) {
             if constexpr (features >= kLeast) {
-                using Element = decltype(element);
+                using Element =
+                    std::conditional_t<features == Features::kGeneral, AnyHalf, decltype(element)>;
                 using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
                 using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
                 status = launch_fitting<Large, Small>([&](auto config) {
