@@ -146,6 +146,29 @@ def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
         assert native.make_schedule(tiles, heads, batch, False, size, ctas).l2_group_heads == 1
 
 
+def test_whole_heads_fill_the_gpu_once(native: ModuleType) -> None:
+    """A CTA takes all tiles of a head only if nearly all CTAs do, and K and V stay in L2."""
+    for tiles, heads, batch, size in itertools.product(
+        range(10), (0, 8, 58, 66, 132, 133), (1, 2, 3), (0, 1 << 17, 1 << 18, 1 << 40)
+    ):
+        before = native.Schedule(tiles, heads, batch, 7)
+        after = native.with_whole_heads(before, size, 132)
+        ctas = heads * batch
+        if after.tiles_at_once == 1:
+            assert after.l2_group_heads == before.l2_group_heads
+            tall = tiles < 2 or tiles > 3
+            assert tall or ctas < 116 or ctas > 132 or ctas * size > 24 << 20
+            continue
+        assert after.tiles_at_once == tiles and ctas * size <= 24 << 20
+        rounds = -(-tiles * ctas // 132)
+        assert ctas <= 132 and tiles == rounds, "no more rounds of tiles than otherwise"
+        order = [native.work_tile(linear, after) for linear in range(tiles * ctas)]
+        for head in range(ctas):
+            taken = order[head * tiles : (head + 1) * tiles]
+            assert taken == [(i, head % heads, head // heads) for i in range(tiles)]
+    assert native.with_whole_heads(native.Schedule(2, 128, 1, 1), 0, 0).tiles_at_once == 1
+
+
 PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows after the last
     (((5, 10), (7, 20)), 0, 0),
     (((0, 3), (64, 0), (0, 0), (1, 65)), 3, 70),

@@ -89,6 +89,19 @@ def test_about_as_many_tiles_as_multiprocessors(
     assert_bitwise_equal(lse, expected[1].detach().expand_as(lse))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), KERNEL_DIMS)
+@pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window": (70, 30)}), ids=str)
+def test_about_as_many_heads_as_multiprocessors(
+    mask: dict, head_dim: int, head_dim_v: int, variant: str
+) -> None:
+    """Few tiles a head, all of which a CTA may take."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    for heads, seqlen_q, seqlen_k in ((multiprocessors, 300, 150), (multiprocessors - 4, 384, 90)):
+        problem = Problem(1, seqlen_q, seqlen_k, heads, heads, head_dim, **mask)
+        check(dataclasses.replace(problem, head_dim_v=head_dim_v), variant, "cuda")
+
+
 @dims
 def test_tiles_without_keys_among_others(
     head_dim: int, head_dim_v: int, variant: str, device: str

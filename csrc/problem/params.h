@@ -39,6 +39,7 @@ struct Schedule {
     int heads = 0;
     int batch = 0;
     int l2_group_heads = 1;  // heads (of all batches) whose tiles are interleaved
+    int tiles_at_once = 1;   // neighbors in this order, which one CTA takes one after another
 };
 
 // The problem and its options, the same for every kernel of every variant.

@@ -84,15 +84,19 @@ inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bo
     return {group > 1 ? params.heads_k : params.heads_q, block_q >> pack_gqa_log2, pack_gqa_log2};
 }
 
-// The order of Q tiles. The tiles of a head share K and V, `head_dims` numbers a key.
+// The order of Q tiles. The tiles of a head share K and V, `head_dims` numbers a key. A persistent
+// grid has up to `ctas` CTAs.
 inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
-                                 int head_dims, int ctas_per_sm) {
+                                 int head_dims, int ctas_per_sm, int ctas = 0) {
     const bool masked = params.window_right < params.seqlen_k;
     const int64_t bytes_per_head = int64_t{element_bytes(params.element_type)} * head_dims *
                                    params.seqlen_k * params.heads_k / max_of(tiles.heads, 1);
-    return make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
-                         tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
-                         bytes_per_head, ctas_per_sm, l2_group_waves(params, masked));
+    const Schedule schedule =
+        make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
+                      tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+                      bytes_per_head, ctas_per_sm, l2_group_waves(params, masked));
+    const bool alike = params.cu_seqlens_q == nullptr && params.seqused_k == nullptr;
+    return alike ? with_whole_heads(schedule, bytes_per_head, ctas) : schedule;
 }
 
 }  // namespace flash_ext

@@ -63,6 +63,22 @@ inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ
     return {tiles, heads, batch, static_cast<int>(l2_group_heads)};
 }
 
+// Where heads have few tiles and nearly every CTA of a persistent grid has one head, it takes all
+// tiles of that head, so that the first one brings K and V to L2 for the others. All heads are then
+// worked on at the same time: not where their K and V exceed half of an H100's L2 (note 022).
+inline constexpr int kMostTilesAtOnce = 3;
+inline constexpr int64_t kHalfOfL2 = 24 << 20;
+
+inline Schedule with_whole_heads(Schedule schedule, int64_t bytes_per_head, int ctas) {
+    const int64_t heads = int64_t{schedule.heads} * schedule.batch;
+    if (schedule.tiles > 1 && schedule.tiles <= kMostTilesAtOnce && heads <= ctas &&
+        8 * heads >= 7 * int64_t{ctas} && heads * bytes_per_head <= kHalfOfL2) {
+        schedule.l2_group_heads = 1;
+        schedule.tiles_at_once = schedule.tiles;
+    }
+    return schedule;
+}
+
 // Do KV tiles see different numbers of queries?
 FLASH_HOST_DEVICE constexpr bool is_masked(const AttentionParams& params) {
     return params.window_right < params.seqlen_k || params.window_left < params.seqlen_q;

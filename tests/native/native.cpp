@@ -224,7 +224,9 @@ PYBIND11_MODULE(flash_ext_native, m) {
         .def(py::init([](int tiles, int heads, int batch, int l2_group_heads) {
             return Schedule{tiles, heads, batch, l2_group_heads};
         }))
-        .def_readonly("l2_group_heads", &Schedule::l2_group_heads);
+        .def_readonly("l2_group_heads", &Schedule::l2_group_heads)
+        .def_readonly("tiles_at_once", &Schedule::tiles_at_once);
+    m.def("with_whole_heads", &with_whole_heads);
     m.def("make_schedule",
           [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
               return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm);

@@ -298,11 +298,9 @@ struct BackwardTile {
 
     // Stores what other warps need of P^T and dS^T. They may use it after a barrier.
     __device__ __forceinline__ void share_p_ds(const Scores& rP, const Scores& rdS) const {
-        store_to_shared<Element, PTile>(ds_tile(), rdS, warp_key, warp_query() / 16,
-                                        params.element_type);
+        store_to_shared<Element, PTile>(ds_tile(), rdS, warp_key, warp_query() / 16);
         if constexpr (!kInRegisters)
-            store_to_shared<Element, PTile>(p_tile(), rP, warp_key, warp_query() / 16,
-                                            params.element_type);
+            store_to_shared<Element, PTile>(p_tile(), rP, warp_key, warp_query() / 16);
     }
 
     // dV += P^T dO
@@ -310,11 +308,9 @@ struct BackwardTile {
                                                   int stage) const {
         const BFromColumns<DOTile, Config::kWarpsD> dO(do_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO,
-                                           params.element_type);
+            gemm<Element, Config::kBlockQ>(rdV, AFromRegisters<Element, Scores>{rP}, dO);
         } else {
-            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(p_tile(), warp_key), dO,
-                                           params.element_type);
+            gemm<Element, Config::kBlockQ>(rdV, AFromRows<PTile>(p_tile(), warp_key), dO);
         }
     }
 
@@ -323,11 +319,9 @@ struct BackwardTile {
                                                   int stage) const {
         const BFromColumns<QTile, Config::kWarpsD> q(q_tile_at(stage), 0, warp_d);
         if constexpr (kInRegisters) {
-            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q,
-                                           params.element_type);
+            gemm<Element, Config::kBlockQ>(rdK, AFromRegisters<Element, Scores>{rdS}, q);
         } else {
-            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(ds_tile(), warp_key), q,
-                                           params.element_type);
+            gemm<Element, Config::kBlockQ>(rdK, AFromRows<PTile>(ds_tile(), warp_key), q);
         }
     }
 
@@ -341,8 +335,7 @@ struct BackwardTile {
         const AFromColumns<PTile> dS(ds_tile(), 0, warp_m * DQ::kM);
         const KColumns k(k_tile(), 0, warp_n);
         rdQ.clear();
-        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k},
-                                        params.element_type);
+        gemm<Element, Config::kBlockKV>(rdQ, dS, BSkipping<KColumns, kSlice*(DQ::kN / 2)>{k});
     }
 
     // dK and dV to HBM, through the memory of the K and V tiles; zeros for rows that are not in
@@ -351,10 +344,8 @@ struct BackwardTile {
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
         if constexpr (kGeneral) rdV.scale(params.keep_scale);
-        store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d,
-                                                         params.element_type);
-        store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d,
-                                                         params.element_type);
+        store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
+        store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
         const int64_t row = sequence.k_begin + first_key;
         const int rows = sequence.rows_k - first_key;
@@ -443,8 +434,7 @@ __global__ void __launch_bounds__(Config::kThreads)
         rdQ.scale(params.gradient_scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(
             sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
-            warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN,
-            params.element_type);
+            warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
     }
     __syncthreads();  // the tile is complete
     const int first_query = q_tile * Config::kBlockQ;

@@ -21,7 +21,8 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     params.scheduler = make_dynamic_scheduler(call.counters);
     const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
                            Config::kBlockQ >> params.pack_gqa_log2};
-    params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1);
+    params.schedule = forward_schedule(params, tiles, Config::kHeadDim + Config::kHeadDimV, 1,
+                                       params.num_splits == 1 ? multiprocessors() : 0);
     params.schedule.tiles *= params.num_splits;
     const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
     for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
@@ -31,7 +32,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
                                encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(
                                    params.v_map, params.v, params.head_dim_v)})
         if (status != cudaSuccess) return status;
-    const int total = cta_count(params.schedule);
+    const int total = cta_count(params.schedule) / params.schedule.tiles_at_once;
     if (total > multiprocessors() && params.scheduler.fetched.word == nullptr)
         return cudaErrorInvalidValue;
     return launch_fa3<Fa3Forward<Config>>(params, total, stream);

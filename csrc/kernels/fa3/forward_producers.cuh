@@ -35,14 +35,18 @@ __device__ __forceinline__ void Fa3Forward<Config>::produce_k() const {
     typename KPipeline::State k;
     typename RowMajorVPipeline::State v;
     const int total = cta_count(params.schedule);
+    const int at_once = params.schedule.tiles_at_once;
+    int linear = static_cast<int>(blockIdx.x) * at_once;
     bool started = false;
     const auto fetch = [&] {
+        if (++linear % at_once != 0) return linear;
         if (!started) params.scheduler.start();
         started = true;
-        return params.scheduler.fetch(total);
+        linear = params.scheduler.fetch(total / at_once) * at_once;
+        return linear;
     };
     work_tiles.produce(
-        blockIdx.x, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
+        linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
         [&](const QueryTile& tile, const WorkTileState&) {
             const Sequence& s = tile.sequence;
             const TensorRows rows = this->key_rows(params.k, s, this->head_k(tile.head));
