@@ -278,6 +278,13 @@ def test_a_goal_that_is_not_reached_has_a_reason() -> None:
     assert all(v in ("holds", "") or v.startswith("**not reached**: ") for v in verdicts)
 
 
+def test_a_slow_clock_is_named_as_the_reason() -> None:
+    cells = [{"gpu": {"sm_mhz": mhz}} for mhz in (1980.0, 1950.0, 1815.0)]
+    assert goals.slow_clock(cells[1], cells) == goals.OPEN
+    assert "1,815 MHz, in other cells up to 1,980" in goals.slow_clock(cells[2], cells)
+    assert goals.slow_clock({}, [*cells, {}]) == goals.OPEN == goals.slow_clock({}, [{}])
+
+
 def io_case(method: str, seqlen: int, sm: float, theta: float, **other: object) -> dict:
     return {
         "method": method, "direction": "forward", "seqlen": seqlen, "d": 64, "heads": 128,
