@@ -95,7 +95,7 @@ def test_about_as_many_tiles_as_multiprocessors(
 def test_about_as_many_heads_as_multiprocessors(
     mask: dict, head_dim: int, head_dim_v: int, variant: str
 ) -> None:
-    """Few tiles a head, all of which a CTA may take."""
+    """Few tiles a head, all of which a CTA may take under a mask."""
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     for heads, seqlen_q, seqlen_k in ((multiprocessors, 300, 150), (multiprocessors - 4, 384, 90)):
         problem = Problem(1, seqlen_q, seqlen_k, heads, heads, head_dim, **mask)

@@ -95,12 +95,17 @@ struct AttentionParams {
 // grid.
 enum class Features { kPlain, kVarlen, kGeneral };
 
+// May the lengths of sequences differ?
+FLASH_HOST_DEVICE bool is_varlen(const AttentionParams& params) {
+    return params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
+}
+
 // The form of the kernel that this call needs.
 FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale <= 0.f ||
         params.softcap != 0.f || params.alibi_slopes != nullptr || params.bias.data != nullptr)
         return Features::kGeneral;
-    if (params.cu_seqlens_q != nullptr || params.seqused_k != nullptr) return Features::kVarlen;
+    if (is_varlen(params)) return Features::kVarlen;
     return Features::kPlain;
 }
 

@@ -95,8 +95,8 @@ inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles
         make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
                       tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
                       bytes_per_head, ctas_per_sm, l2_group_waves(params, masked));
-    const bool alike = params.cu_seqlens_q == nullptr && params.seqused_k == nullptr;
-    return alike ? with_whole_heads(schedule, bytes_per_head, ctas) : schedule;
+    return masked && !is_varlen(params) ? with_whole_heads(schedule, bytes_per_head, ctas)
+                                        : schedule;
 }
 
 }  // namespace flash_ext

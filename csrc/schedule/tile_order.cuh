@@ -63,9 +63,10 @@ inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ
     return {tiles, heads, batch, static_cast<int>(l2_group_heads)};
 }
 
-// Where heads have few tiles and nearly every CTA of a persistent grid has one head, it takes all
-// tiles of that head, so that the first one brings K and V to L2 for the others. All heads are then
-// worked on at the same time: not where their K and V exceed half of an H100's L2 (note 022).
+// Under a mask, where heads have few tiles and nearly every CTA of a persistent grid has one head,
+// it takes all tiles of that head, so that the first one brings K and V to L2 for the others. All
+// heads are then worked on at the same time: not where their K and V exceed half of an H100's L2.
+// Without a mask it gains little, and loses where K and V are not in L2 before (note 022).
 inline constexpr int kMostTilesAtOnce = 3;
 inline constexpr int64_t kHalfOfL2 = 24 << 20;
 

@@ -45,12 +45,11 @@ inline bool has_splits_or_groups(const ForwardParams& params) {
 
 // What tiles depend on.
 inline tuning::Fa3ForwardCall fa3_call(const ForwardParams& params) {
-    const bool varlen = params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
     return {.heads = int64_t{params.heads_q} * params.batch,
             .queries = mean_queries(params),
             .keys = mean_keys(params),
             .window = params.window_left + params.window_right + 1,
-            .alike = !varlen && !is_masked(params),
+            .alike = !is_varlen(params) && !is_masked(params),
             .few_tiles = params.few_tiles,
             .multiprocessors = multiprocessors()};
 }
