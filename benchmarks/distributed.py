@@ -66,21 +66,22 @@ AHEAD = 20_000_000  # cycles that the GPU waits, so that the host is ahead when 
 TRAINED, STEPS = ("auto", "torch"), 5  # methods of train_long.py
 
 METHOD = (
-    "Each rank is a process with one GPU. The providers are timed one after the other; before each "
-    "call all ranks meet, and so do their GPUs. A call's time is that between CUDA events (on a "
-    "CPU the wall clock) on the slowest rank, 'ms' the median of the rounds. A method, its kernels "
-    "alone and the method without transfers take turns; where a round takes longer than --seconds, "
-    "there are two, the second in the reverse order, since a GPU at its power limit gets slower. "
-    "Backward is one torch.autograd.grad call on a graph that was built "
-    "before. 'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all "
-    "ranks. 'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are "
-    "there already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
+    "Each rank is a process with one GPU. The providers are timed one after the other; before "
+    "each call all ranks meet, and so do their GPUs. A call's time is that between CUDA events "
+    "(on a CPU the wall clock) on the slowest rank, 'ms' the median of the rounds. A method, its "
+    "kernels alone and the method without transfers take turns; where a round takes longer than "
+    "--seconds, there are two, the second in the reverse order, since a GPU at its power limit "
+    "gets slower. Backward is one torch.autograd.grad call on a graph that was built before. "
+    "'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all ranks. "
+    "'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are there "
+    "already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
     "method with every transfer left out: what 'ms' has more of is communication that nothing "
-    "hides. 'peak_bytes' is the most memory a rank's allocator held during forward and backward, "
-    "inputs included, 'shared_bytes' what it holds beside that for copies of the others. "
-    "'model_ms' is the cost model's time with this machine's measured kernels. torch's "
-    "context_parallel is given as many KV heads as query heads where it takes no grouped ones: "
-    "more K and V travel then. 'launch_bound' marks a call that the CPU may have delayed."
+    "hides. 'auto_ms' is what method='auto' takes in turns with a peer. 'peak_bytes' is the most "
+    "memory a rank's allocator held during forward and backward, inputs included, 'shared_bytes' "
+    "what it holds beside that for copies of the others. 'model_ms' is the cost model's time with"
+    " this machine's measured kernels. torch's context_parallel is given as many KV heads as "
+    "query heads where it takes no grouped ones: more K and V travel then. 'launch_bound' marks a"
+    " call that the CPU may have delayed."
 )
 
 
@@ -561,6 +562,11 @@ def machine_with(
     return replace(machine, forward=forward, backward=backward or machine.backward)
 
 
+def auto_beside(ranks: Ranks, seconds: float) -> dict[str, Provider | Kernels]:
+    """What is timed beside a peer, however long it takes."""
+    return {"auto_ms": ours(ranks, "auto", "zigzag")}
+
+
 def add_model(result: Json, method: str, cell: Cell, device: torch.device) -> None:
     """The cost model's times beside the measured ones."""
     times = {n: result[n]["kernels_ms"] * 1e-3 for n in ("forward", "backward") if n in result}
@@ -600,11 +606,12 @@ def run_cell(ranks: Ranks, args: argparse.Namespace, end: float) -> Iterator[Jso
             provider = make()
             method, _, layout = provider.name.partition(" ")
             layout, _, transport = layout.partition(", ")
-            if method not in cp.METHODS:
-                result = measure(provider, clock, cell, args.backward)
-            else:
+            if method in cp.METHODS:
                 beside = partial(parts_of, ranks, method, layout, transport or "auto")
-                result = measure(provider, clock, cell, args.backward, beside)
+            else:
+                beside = partial(auto_beside, ranks)
+            result = measure(provider, clock, cell, args.backward, beside)
+            if method in cp.METHODS:
                 add_model(result, method, cell, device)
         except Exception as wrong:  # a peer that is absent or cannot, on every rank
             error = first_line(wrong)

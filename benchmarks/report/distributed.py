@@ -40,6 +40,13 @@ def _modelled(result: Json) -> str:
     return ", ".join(found) or NO
 
 
+def _in_turns(result: Json) -> str:
+    """A peer's time over that of method="auto" in turns with it, of each pass."""
+    found = [f"{result[x]['ms'] / result[x]['auto_ms']:.2f}" for x in PASSES
+             if "auto_ms" in result.get(x, {})]  # fmt: skip
+    return ", ".join(found) or NO
+
+
 def speed_table(cells: list[Json]) -> str:
     """A line for each provider of each cell that ran."""
     rows = [
@@ -49,11 +56,12 @@ def speed_table(cells: list[Json]) -> str:
             *(_speed(c, x) for x in PASSES),
             f"{c['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in c else NO,
             _modelled(c),
+            _in_turns(c),
         ]
         for c in cells
     ]
     head = ["sequence", "provider", "forward, TFLOP/s a GPU", "backward", "GiB a GPU",
-            "model / measured"]  # fmt: skip
+            "model / measured", "its time / auto's, in turns"]  # fmt: skip
     return table(head, rows, words=2)
 
 
