@@ -35,6 +35,7 @@ import activation  # noqa: E402
 import builds  # noqa: E402
 import calls  # noqa: E402
 import compare  # noqa: E402
+import distributed  # noqa: E402
 import fp8_errors  # noqa: E402
 import fp8_inputs  # noqa: E402
 import fp8_model  # noqa: E402
@@ -1571,3 +1572,27 @@ def test_fp8_errors_and_a_trained_model_and_their_tables(
     del loaded["numerics"]["fp8"]["outliers"][0]["methods"][fp8_inputs.OURS]  # an older source
     assert claims.fp8_error(loaded) is None
     assert claims.fp8_speed(loaded) is None
+
+
+@pytest.mark.parametrize("limit", (4.5, 1000.0))
+def test_calls_on_several_gpus_take_turns(limit: float) -> None:
+    """Of long calls there are two rounds, in both orders, so that neither has the cooler GPU."""
+    clock = distributed.Clock(torch.device("cpu"), limit)
+    made, seconds = [], {"a": itertools.count(3.0), "b": itertools.count(2.0)}
+
+    def call(name: str) -> float:
+        made.append(name)
+        return next(seconds[name])
+
+    with (
+        mock.patch.object(clock, "slowest", lambda x: x),
+        mock.patch.object(clock, "once", lambda call: (call(), False)),
+        mock.patch.multiple(distributed, MOST_ROUNDS=2, FEWEST_ROUNDS=1, WARM_UP=0),
+    ):
+        found = clock.median({name: functools.partial(call, name) for name in "ab"})
+    if limit < 5:
+        assert "".join(made) == "abba"
+        assert found == {"a": 3.5, "b": 2.5}
+    else:  # two rounds that do not count, and two that do, the second in another order
+        assert "".join(made) == "abab" + "abba"
+        assert found == {"a": 5.5, "b": 4.5}

@@ -35,6 +35,7 @@ from report import (  # noqa: E402
     tables,
 )
 from report.__main__ import main as write_report  # noqa: E402
+from report.distributed import speed_table  # noqa: E402
 from report.sections import memory_section  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -513,3 +514,13 @@ def test_benchmarks_side_by_side(
         "", "===== PTX path", f"['--ptx'] {min(usual + 19, 19)}",
         "===== PTX path:  exit status 0", "",
     ]  # fmt: skip
+
+
+def test_a_peer_of_several_gpus_beside_auto() -> None:
+    """The ratio is of times that were taken in turns, and of no others."""
+    cell = {"kind": "causal", "rows": 4096, "ranks": 2, "provider": "ring-flash-attn x"}
+    speeds = {"forward": {"ms": 3.0, "tflops": 1.0, "auto_ms": 2.0},
+              "backward": {"ms": 3.0, "tflops": 1.0, "auto_ms": 4.0}}  # fmt: skip
+    assert speed_table([cell | speeds]).endswith("| 1.50, 0.75 |")
+    alone = {name: {"ms": 3.0, "tflops": 1.0} for name in speeds}
+    assert "1.50" not in speed_table([cell | alone])
