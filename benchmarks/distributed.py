@@ -78,10 +78,10 @@ METHOD = (
     "method with every transfer left out: what 'ms' has more of is communication that nothing "
     "hides. 'auto_ms' is what method='auto' takes in turns with a peer. 'peak_bytes' is the most "
     "memory a rank's allocator held during forward and backward, inputs included, 'shared_bytes' "
-    "what it holds beside that for copies of the others. 'model_ms' is the cost model's time with"
-    " this machine's measured kernels. torch's context_parallel is given as many KV heads as "
-    "query heads where it takes no grouped ones: more K and V travel then. 'launch_bound' marks a"
-    " call that the CPU may have delayed."
+    "what it holds beside that for copies of the others. 'model_ms' is the cost model's time with "
+    "this machine's measured kernels. torch's context_parallel is given as many KV heads as query "
+    "heads where it takes no grouped ones: more K and V travel then. 'launch_bound' marks a call "
+    "that the CPU may have delayed."
 )
 
 

@@ -169,6 +169,13 @@ def test_whole_heads_fill_the_gpu_once(native: ModuleType) -> None:
     assert native.with_whole_heads(native.Schedule(2, 128, 1, 1), 0, 0).tiles_at_once == 1
 
 
+def test_whole_heads_only_under_a_mask(native: ModuleType) -> None:
+    """Of 132 heads of two tiles; sequences of several lengths are left to the dynamic order."""
+    for window_right, varlen, expected in ((0, False, 2), (255, False, 2), (256, False, 1),
+                                           (1 << 29, False, 1), (0, True, 1)):  # fmt: skip
+        assert native.tiles_at_once(256, 132, window_right, varlen) == expected
+
+
 PACKINGS = (  # lengths of the queries and of the keys of each sequence, and rows after the last
     (((5, 10), (7, 20)), 0, 0),
     (((0, 3), (64, 0), (0, 0), (1, 65)), 3, 70),

@@ -227,6 +227,17 @@ PYBIND11_MODULE(flash_ext_native, m) {
         .def_readonly("l2_group_heads", &Schedule::l2_group_heads)
         .def_readonly("tiles_at_once", &Schedule::tiles_at_once);
     m.def("with_whole_heads", &with_whole_heads);
+    m.def("tiles_at_once", [](int seqlen, int heads, int window_right, bool varlen) {
+        const int lengths = seqlen;
+        AttentionParams params{};
+        params.batch = 1;
+        params.heads_q = params.heads_k = heads;
+        params.seqlen_q = params.seqlen_k = seqlen;
+        params.window_left = BandMask::kUnlimited;
+        params.window_right = window_right;
+        params.seqused_k = varlen ? &lengths : nullptr;
+        return forward_schedule(params, {heads, 128}, 256, 1, 132).tiles_at_once;
+    });
     m.def("make_schedule",
           [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
               return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm);
