@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -34,7 +35,6 @@ import statistics
 import sys
 import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import Json, first_line, say
+from timing import balanced_orders
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
@@ -69,9 +70,10 @@ METHOD = (
     "Each rank is a process with one GPU. The providers are timed one after the other; before "
     "each call all ranks meet, and so do their GPUs. A call's time is that between CUDA events "
     "(on a CPU the wall clock) on the slowest rank, 'ms' the median of the rounds. A method, its "
-    "kernels alone and the method without transfers take turns; where a round takes longer than "
-    "--seconds, there are two, the second in the reverse order, since a GPU at its power limit "
-    "gets slower. Backward is one torch.autograd.grad call on a graph that was built before. "
+    "kernels alone and the method without transfers take turns, each right after every other one "
+    "equally often; where a round takes longer than --seconds, there are two, the second in the "
+    "reverse order, since a GPU at its power limit gets slower. Backward is one "
+    "torch.autograd.grad call on a graph that was built before. "
     "'tflops' is per GPU: 4 H D FLOP a visible pair, 2.5 times that backward, over all ranks. "
     "'kernels_ms' is the method's kernels alone, on the slowest rank and on keys that are there "
     "already, one call after the other, and 'share' that over 'ms'. 'silent_ms' is the whole "
@@ -462,9 +464,10 @@ class Clock:
         CPU delayed in most rounds, on any rank. Where one round takes longer than all may, a
         second one has the reverse order, and the result is their mean."""
         self.late = set()
-        first = {name: self.slowest(self.once(call)[0]) for name, call in calls.items()}
+        orders = balanced_orders(list(calls))
+        first = {name: self.slowest(self.once(calls[name])[0]) for name in orders[0]}
         if sum(first.values()) > self.limit:
-            again = {name: self.slowest(self.once(calls[name])[0]) for name in reversed(calls)}
+            again = {name: self.slowest(self.once(calls[name])[0]) for name in reversed(orders[0])}
             return {name: (first[name] + again[name]) / 2 for name in calls}
         for call in calls.values():
             for _ in range(WARM_UP):
@@ -474,13 +477,11 @@ class Clock:
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, rounds))
         times: dict[str, list[float]] = {name: [] for name in calls}
         late = dict.fromkeys(calls, 0)
-        order = deque(calls)
-        for _ in range(rounds):
+        for order in itertools.islice(itertools.cycle(orders), rounds):
             for name in order:
                 seconds, was_late = self.once(calls[name])
                 times[name].append(self.slowest(seconds))
                 late[name] += was_late
-            order.rotate(1)  # no call always follows the same one
         self.late = {name for name in calls if self.slowest(late[name]) > rounds / 2}
         return {name: statistics.median(values) for name, values in times.items()}
 

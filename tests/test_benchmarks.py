@@ -1596,3 +1596,20 @@ def test_calls_on_several_gpus_take_turns(limit: float) -> None:
     else:  # two rounds that do not count, and two that do, the second in another order
         assert "".join(made) == "abab" + "abba"
         assert found == {"a": 5.5, "b": 4.5}
+
+
+def test_each_of_three_calls_on_several_gpus_follows_every_other_one() -> None:
+    """Equally often: a method, its kernels alone, and the method without transfers."""
+    clock = distributed.Clock(torch.device("cpu"), 1000.0)
+    made: list[str] = []
+    calls = {name: functools.partial(made.append, name) for name in "abc"}
+    with (
+        mock.patch.object(clock, "slowest", lambda x: x),
+        mock.patch.object(clock, "once", lambda call: (call() or 1.0, False)),
+        mock.patch.multiple(distributed, MOST_ROUNDS=6, FEWEST_ROUNDS=1, WARM_UP=0),
+    ):
+        clock.median(calls)
+    rounds = ["".join(made[i : i + 3]) for i in range(6, len(made), 3)]
+    assert len(rounds) == 6
+    follows = collections.Counter(pair for x in rounds for pair in itertools.pairwise(x))
+    assert set(follows.values()) == {2} and len(follows) == 6
