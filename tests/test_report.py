@@ -35,7 +35,7 @@ from report import (  # noqa: E402
     tables,
 )
 from report.__main__ import main as write_report  # noqa: E402
-from report.distributed import speed_table  # noqa: E402
+from report.distributed import distributed_section, speed_table  # noqa: E402
 from report.sections import memory_section  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -524,3 +524,12 @@ def test_a_peer_of_several_gpus_beside_auto() -> None:
     assert speed_table([cell | speeds]).endswith("| 1.50, 0.75 |")
     alone = {name: {"ms": 3.0, "tflops": 1.0} for name in speeds}
     assert "1.50" not in speed_table([cell | alone])
+
+
+def test_each_result_of_several_gpus_says_how_it_was_measured() -> None:
+    """By its file, since distributed.py's way of measuring changes."""
+    files = sorted(common.RESULTS.glob("*/distributed.json"))
+    section = distributed_section()
+    for file in files:
+        assert common.read_json(file)["method"] in section
+    assert len(files) >= 2

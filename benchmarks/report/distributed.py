@@ -6,7 +6,6 @@ import itertools
 
 import common
 from common import Json
-from distributed import METHOD
 
 from .tables import NO, NOWHERE, gpu_folders, provenance, table
 
@@ -112,7 +111,7 @@ def distributed_section() -> str:
         cells = [c for c in result["cells"] if "error" not in c]
         steps = [c for c in cells if c["kind"] == "training"]
         parts += [
-            f"{result['device']}: {provenance(result)}. {METHOD}",
+            f"{result['device']}: {provenance(result)}. {result['method']}",
             speed_table([c for c in cells if c not in steps]),
             *(
                 [f"Training, the median of {len(steps[0]['losses'])} steps:", training_table(steps)]
