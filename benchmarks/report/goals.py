@@ -32,8 +32,8 @@ FA3_BACKWARD = (
     " known ([note 010](notes/010-fa3-backward.md))"
 )
 FA3_FORWARD = (
-    "with 512 tokens more than half of the time is that of the bytes; K and V pass more often"
-    " between the halves of L2 than in cuDNN ([note 022](notes/022-short-sequences.md))"
+    "with 512 tokens more than half of the time is that of the bytes, and for a third of it the"
+    " consumers wait for loads ([note 022](notes/022-short-sequences.md))"
 )
 OPEN = "the reason is not known yet"
 REASONS = {("fa3", "forward"): FA3_FORWARD, ("fa3", "backward"): FA3_BACKWARD}
