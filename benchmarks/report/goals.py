@@ -32,7 +32,7 @@ FA3_BACKWARD = (
     " known ([note 010](notes/010-fa3-backward.md))"
 )
 FA3_FORWARD = (
-    "with 512 tokens more than half of the time is that of the bytes, and for a third of it the"
+    "with 512 tokens more than half of the time is that of the bytes, and the"
     " consumers wait for loads ([note 022](notes/022-short-sequences.md))"
 )
 OPEN = "the reason is not known yet"
