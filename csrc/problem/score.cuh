@@ -31,9 +31,7 @@ struct ScoreFunction {
         if (params.softcap == 0.f) {
             s.scale(params.scale_log2);
         } else {
-            const float cap = params.softcap * kLog2e;
-            const float factor = params.scale / params.softcap;
-            for_each_score(s, [&](float& x, int, int) { x = cap * tanh(factor * x); });
+            apply_softcap(s);
         }
         add_offsets(s, first_row, first_col, 1.f);
     }
@@ -67,16 +65,8 @@ struct ScoreFunction {
     }
 
  private:
-    // Accurate to a few units in the last place: near 0 by its series, since there 1 - 2 / (1 +
-    // e^(2 x)) cancels.
-    static __device__ __forceinline__ float tanh(float x) {
-        const float y = x * x;
-        const float near = x * (1.f + y * (-1.f / 3.f + y * (2.f / 15.f)));
-        const float far = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(2.f * kLog2e * x));
-        return y < 0.004f ? near : far;
-    }
-
-    // visit(score, row, column) for this lane's elements.
+    // visit(score, row, column) for this lane's elements. Rows and columns count from the lane's
+    // first, so they are compile-time constants.
     template <class Scores, class Visit>
     static __device__ __forceinline__ void for_each_score(Scores& s, Visit visit) {
 #pragma unroll
@@ -84,9 +74,26 @@ struct ScoreFunction {
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    visit(s.v[m][n][i], 16 * m + lane_row() + i / 2 * 8,
-                          8 * n + lane_col() + i % 2);
+                for (int i = 0; i < 4; ++i) visit(s.v[m][n][i], 16 * m + i / 2 * 8, 8 * n + i % 2);
+    }
+
+    // c tanh(scale q k / c) = c (1 - 2 / (1 + 2^x)), accurate to a few units in the last place:
+    // near 0, where that cancels, by the series of tanh(x / kTwoLog2e).
+    template <class Scores>
+    __device__ __forceinline__ void apply_softcap(Scores& s) const {
+        constexpr float kTwoLog2e = 2.f * kLog2e;
+        const float exponent = kTwoLog2e * (params.scale / params.softcap);
+        const float cap = params.softcap * kLog2e;
+        const float first = cap / kTwoLog2e;
+        const float third = first * (-1.f / 3.f / (kTwoLog2e * kTwoLog2e));
+        const float fifth = third * (-2.f / 5.f / (kTwoLog2e * kTwoLog2e));
+        for_each_score(s, [&](float& score, int, int) {
+            const float x = exponent * score;
+            const float y = x * x;
+            const float near = x * (first + y * (third + y * fifth));
+            const float far = cap - cap * ptx::rcp(0.5f + 0.5f * ptx::ex2(x));
+            score = y < 0.004f * (kTwoLog2e * kTwoLog2e) ? near : far;
+        });
     }
 
     // s += sign (ALiBi + bias)
@@ -98,52 +105,79 @@ struct ScoreFunction {
             const float slope =
                 sign * kLog2e * params.alibi_slopes[batch * params.alibi_batch_stride + head];
             const int offset = sequence.seqlen_k - sequence.seqlen_q;
-            // query + offset - key, from the tile's first
-            const int first = kRows == Rows::kQueries ? first_row + offset - first_col
-                                                      : first_col + offset - first_row;
-            for_each_score(s, [&](float& x, int row, int col) {
-                const int distance =
-                    kRows == Rows::kQueries ? first + row - col : first + col - row;
-                x -= slope * fabsf(static_cast<float>(distance));
-            });
+            if constexpr (kRows == Rows::kQueries) {
+                // query + offset - key of this lane's first score. As a float, exact up to 2^24,
+                // since a conversion takes as long as an exponential.
+                const float first = first_row + lane_row() + offset - first_col - lane_col();
+                for_each_score(s, [&](float& x, int row, int col) {
+                    x -= slope * fabsf(first + static_cast<float>(row - col));
+                });
+            } else {  // with that, ptxas runs out of registers in the backward at head dim 64
+                const int first = first_col + offset - first_row;
+                for_each_score(s, [&](float& x, int row, int col) {
+                    const int distance = first + (col + lane_col()) - (row + lane_row());
+                    x -= slope * fabsf(static_cast<float>(distance));
+                });
+            }
         }
         if constexpr (kHasBias) {
             if (params.bias.data == nullptr) return;
+            const BiasTile tile = bias_tile(first_row, first_col);
             switch (params.bias.type) {
                 case BiasType::kElement:
                     with_element<Element>(params.element_type, [&](auto element) {
-                        add_bias<decltype(element)>(s, first_row, first_col, sign * kLog2e);
+                        add_bias<decltype(element)>(s, tile, sign * kLog2e);
                     });
                     break;
                 case BiasType::kFloat32:
-                    add_bias<float>(s, first_row, first_col, sign * kLog2e);
+                    add_bias<float>(s, tile, sign * kLog2e);
                     break;
                 case BiasType::kBool:
-                    add_bias<bool>(s, first_row, first_col, 1.f);
+                    add_bias<bool>(s, tile, 1.f);
                     break;
+            }
+            // Positions of the sequence that are outside the bias are hidden.
+            if (tile.rows < Scores::kRows || tile.cols < Scores::kCols) {
+                const int rows = tile.rows - lane_row();
+                const int cols = tile.cols - lane_col();
+                for_each_score(s, [&](float& x, int row, int col) {
+                    if (row >= rows || col >= cols) x = -INFINITY;
+                });
             }
         }
     }
 
-    // Only positions of the sequence that are inside the bias are read; all others are hidden.
-    template <class BiasElement, class Scores>
-    __device__ __forceinline__ void add_bias(Scores& s, int first_row, int first_col,
-                                             float factor) const {
+    // The bias of a tile, in elements: the offset of its first row and column, its strides, and how
+    // many of the tile's rows and columns it has (may be <= 0).
+    struct BiasTile {
+        int64_t offset;
+        int64_t row_stride;
+        int64_t col_stride;
+        int rows;
+        int cols;
+    };
+
+    __device__ __forceinline__ BiasTile bias_tile(int first_row, int first_col) const {
+        constexpr int kRowDim = kRows == Rows::kQueries ? 2 : 3;
+        constexpr int kColDim = 5 - kRowDim;
         const Bias& bias = params.bias;
-        const auto reach = [&](int dim, int length) {
+        const auto reach = [&](int dim) {
+            const int length = dim == 2 ? sequence.seqlen_q : sequence.seqlen_k;
             return bias.sizes[dim] == 1 ? length : min_of(length, bias.sizes[dim]);
         };
-        const int queries = reach(2, sequence.seqlen_q);
-        const int keys = reach(3, sequence.seqlen_k);
-        constexpr bool kByQuery = kRows == Rows::kQueries;
-        const int rows = (kByQuery ? queries : keys) - first_row;
-        const int cols = (kByQuery ? keys : queries) - first_col;
-        const int64_t row_stride = bias.strides[kByQuery ? 2 : 3];
-        const int64_t col_stride = bias.strides[kByQuery ? 3 : 2];
-        const auto* element = static_cast<const BiasElement*>(bias.data) +
-                              sequence.index() * bias.strides[0] + head * bias.strides[1] +
-                              (first_row + lane_row()) * row_stride +
-                              (first_col + lane_col()) * col_stride;
+        const int64_t row_stride = bias.strides[kRowDim];
+        const int64_t col_stride = bias.strides[kColDim];
+        return {sequence.index() * bias.strides[0] + head * bias.strides[1] +
+                    first_row * row_stride + first_col * col_stride,
+                row_stride, col_stride, reach(kRowDim) - first_row, reach(kColDim) - first_col};
+    }
+
+    template <class BiasElement, class Scores>
+    __device__ __forceinline__ void add_bias(Scores& s, const BiasTile& tile, float factor) const {
+        const auto* first = static_cast<const BiasElement*>(params.bias.data) + tile.offset;
+        // Computed again: over the loop of the kernel they would take registers.
+        const int lane_row = ptx::not_hoisted(flash_ext::lane_row());
+        const int lane_col = ptx::not_hoisted(flash_ext::lane_col());
         const auto add = [&](float& x, BiasElement b) {
             if constexpr (std::is_same_v<BiasElement, bool>) {
                 if (!b) x = -INFINITY;
@@ -155,29 +189,26 @@ struct ScoreFunction {
         };
         // Inside the bias, and with contiguous keys, addresses differ by constants, so that many
         // loads are in flight.
-        const bool inside = rows >= Scores::kRows && cols >= Scores::kCols && bias.sizes[3] != 1;
-        if (inside && kByQuery) {
+        constexpr bool kByQuery = kRows == Rows::kQueries;
+        const bool inside = tile.rows >= Scores::kRows && tile.cols >= Scores::kCols &&
+                            (kByQuery ? tile.col_stride : tile.row_stride) == 1;
+        if (kByQuery && inside && params.bias.paired) {
+            const BiasElement* element = first + lane_row * tile.row_stride + lane_col;
 #pragma unroll
             for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const BiasElement* row = element + (16 * m + 8 * i) * row_stride;
+                    const BiasElement* row = element + (16 * m + 8 * i) * tile.row_stride;
                     BiasElement b[Scores::kN][2];
-                    if (bias.paired) {
 #pragma unroll
-                        for (int n = 0; n < Scores::kN; ++n) ptx::load_pair(b[n], row + 8 * n);
-                    } else {
-#pragma unroll
-                        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e) b[n][e] = row[8 * n + e];
-                    }
+                    for (int n = 0; n < Scores::kN; ++n) ptx::load_pair(b[n], row + 8 * n);
 #pragma unroll
                     for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                         for (int e = 0; e < 2; ++e) add(s.v[m][n][2 * i + e], b[n][e]);
                 }
-        } else if (inside) {
+        } else if (!kByQuery && inside) {
+            const BiasElement* element = first + lane_row + lane_col * tile.col_stride;
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n) {
                 BiasElement b[2][Scores::kM][2];
@@ -187,7 +218,7 @@ struct ScoreFunction {
                     for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
                         for (int i = 0; i < 2; ++i)
-                            b[e][m][i] = element[(8 * n + e) * col_stride + 16 * m + 8 * i];
+                            b[e][m][i] = element[(8 * n + e) * tile.col_stride + 16 * m + 8 * i];
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
 #pragma unroll
@@ -195,25 +226,28 @@ struct ScoreFunction {
 #pragma unroll
                         for (int i = 0; i < 2; ++i) add(s.v[m][n][2 * i + e], b[e][m][i]);
             }
-        } else {
+        } else if (tile.rows > 0 && tile.cols > 0) {
+            // In place of an element outside the nearest one inside is read: no branches. Keys lie
+            // side by side, or there is one for all.
+            const auto row_at = [](int index) { return index / 2 * 16 + index % 2 * 8; };
+            const auto col_at = [](int index) { return index / 2 * 8 + index % 2; };
+            const int last_query = (kByQuery ? tile.rows : tile.cols) - 1;
+            const int last_key =
+                params.bias.sizes[3] == 1 ? 0 : (kByQuery ? tile.cols : tile.rows) - 1;
+            const int64_t query_stride = params.bias.strides[2];
 #pragma unroll
-            for (int n = 0; n < Scores::kN; ++n)
+            for (int q = 0; q < 2 * (kByQuery ? Scores::kM : Scores::kN); ++q) {
+                const int query = kByQuery ? lane_row + row_at(q) : lane_col + col_at(q);
+                const BiasElement* row = first + min_of(query, last_query) * query_stride;
+                const int lane_key = ptx::not_hoisted(kByQuery ? lane_col : lane_row);
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-#pragma unroll
-                    for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            const int row = 16 * m + 8 * i;
-                            float& x = s.v[m][n][2 * i + e];
-                            if (row + lane_row() < rows && 8 * n + e + lane_col() < cols) {
-                                add(x, element[row * row_stride]);
-                            } else {
-                                x = -INFINITY;
-                            }
-                        }
-                    element += e == 0 ? col_stride : 7 * col_stride;
+                for (int k = 0; k < 2 * (kByQuery ? Scores::kN : Scores::kM); ++k) {
+                    const int key = lane_key + (kByQuery ? col_at(k) : row_at(k));
+                    float& x = kByQuery ? s.v[q / 2][k / 2][2 * (q % 2) + k % 2]
+                                        : s.v[k / 2][q / 2][2 * (k % 2) + q % 2];
+                    add(x, row[min_of(key, last_key)]);
                 }
+            }
         }
     }
 };

@@ -176,22 +176,29 @@ __device__ __forceinline__ void store_to_shared(uint32_t shared, const Accumulat
 template <class Tile, int kThreads, int kRows, bool kMayBeUnaligned, class Element>
 __device__ __forceinline__ void store_tile(const GlobalTile<Element>& tile, uint32_t shared,
                                            int first_row, bool aligned) {
-    const ChunkWalk<Tile, kThreads, kRows> walk(threadIdx.x % kThreads);
-    walk.for_each([&](int row, int col, int offset) {
-        if (row >= tile.rows || col >= tile.cols) return;
-        uint32_t packed[4];
-        ptx::ld_shared_v4(packed, shared + first_row * Tile::kPitch + offset);
-        Element* target = tile.data + row * tile.row_stride + col;
-        if (!kMayBeUnaligned || aligned) {
-            *reinterpret_cast<uint4*>(target) = {packed[0], packed[1], packed[2], packed[3]};
-        } else {
-            auto* bits = reinterpret_cast<uint16_t*>(target);
-#pragma unroll
-            for (int j = 0; j < Tile::kChunk; ++j)
-                if (col + j < tile.cols)
-                    bits[j] = static_cast<uint16_t>(packed[j / 2] >> (16 * (j % 2)));
-        }
-    });
+    const int thread = threadIdx.x % kThreads;
+    if (!kMayBeUnaligned || aligned) {
+        const ChunkWalk<Tile, kThreads, kRows> walk(thread);
+        walk.for_each([&](int row, int col, int offset) {
+            if (row >= tile.rows || col >= tile.cols) return;
+            uint32_t packed[4];
+            ptx::ld_shared_v4(packed, shared + first_row * Tile::kPitch + offset);
+            *reinterpret_cast<uint4*>(tile.data + row * tile.row_stride + col) = {
+                packed[0], packed[1], packed[2], packed[3]};
+        });
+        return;
+    }
+    // Not unrolled, as in load_tile.
+    const int rows = min_of(kRows, tile.rows);
+#pragma unroll 1
+    for (int i = thread; i < rows * Tile::kCols; i += kThreads) {
+        const int row = i / Tile::kCols;
+        const int col = i % Tile::kCols;
+        if (col >= tile.cols) continue;
+        const int within_chunk = col % Tile::kChunk * sizeof(Element);
+        reinterpret_cast<uint16_t*>(tile.data + row * tile.row_stride)[col] = ptx::ld_shared_u16(
+            shared + Tile::offset(first_row + row, col / Tile::kChunk) + within_chunk);
+    }
 }
 
 // Sixteen rows from a warp's registers straight to global memory, rounded to Element, in 8-byte
