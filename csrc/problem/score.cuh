@@ -106,13 +106,14 @@ struct ScoreFunction {
                 sign * kLog2e * params.alibi_slopes[batch * params.alibi_batch_stride + head];
             const int offset = sequence.seqlen_k - sequence.seqlen_q;
             if constexpr (kRows == Rows::kQueries) {
-                // query + offset - key of this lane's first score. As a float, exact up to 2^24,
-                // since a conversion takes as long as an exponential.
+                // query + offset - key of this lane's first score. As a float, exact up to 2^24, so
+                // that not every distance is converted (docs/notes/007-options.md).
                 const float first = first_row + lane_row() + offset - first_col - lane_col();
                 for_each_score(s, [&](float& x, int row, int col) {
                     x -= slope * fabsf(first + static_cast<float>(row - col));
                 });
-            } else {  // with that, ptxas runs out of registers in the backward at head dim 64
+            } else {
+                // For that ptxas has no registers in FA3's backward at head dim 64.
                 const int first = first_col + offset - first_row;
                 for_each_score(s, [&](float& x, int row, int col) {
                     const int distance = first + (col + lane_col()) - (row + lane_row());
