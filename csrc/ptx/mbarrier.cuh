@@ -16,6 +16,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
                  : "memory");
 }
 
+// The same if `active`, by a predicate and not by a branch.
+__device__ __forceinline__ void mbarrier_arrive_if(bool active, uint32_t barrier) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 state; setp.ne.b32 p, %0, 0; "
+        "@p mbarrier.arrive.shared.b64 state, [%1]; }" ::"r"(int{active}),
+        "r"(barrier)
+        : "memory");
+}
+
 // This thread arrives. The phase also waits until TMA has brought this number of bytes.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
     asm volatile(

@@ -85,6 +85,9 @@ struct Pipeline {
     __device__ __forceinline__ void consumer_release(const State& s) const {
         ptx::mbarrier_arrive(empty(s));
     }
+    __device__ __forceinline__ void consumer_release_if(bool active, const State& s) const {
+        ptx::mbarrier_arrive_if(active, empty(s));
+    }
 };
 
 }  // namespace flash_ext

@@ -34,6 +34,12 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     return kConstant | (kPinned ? static_cast<uint32_t>(ptx::warp_uniform(encoded)) : encoded);
 }
 
+// Moves the start address, in the lower half: it does not overflow.
+__device__ __forceinline__ void move_descriptor(uint64_t& descriptor, uint32_t bytes) {
+    const uint32_t lower = static_cast<uint32_t>(descriptor) + bytes / 16;
+    descriptor = (descriptor >> 32 << 32) | lower;
+}
+
 // A K-major operand, stored [m or n][k]. A step along k (16 elements, of FP8 32) is two 16-byte
 // chunks of each row.
 template <class Tile, bool kPinned = true>
@@ -43,6 +49,9 @@ struct KMajor {
 
     __device__ __forceinline__ explicit KMajor(uint32_t tile, int first_row = 0)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile + first_row * Tile::kPitch)) {}
+
+    // The operand this many bytes further on.
+    __device__ __forceinline__ void move(uint32_t bytes) { move_descriptor(descriptor, bytes); }
 
     __device__ __forceinline__ uint64_t at(int k) const {
         const int atom = k / Tile::kBlocksPerAtom;
@@ -58,6 +67,9 @@ struct MNMajor {
 
     __device__ __forceinline__ explicit MNMajor(uint32_t tile)
         : descriptor(matrix_descriptor<Tile, kPinned>(tile)) {}
+
+    // The operand this many bytes further on.
+    __device__ __forceinline__ void move(uint32_t bytes) { move_descriptor(descriptor, bytes); }
 
     __device__ __forceinline__ uint64_t at(int k) const {
         return descriptor + k * 16 * Tile::kPitch / 16;

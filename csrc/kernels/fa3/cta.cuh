@@ -77,11 +77,17 @@ struct Fa3Cta {
     // The number of query heads that share a head of K and V.
     __device__ __forceinline__ int group() const { return group_of(params); }
 
-    // By all lanes of a warp that has finished reading a stage.
+    // By all lanes of a warp that has finished reading a stage. With four consumers a softmax
+    // follows at once, and a branch that one lane takes would delay it.
     template <class Pipeline>
     __device__ __forceinline__ void release(const Pipeline& pipeline,
                                             const typename Pipeline::State& state) const {
-        if (elected) pipeline.consumer_release(state);
+        constexpr bool kFourConsumers = Config::kThreads == 5 * 128;
+        if constexpr (kFourConsumers) {
+            pipeline.consumer_release_if(elected, state);
+        } else {
+            if (elected) pipeline.consumer_release(state);
+        }
     }
     template <class Pipeline>
     __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,

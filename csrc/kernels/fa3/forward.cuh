@@ -192,7 +192,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         // The index of the KV tile of the scores: from the last one down to the first.
         int kv_tile{}, first_kv_tile{};
         VisibleTiles full{};
-        bool k_ready = false, v_ready = false;  // tested early, as the test has a long latency
+        bool k_ready = false, v_ready = false;  // by kTestsEarly
         int hidden = 0;  // number of the next KV tiles that only other consumers see
 
         // FP8: factors of the scores of two rows, and of the keys.
@@ -216,13 +216,28 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
+    // The operand in a stage: the one in the first stage, moved, where there are registers for its
+    // descriptor. That is one instruction from a full barrier to the matmul, and not five.
+    template <class Operand, class Pipeline, class... FirstRow>
+    static __device__ __forceinline__ Operand operand(const Pipeline& pipeline,
+                                                      const typename Pipeline::State& state,
+                                                      FirstRow... first_row) {
+        if constexpr (Config::kConsumers > 2) {
+            Operand first(pipeline.stages, first_row...);
+            first.move(state.stage * Pipeline::kStageBytes);
+            return first;
+        } else {
+            return Operand(pipeline.stage(state), first_row...);
+        }
+    }
+
     // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on.
     template <int kFirstKey, int kKeys>
     __device__ __forceinline__ void issue_scores_of(State& state) const {
         // Q stays in place for many iterations.
         constexpr bool kPinned = Config::kHeadDim > 128;
         const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(state.q), consumer * 64);
-        const KMajor<KTile, false> k_rows(k_pipeline.stage(state.k), kFirstKey);
+        const auto k_rows = operand<KMajor<KTile, false>>(k_pipeline, state.k, kFirstKey);
         using Part = RegisterTile<16, kKeys, typename Scores::Number>;
         gemm_async<typename Config::QKElement, Config::kHeadDim>(
             reinterpret_cast<Part&>(state.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
@@ -247,7 +262,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // Starts O = P V or O += P V.
     __device__ __forceinline__ void issue_output(const State& state, const Probabilities& rP,
                                                  bool accumulate) const {
-        const MNMajor<VTile, false> v_columns(v_pipeline.stage(state.v));
+        const auto v_columns = operand<MNMajor<VTile, false>>(v_pipeline, state.v);
         gemm_async<Element, Config::kBlockKV>(state.rO, rP, v_columns, accumulate);
     }
 
@@ -384,6 +399,14 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // the next tile begins, so that the last iteration may belong to the unmasked main loop.
     static constexpr bool kReleaseEarly = QPipeline::kStages == 1;
 
+    // Does an iteration test the barriers of the next one before its softmax, since a test takes
+    // long? With four consumers and at d 128 and 256 that costs more than it saves.
+    static constexpr bool kTestsEarly =
+        Config::kConsumers < 4 && Config::kHeadDim % 128 != 0 && !kFp8;
+
+    // Does a consumer pass on its turn while it stores a result? Up to d 64 that is too short.
+    static constexpr bool kPassesTurn = Config::kHeadDim % 128 == 0;
+
     // Returns false if there is no more work.
     __device__ __forceinline__ bool begin_tile(State& state) const {
         work_tiles.descriptions.consumer_wait(state.tile);
@@ -426,7 +449,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void compute_p(State& state, Probabilities& rP, bool first) const {
         warpgroup_fence(state.rS);
         release_and_advance(k_pipeline, state.k);
-        if constexpr (!kFp8) {
+        if constexpr (kTestsEarly) {
             state.k_ready = k_pipeline.consumer_test(state.k);
             state.v_ready = v_pipeline.consumer_test(state.v);
         }
@@ -464,13 +487,17 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // Before P V: rescales O, or stores it as the result of the previous tile.
+    // Before P V: rescales O, or stores it as the result of the previous tile. kInTurn: it is this
+    // consumer's turn.
+    template <bool kInTurn>
     __device__ __forceinline__ void settle_output(State& state) const {
         if (!state.begun) {
             state.rescaling.apply(state.rO);
         } else if (state.kept) {
+            if constexpr (kInTurn && kPassesTurn) Order::signal_next(consumer);
             store(state.rO, state.done, work_tiles[state.tile_done]);
             this->end_work_tile(state.tile_done);
+            if constexpr (kInTurn && kPassesTurn) Order::wait(consumer);
         }
     }
 
@@ -506,7 +533,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (kUnmasked) {
             state.rescaling.apply(state.rO);
         } else {
-            settle_output(state);
+            settle_output<true>(state);
         }
         v_pipeline.consumer_wait(state.v, state.v_ready);
         issue_output(state, rP, kUnmasked || !state.begun);
@@ -581,7 +608,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         if constexpr (kStoresBeside) {
             state.rescaling.apply(state.rO);
         } else {
-            settle_output(state);
+            settle_output<false>(state);
         }
         v_pipeline.consumer_wait(state.v);
         Order::wait(consumer);

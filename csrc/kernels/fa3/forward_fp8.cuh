@@ -161,7 +161,7 @@ __device__ __forceinline__ void Fa3Forward<Config>::compute_in_turn(State& state
     if constexpr (kUnmasked || kStoresBeside) {
         state.rescaling.apply(state.rO);
     } else {
-        settle_output(state);
+        settle_output<false>(state);
     }
     v_pipeline.consumer_wait(state.v, state.v_ready);
     Order::wait(consumer);
