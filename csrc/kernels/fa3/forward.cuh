@@ -59,7 +59,8 @@
 //   full(V), FP8        1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V), FP8       2: each warp that transposes         K's producer, before the next load
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count
-//                       are started                          too), before it starts its own
+//                       are started, or when it is about     too), before it starts its own
+//                       to store a result
 #pragma once
 
 #include "kernels/common/fp8_softmax.cuh"
@@ -192,7 +193,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         // The index of the KV tile of the scores: from the last one down to the first.
         int kv_tile{}, first_kv_tile{};
         VisibleTiles full{};
-        bool k_ready = false, v_ready = false;  // by kTestsEarly
+        bool k_ready = false, v_ready = false;  // tested early: kTestsEarly, and FP8
         int hidden = 0;  // number of the next KV tiles that only other consumers see
 
         // FP8: factors of the scores of two rows, and of the keys.
