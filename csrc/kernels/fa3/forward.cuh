@@ -405,7 +405,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
     static constexpr bool kTestsEarly =
         Config::kConsumers < 4 && Config::kHeadDim % 128 != 0 && !kFp8;
 
-    // Does a consumer pass on its turn while it stores a result? Up to d 64 that is too short.
+    // Does a consumer pass on its turn while it stores a result? Of kernels with ping-pong those of
+    // d 128 gain by it.
     static constexpr bool kPassesTurn = Config::kHeadDim % 128 == 0;
 
     // Returns false if there is no more work.
