@@ -121,6 +121,7 @@ struct Fa3BackwardConfig {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = 64 * kConsumers;
     static constexpr bool kPingPong = kTuning.ping_pong;
+    static constexpr bool kLateFences = kTuning.late_fences;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -536,8 +537,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
         return operand;
     }
 
-    // Writes the consumer's half of dQ to shared memory, for the producer that adds it.
-    __device__ __forceinline__ void store_dq(const DQ& rdQ, typename DQPipeline::State& c) const {
+    // Writes the consumer's half of dQ to shared memory ...
+    __device__ __forceinline__ void store_dq(const DQ& rdQ,
+                                             const typename DQPipeline::State& c) const {
         auto* target = reinterpret_cast<float4*>(storage.dq[consumer].bytes[c.stage]) +
                        (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
         if (Config::kDQWarps == 8 || ptx::warp_uniform(threadIdx.x / 32) - 4 < Config::kDQWarps)
@@ -546,10 +548,15 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 const float (&x)[4] = rdQ.v[0][n];
                 target[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
             }
+    }
+
+    // ... and lets the producer add it, if there is one.
+    __device__ __forceinline__ void commit_dq(typename DQPipeline::State& c,
+                                              bool stored = true) const {
         ptx::fence_proxy_async();
         __syncwarp();
-        if (elected) dq_pipeline(consumer).producer_commit(c);
-        c.advance();
+        if (elected && stored) dq_pipeline(consumer).producer_commit(c);
+        if (stored) c.advance();
     }
 
     __device__ __forceinline__ void consume() const {
@@ -685,6 +692,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     Order::wait(consumer);
                     issue_scores();
                     issue_dv_dk(accumulate);
+                    if (Config::kLateFences) commit_dq(dq, accumulate);
                     accumulate = true;
                     finish_dv_dk();
                     warpgroup_fence(rS);
@@ -694,17 +702,20 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     finish_dp();
                     wait_ds();
                     softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
-                    store_ds(rdS, ds ^ 1);
+                    if (!Config::kLateFences) store_ds(rdS, ds ^ 1);
                     issue_dq();
+                    if (Config::kLateFences) store_ds(rdS, ds ^ 1);
                     ptx::wgmma_wait<0>();
                     warpgroup_fence(rdQ);
                     next_ds();
                     commit_ds();
                     store_dq(rdQ, dq);
+                    if (!Config::kLateFences) commit_dq(dq);
                 }
 
                 release_and_advance(v_pipeline, v);
                 issue_dv_dk(accumulate);
+                if (Config::kLateFences) commit_dq(dq, accumulate);
                 wait_ds();
                 issue_dq();
                 finish_dv_dk();
@@ -714,6 +725,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 q.advance();
                 d.advance();
                 store_dq(rdQ, dq);
+                commit_dq(dq);
                 rdK.scale(params.scale);
                 store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
                            rdV);
