@@ -28,8 +28,8 @@ MATMULS = (
     " and its dQ passes through HBM in float32"
 )
 FA3_BACKWARD = (
-    "at d 128 flash-attn 4 takes fewer cycles for the same traffic, at a lower clock; why is not"
-    " known ([note 010](notes/010-fa3-backward.md))"
+    "at d 128 fences stood between the matmuls before source 5fd4c710"
+    " ([note 010](notes/010-fa3-backward.md#between-the-matmuls))"
 )
 FA3_FORWARD = (
     "with 512 tokens more than half of the time is that of the bytes, and the"
