@@ -27,7 +27,8 @@
 // computes half of dQ: at head dims 96 and 128 64 of its columns (the second one 32 of 96), as
 // dQ^T, in the registers of S; at 32 and 64 half of its rows. dQ is summed over CTAs in float32 in
 // HBM: each consumer writes its half to shared memory, in fragment order, and a producer adds it by
-// TMA.
+// TMA. A fence behind a store waits until it is done. With late_fences (tuning.h) dS is stored
+// after dQ has been started, and dQ is handed over after the next S, dV and dK.
 //
 // The preprocess pass computes lse and delta and zeroes dq_accum. The postprocess pass converts dQ,
 // head by head, on the SMs that have no more tiles. For short sequences, and in deterministic mode,
@@ -550,7 +551,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
             }
     }
 
-    // ... and lets the producer add it, if there is one.
+    // ... and lets the producer add it. `stored`: is there any?
     __device__ __forceinline__ void commit_dq(typename DQPipeline::State& c,
                                               bool stored = true) const {
         ptx::fence_proxy_async();
