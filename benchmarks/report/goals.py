@@ -28,7 +28,7 @@ MATMULS = (
     " and its dQ passes through HBM in float32"
 )
 FA3_BACKWARD = (
-    "at d 128 fences stood between the matmuls before source 5fd4c710"
+    "at d 128 each consumer waits for itself between its matmuls"
     " ([note 010](notes/010-fa3-backward.md#between-the-matmuls))"
 )
 FA3_FORWARD = (

@@ -445,8 +445,8 @@ struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
-    // Ping-pong gains 3 to 9 % where exponentials take as long as matmuls, and costs 1 % where
-    // reads of shared memory take longer than both (note 010).
+    // Ping-pong gains 3 to 9 % where exponentials take as long as matmuls, and costs 1 % at d 128,
+    // where they take less (note 010).
     bool ping_pong = false;
     // Fences behind the stores of dS and dQ wait for these. Late ones come when the next matmuls
     // have been started: 3 % faster at d 128 with 80 queries, elsewhere level or slower (note 010).
