@@ -150,7 +150,9 @@ def long_sequences(device: str) -> Iterator[Problem]:
                 (128, 2, "both"),
             ):
                 yield Problem(1, 8200, 8250, heads, 1, d, layout=layout, loss=loss, **mask)
-        yield Problem(1, 8200, 4000, 2, 1, 128, window=(300, 100), seqused_k=(3900,))
+            yield Problem(1, 16500, 4100, 2, 1, 128, layout=layout, loss="both", **mask)
+        yield Problem(1, 16500, 16600, 1, 1, 128, loss="both", causal=True)
+        yield Problem(1, 16500, 4000, 2, 1, 128, window=(300, 100), seqused_k=(3900,))
 
 
 def one_query(device: str) -> Iterator[Problem]:

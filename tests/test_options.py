@@ -183,8 +183,9 @@ def test_logits_far_below_zero(variant: str, device: str) -> None:
     torch.testing.assert_close(out.float(), mean, atol=2e-3, rtol=0)
 
 
-def test_zero_scale_averages(variant: str, device: str) -> None:
-    check(Problem(1, 50, 70, scale=0.0), variant, device)
+@pytest.mark.parametrize("scale", (0.0, 1e-32, 1e-25))
+def test_no_scale_to_speak_of_averages(scale: float, variant: str, device: str) -> None:
+    check(Problem(1, 50, 70, scale=scale), variant, device)
 
 
 @pytest.mark.parametrize("kind", ("expanded", "transposed", "sliced", "reversed_heads"))

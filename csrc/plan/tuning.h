@@ -445,44 +445,69 @@ struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
-    // Ping-pong gains 3 to 9 % where exponentials take as long as matmuls, and costs 1 % at d 128,
-    // where they take less (note 010).
+    // Ping-pong gains 3 to 9 % where exponentials take as long as matmuls; in the general form at
+    // d 128, where softcap and dropout come between them, it costs 2 to 4 %.
     bool ping_pong = false;
+    // lse and delta are added to S and dP by a matmul (StatisticsRow), where that is faster than to
+    // load them into registers and to subtract them. Not in the general form.
+    bool by_matmul = false;
+    // All exponentials run beside dP, which ptxas does not do by itself.
+    bool early_exponentials = false;
     // Fences behind the stores of dS and dQ wait for these. Late ones come when the next matmuls
-    // have been started: 3 % faster at d 128 with 80 queries, elsewhere level or slower (note 010).
+    // have been started.
     bool late_fences = false;
 };
 
-// For heads whose dQ is summed in HBM. At d 128 an iteration of 80 queries reads less shared memory
-// per query. But short sequences leave more rows of such tiles empty.
+// For heads whose dQ is summed in HBM. What each flag gains where is in note 010, "Between the
+// matmuls". An iteration of 80 queries has more loads in flight, which pays where Q, dO and dQ of a
+// head come from HBM and not from L2.
 struct Fa3BackwardRow {
     HeadDims head_dims;
     Fa3Backward usual;
-    Fa3Backward many_queries = usual;
+    Fa3Backward general = usual;
+    Fa3Backward many_queries = usual;  // not in the general form
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
     {.head_dims = {32, 32},
-     .usual = {.block_q = 128, .q_stages = 3, .do_stages = 3, .ping_pong = true}},
+     .usual = {.block_q = 128,
+               .q_stages = 3,
+               .do_stages = 3,
+               .ping_pong = true,
+               .by_matmul = true,
+               .late_fences = true},
+     .general = {.block_q = 128, .q_stages = 3, .do_stages = 3, .ping_pong = true}},
     {.head_dims = {64, 64},
-     .usual = {.block_q = 128, .q_stages = 3, .do_stages = 2, .ping_pong = true}},
+     .usual = {.block_q = 128,
+               .q_stages = 3,
+               .do_stages = 2,
+               .ping_pong = true,
+               .by_matmul = true,
+               .late_fences = true},
+     .general = {.block_q = 128, .q_stages = 3, .do_stages = 2, .ping_pong = true}},
     {.head_dims = {96, 96},
      .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .ping_pong = true}},
     {.head_dims = {128, 128},
-     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2},
+     .usual = {.block_q = 64,
+               .q_stages = 3,
+               .do_stages = 2,
+               .ping_pong = true,
+               .by_matmul = true,
+               .early_exponentials = true,
+               .late_fences = true},
+     .general = {.block_q = 64,
+                 .q_stages = 3,
+                 .do_stages = 2,
+                 .early_exponentials = true,
+                 .late_fences = true},
      .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .late_fences = true}},
 };
 
-// From these numbers on, without and with a mask, which leaves more of a larger tile unused.
-inline constexpr int kManyQueries = 4096, kManyMaskedQueries = 6144;
+inline constexpr int kManyQueries = 16384;
 
-constexpr bool many_queries(Features features, int queries, bool masked) {
-    return features != Features::kGeneral &&
-           queries >= (masked ? kManyMaskedQueries : kManyQueries);
-}
-
-constexpr Fa3Backward fa3_backward(HeadDims dims, bool many_queries) {
+constexpr Fa3Backward fa3_backward(HeadDims dims, Features features, bool many_queries) {
     const Fa3BackwardRow row = row_of(kFa3Backward, dims);
+    if (features == Features::kGeneral) return row.general;
     return many_queries ? row.many_queries : row.usual;
 }
 

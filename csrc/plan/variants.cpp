@@ -311,10 +311,14 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
     const bool wide = tuning::is_fa3_backward_wide(dims);
     split_heads(plan, choose_parts(params, key_tiles, wide, device.multiprocessors));
     if (!wide) {
-        const bool many =
-            tuning::many_queries(features_of(params), mean_queries(params), is_masked(params));
-        const int block_q = tuning::fa3_backward(dims, many).block_q;
-        reserve_rows(plan, workspace_block(block_q), dims.qk);
+        const tuning::Fa3Backward tuned = tuning::fa3_backward(
+            dims, features_of(params), mean_queries(params) >= tuning::kManyQueries);
+        reserve_rows(plan, workspace_block(tuned.block_q), dims.qk);
+        if (tuned.by_matmul) {
+            const int64_t rows = workspace_rows(params, params.q_block_rows);
+            plan.workspace.reserve(params.lse_rows, rows);
+            plan.workspace.reserve(params.delta_rows, rows);
+        }
     } else {
         reserve_rows(plan, kWorkspaceRows, /*dq_accum_cols=*/0);
         plan.workspace.reserve(params.tile_count_semaphore, 2);

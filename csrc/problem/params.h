@@ -100,9 +100,12 @@ FLASH_HOST_DEVICE bool is_varlen(const AttentionParams& params) {
     return params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
 }
 
+// The least scale of the forms that multiply scores by it after masking, or divide lse by it.
+inline constexpr float kLeastScale = 1e-30f;
+
 // The form of the kernel that this call needs.
 FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
-    if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale <= 0.f ||
+    if (!params.aligned || params.keep_threshold < (1u << 16) || params.scale < kLeastScale ||
         params.softcap != 0.f || params.alibi_slopes != nullptr || params.bias.data != nullptr)
         return Features::kGeneral;
     if (is_varlen(params)) return Features::kVarlen;
@@ -172,6 +175,12 @@ struct Flag {
     FLASH_HOST_DEVICE bool is_raised() const { return *word == epoch; }
 };
 
+// Half of a number as the sum of three bfloat16 numbers, exact to 24 bits, and five zeros: a row of
+// the operand RowNumbers (tile/wgmma.cuh).
+struct alignas(16) StatisticsRow {
+    uint32_t terms[4];
+};
+
 struct BackwardParams : AttentionParams {
     TensorView q;       // (B, Sq, Hq, D)
     TensorView k;       // (B, Sk, Hk, D)
@@ -209,6 +218,10 @@ struct BackwardParams : AttentionParams {
                             // sees no key
     float* delta;           // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;       // (R), 0 for most; see large_lse.cuh
+    // (R), or null: -lse_log2 / scale_log2, 0 in rows with a reference, and -delta, for kernels
+    // that add them by a matmul.
+    StatisticsRow* lse_rows = nullptr;
+    StatisticsRow* delta_rows = nullptr;
     // (1 + R / kMinBackwardBlockQ): a work index, then for each Q tile the number of KV tiles that
     // have added their dQ, then in FA3 the counters of tiles_done(). Zeroed by the preprocess pass
     // where dQ is summed in HBM. FA2 uses it in deterministic mode.

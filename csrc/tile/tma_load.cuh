@@ -17,13 +17,13 @@ __device__ __forceinline__ void load_tile(const Pipeline& pipeline,
     rows.load<Tile, kBoxRows>(map, pipeline.stage(state), pipeline.full(state), first_row);
 }
 
-// The same, with one float per row, such as lse, which goes with the tile.
-template <class Tile, class Pipeline>
+// The same, with a number per row, such as lse, which goes with the tile.
+template <class Tile, class Pipeline, class Number>
 __device__ __forceinline__ void load_tile(const Pipeline& pipeline,
                                           const typename Pipeline::State& state,
                                           const CUtensorMap& map, const TensorRows& rows,
-                                          int first_row, float (&statistics)[Tile::kRows],
-                                          const float* source) {
+                                          int first_row, Number (&statistics)[Tile::kRows],
+                                          const Number* source) {
     pipeline.producer_acquire(state);
     pipeline.producer_expect(state, Tile::kBytes + sizeof(statistics));
     rows.load<Tile>(map, pipeline.stage(state), pipeline.full(state), first_row);

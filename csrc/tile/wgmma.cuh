@@ -76,6 +76,28 @@ struct MNMajor {
     }
 };
 
+// An operand of one number per row, as StatisticsRow, without swizzle: 8 rows are a core matrix of
+// 128 contiguous bytes. Its second half along K is the first one once more (leading dimension
+// byte offset 0), so a product with Ones counts each row twice.
+template <int kRows>
+struct RowNumbers {
+    static constexpr bool kTranspose = false;
+    static constexpr int kBytes = kRows * 16;
+    uint64_t descriptor;
+
+    __device__ __forceinline__ explicit RowNumbers(uint32_t rows)
+        : descriptor(uint64_t{128 / 16} << 32 |
+                     static_cast<uint32_t>(ptx::warp_uniform((rows & 0x3ffff) >> 4))) {}
+    __device__ __forceinline__ uint64_t at(int) const { return descriptor; }
+};
+
+// A matrix of ones of bfloat16, in registers.
+struct Ones {
+    static constexpr bool kTranspose = false;
+    uint32_t v[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    __device__ __forceinline__ const uint32_t (&at(int) const)[4] { return v; }
+};
+
 // The A operand in registers, rounded to the input type.
 template <int kCols, int kElementBytes = 2>
 struct RegisterOperand {

@@ -321,7 +321,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
                                             .multiprocessors = 132}));
               return Pair{64 * tile.consumers, tile.block_kv};
           });
-    m.attr("many_queries") = tuning::kManyMaskedQueries;
+    m.attr("many_queries") = tuning::kManyQueries;
 
     // Of one dense sequence.
     m.def("num_splits", [](int64_t tiles, int queries, int keys, int left, int right, int at_once) {

@@ -291,6 +291,8 @@ struct Problem {
                               {"offsets_k", &plan.offsets_k},
                               {"lse_log2", &params.lse_log2},
                               {"delta", &params.delta},
+                              {"lse_rows", &params.lse_rows},
+                              {"delta_rows", &params.delta_rows},
                               {"reference", &params.reference},
                               {"dq_accum", &params.dq_accum},
                               {"dq_semaphore", &params.dq_semaphore},

@@ -45,21 +45,28 @@ __device__ __forceinline__ void for_each_with_query(const float* numbers, Visit 
 
 // Subtracts from scores the references of their queries (large_lse.cuh), most of which are 0. Only
 // by rounding can a difference exceed 0.
+// `lse` and `scale`: where lse / scale of the other rows is in the scores, that of these is
+// subtracted here.
 template <Rows kRows, class Scores>
-__device__ __forceinline__ void subtract_references(Scores& s, const float* references) {
-    const auto subtract = [](float& x, float reference) {
-        if (reference != 0.f) x = fminf(x - reference, 0.f);
+__device__ __forceinline__ void subtract_references(Scores& s, const float* references,
+                                                    const float* lse = nullptr, float scale = 1.f) {
+    const float inverse_scale = 1.f / scale;
+    const auto subtract = [&](float& x, int row, float reference) {
+        if (reference == 0.f) return;
+        x = fminf(x - reference, 0.f);
+        if (lse != nullptr) x -= lse[row] * inverse_scale;
     };
     if constexpr (kRows == Rows::kQueries) {
 #pragma unroll
         for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float reference = references[16 * m + lane_row() + 8 * i];
+                const int row = 16 * m + lane_row() + 8 * i;
+                const float reference = references[row];
 #pragma unroll
                 for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) subtract(s.v[m][n][2 * i + e], reference);
+                    for (int e = 0; e < 2; ++e) subtract(s.v[m][n][2 * i + e], row, reference);
             }
     } else {
 #pragma unroll
@@ -67,11 +74,12 @@ __device__ __forceinline__ void subtract_references(Scores& s, const float* refe
             __syncwarp();  // between the loads, which take too many registers all at once
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const float reference = references[8 * n + lane_col() + e];
+                const int row = 8 * n + lane_col() + e;
+                const float reference = references[row];
 #pragma unroll
                 for (int m = 0; m < Scores::kM; ++m)
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) subtract(s.v[m][n][2 * i + e], reference);
+                    for (int i = 0; i < 2; ++i) subtract(s.v[m][n][2 * i + e], row, reference);
             }
         }
     }
@@ -83,6 +91,17 @@ __device__ __forceinline__ void exponentiate(Scores& s, const float* lse, float 
     for_each_with_query<kRows, Scores>(lse, [&](int m, int n, int i, float lse_of_query) {
         s.v[m][n][i] = ptx::ex2(s.v[m][n][i] * scale - lse_of_query);
     });
+}
+
+// The same where S is already S - lse / scale.
+template <class Scores>
+__device__ __forceinline__ void exponentiate(Scores& s, float scale) {
+#pragma unroll
+    for (int m = 0; m < Scores::kM; ++m)
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s.v[m][n][i] = ptx::ex2(s.v[m][n][i] * scale);
 }
 
 // From dP to dS = P * (dP - delta), in place.

@@ -56,6 +56,16 @@ __device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& par
     return {lse * kLog2e, (dot - dlse) * params.inverse_ds_factor};
 }
 
+// -x, halved, since a RowNumbers operand counts it twice.
+__device__ __forceinline__ StatisticsRow negated_row(float x) {
+    const auto truncated = [](float y) { return __uint_as_float(__float_as_uint(y) & 0xffff0000); };
+    const float number = -0.5f * x;
+    const float first = truncated(number);
+    const float second = truncated(number - first);
+    const float third = number - first - second;
+    return {ptx::pack<__nv_bfloat16>(first, second), ptx::pack<__nv_bfloat16>(third, 0.f), 0, 0};
+}
+
 struct PreprocessParams : BackwardParams {
     int block_q;
 };
@@ -125,6 +135,13 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
             params.lse_log2[first + r] = statistics.lse_log2;
             params.delta[first + r] = statistics.delta;
             params.reference[first + r] = 0.f;
+            if (params.lse_rows != nullptr) {
+                constexpr float kLargest = 0x1.fep127f;  // of bfloat16; infinity would become NaN
+                params.lse_rows[first + r] = negated_row(
+                    statistics.lse_log2 == INFINITY ? kLargest
+                                                    : statistics.lse_log2 / params.scale_log2);
+                params.delta_rows[first + r] = negated_row(statistics.delta);
+            }
             large |= is_large_lse(statistics.lse_log2);
         }
     }

@@ -80,6 +80,7 @@ __device__ __forceinline__ void split_large_lse(const BackwardParams& params, in
             const int64_t index = int64_t{linear} * block_q + row + r;  // of the workspace
             params.lse_log2[index] = log2f(softmax.row_sum[0][i]);
             params.reference[index] = softmax.row_max[0][i];
+            if (params.lse_rows != nullptr) params.lse_rows[index] = {};
         }
     }
 }

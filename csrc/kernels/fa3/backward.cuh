@@ -20,8 +20,11 @@
 //     dS'   = P' * dP'             when dP' is complete
 //     dQ    = dS K                 wgmma, asynchronous
 //
-// What has no matmul of the same consumer to run beside runs beside those of the other consumer. Up
-// to head dim 96 ping-pong ensures that.
+// With tuning's by_matmul, S and dP begin as -lse / scale and -delta, by a product of these with
+// ones.
+//
+// What has no matmul of the same consumer to run beside runs beside those of the other consumer,
+// which ping-pong ensures.
 //
 // dQ sums over the keys of both consumers. So dS^T goes through shared memory, and each consumer
 // computes half of dQ: at head dims 96 and 128 64 of its columns (the second one 32 of 96), as
@@ -123,6 +126,10 @@ struct Fa3BackwardConfig {
     static constexpr int kBlockKV = 64 * kConsumers;
     static constexpr bool kPingPong = kTuning.ping_pong;
     static constexpr bool kLateFences = kTuning.late_fences;
+    static constexpr bool kByMatmul = kTuning.by_matmul;
+    static_assert(!(kByMatmul && kGeneral));
+    using Statistic = std::conditional_t<kByMatmul, StatisticsRow, float>;
+    static constexpr bool kEarlyExponentials = kTuning.early_exponentials;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -162,8 +169,8 @@ struct Fa3BackwardConfig {
         typename DOPipeline::Stages dout;
         char ds[2][DSTile::kBytes];
         typename DQPipeline::Stages dq[kConsumers];
-        float lse[QPipeline::kStages][kBlockQ];
-        float delta[DOPipeline::kStages][kBlockQ];
+        Statistic lse[QPipeline::kStages][kBlockQ];
+        Statistic delta[DOPipeline::kStages][kBlockQ];
         typename QPipeline::Barriers q_barriers;
         typename DOPipeline::Barriers do_barriers;
         typename KPipeline::Barriers k_barriers;
@@ -199,15 +206,23 @@ __device__ __forceinline__ VisibleTiles full_q_tiles(const KeyTile& tile, const 
             end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
 }
 
-// S^T to P^T, of a warp's 16 keys and a Q tile of kBlockQ queries.
-template <class Element, bool kGeneral, int kBlockQ, class Scores>
+// S^T to P^T, of a warp's 16 keys and a Q tile of kBlockQ queries. With StatisticsRows, lse / scale
+// has been subtracted by a matmul.
+template <class Element, bool kGeneral, int kBlockQ, class Statistic, class Scores>
 __device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& params,
                                           const KeyTile& tile, int head, int first_key,
-                                          int first_query, bool masked, const float* lse) {
+                                          int first_query, bool masked, const Statistic* lse) {
+    constexpr bool kByMatmul = std::is_same_v<Statistic, StatisticsRow>;
     const Sequence& sequence = tile.sequence;
-    const auto references = [&] {
-        return params.reference +
-               workspace_row<workspace_block(kBlockQ)>(params, sequence, head, first_query);
+    const auto subtract = [&] {
+        const int64_t row =
+            workspace_row<workspace_block(kBlockQ)>(params, sequence, head, first_query);
+        if constexpr (kByMatmul) {
+            subtract_references<Rows::kKeys>(s, params.reference + row, params.lse_log2 + row,
+                                             params.scale_log2);
+        } else {
+            subtract_references<Rows::kKeys>(s, params.reference + row);
+        }
     };
     if constexpr (kGeneral) {
         // In pieces of 32 columns, since softcap takes registers.
@@ -219,13 +234,17 @@ __device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& param
     }
     if (masked) [[unlikely]] {
         if (!kGeneral && tile.large_lse) [[unlikely]]
-            subtract_references<Rows::kKeys>(s, references());
+            subtract();
         const BandMask mask = mask_of(params, sequence);
         mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
     }
     if (kGeneral && tile.large_lse) [[unlikely]]  // above, ptxas would run out of registers
-        subtract_references<Rows::kKeys>(s, references());
-    exponentiate<Rows::kKeys>(s, lse, kGeneral ? 1.f : params.scale_log2);
+        subtract();
+    if constexpr (kByMatmul) {
+        exponentiate(s, params.scale_log2);
+    } else {
+        exponentiate<Rows::kKeys>(s, lse, kGeneral ? 1.f : params.scale_log2);
+    }
 }
 
 template <class Config_>
@@ -247,6 +266,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using DQ = typename Config::DQ;
+    using Statistic = typename Config::Statistic;
+    using Statistics = RowNumbers<Config::kBlockQ>;
     using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Cta = Fa3Cta<Config>;
     using Cta::elected, Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
@@ -361,7 +382,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
             for_each_q_tile(tile, [&](int head, int64_t workspace, int first_row, bool last) {
                 if (last) work_tiles.allow_fetch();
                 load_queries<QTile>(q_pipeline, q, params.q_map, params.q, tile, head, first_row,
-                                    storage.lse[q.stage], params.lse_log2 + workspace);
+                                    storage.lse[q.stage],
+                                    statistics(params.lse_log2, params.lse_rows) + workspace);
             });
         });
     }
@@ -371,9 +393,20 @@ struct Fa3Backward : Fa3Cta<Config_> {
         work_tiles.for_each([&](const KeyTile& tile) {
             for_each_q_tile(tile, [&](int head, int64_t workspace, int first_row, bool) {
                 load_queries<DOTile>(do_pipeline, d, params.do_map, params.dout, tile, head,
-                                     first_row, storage.delta[d.stage], params.delta + workspace);
+                                     first_row, storage.delta[d.stage],
+                                     statistics(params.delta, params.delta_rows) + workspace);
             });
         });
+    }
+
+    // lse or delta of all queries, as this kernel takes them.
+    static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
+                                                                  const StatisticsRow* rows) {
+        if constexpr (Config::kByMatmul) {
+            return rows;
+        } else {
+            return numbers;
+        }
     }
 
     // A Q or dO tile and its lse or delta.
@@ -382,8 +415,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
                                                  typename Pipeline::State& state,
                                                  const CUtensorMap& map, const TensorView& view,
                                                  const KeyTile& tile, int head, int first_row,
-                                                 float (&statistics)[Config::kBlockQ],
-                                                 const float* source) const {
+                                                 Statistic (&statistics)[Config::kBlockQ],
+                                                 const Statistic* source) const {
         const Sequence& s = tile.sequence;
         load_tile<Tile>(pipeline, state, map, this->query_rows(view, s, head), first_row,
                         statistics, source);
@@ -501,7 +534,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
                             reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
                             tile.first_key + warp_key,
                             tile.q_tiles.tile(at.i) * Config::kBlockQ + 8 * n,
-                            [&](int col) { return storage.lse[lse_stage][8 * n + col]; });
+                            [&](int col) -> float { return storage.lse[lse_stage][8 * n + col]; });
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 rP.v[n / 2][n % 2 * 2 + i] =
@@ -579,6 +612,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
         const KMajor<DOTile> do_rows(do_pipeline.stages);
         const MNMajor<QTile> q_columns(q_pipeline.stages);
         const MNMajor<DOTile> do_columns(do_pipeline.stages);
+        const Statistics lse_rows(ptx::shared_address(storage.lse));  // where kByMatmul
+        const Statistics delta_rows(ptx::shared_address(storage.delta));
         const KMajor<DSTile> ds_rows(ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64);
         const MNMajor<DSTile> ds_columns(ds_tile(0) + consumer * DSTile::kAtomBytes);
         constexpr int kKAtoms = 64 / KTile::kAtomCols;  // of the rows of a wgmma
@@ -611,12 +646,20 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
                 const auto issue_scores = [&] {
                     q_pipeline.consumer_wait(q);
+                    if constexpr (Config::kByMatmul)
+                        gemm_async<__nv_bfloat16, 16>(
+                            rS, Ones{}, in_stage<Statistics::kBytes>(lse_rows, q.stage), false);
                     gemm_async<Element, Config::kHeadDim>(
-                        rS, k_rows, in_stage<QTile::kBytes>(q_rows, q.stage), false);
+                        rS, k_rows, in_stage<QTile::kBytes>(q_rows, q.stage), Config::kByMatmul);
                 };
                 const auto issue_dp = [&] {
                     do_pipeline.consumer_wait(d);
-                    subtract_delta(rdP, d.stage);
+                    if constexpr (Config::kByMatmul) {
+                        gemm_async<__nv_bfloat16, 16>(
+                            rdP, Ones{}, in_stage<Statistics::kBytes>(delta_rows, d.stage), false);
+                    } else {
+                        subtract_delta(rdP, d.stage);
+                    }
                     gemm_async<Element, Config::kHeadDimV>(
                         rdP, v_rows, in_stage<DOTile::kBytes>(do_rows, d.stage), true);
                 };
@@ -700,8 +743,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
                     issue_dp();
                     Order::signal_next(consumer);
                     probabilities();
+                    if (Config::kEarlyExponentials) wait_ds();
                     finish_dp();
-                    wait_ds();
+                    if (!Config::kEarlyExponentials) wait_ds();
                     softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
                     if (!Config::kLateFences) store_ds(rdS, ds ^ 1);
                     issue_dq();
@@ -794,12 +838,12 @@ cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
                                                                        auto features) {
-        const bool many_queries =
-            tuning::many_queries(features_of(params), mean_queries(params), is_masked(params));
+        const bool many_queries = mean_queries(params) >= tuning::kManyQueries;
         dispatch<false, true>(many_queries, [&](auto many) {
-            constexpr bool kMany = many && features.value != Features::kGeneral;
-            using Config = Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                             tuning::fa3_backward({kHeadDim, kHeadDimV}, kMany)>;
+            constexpr tuning::Fa3Backward kTuning =
+                tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value, many);
+            using Config =
+                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value, kTuning>;
             status = launch_fa3_backward<Config>(params, stream);
         });
     });
