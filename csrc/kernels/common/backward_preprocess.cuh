@@ -47,13 +47,11 @@ struct RowStatistics {
     float delta;     // without dropout's factor
 };
 
-// From rowsum(dO * O) of row `index` of lse.
-__device__ __forceinline__ RowStatistics statistics_of(const BackwardParams& params, int64_t index,
-                                                       float dot) {
-    const float lse = params.lse[index];
+// From rowsum(dO * O), lse and its gradient.
+__device__ __forceinline__ RowStatistics statistics_of(float dot, float lse, float dlse,
+                                                       float inverse_ds_factor) {
     if (lse == -INFINITY) return {INFINITY, 0.f};
-    const float dlse = params.dlse == nullptr ? 0.f : params.dlse[index];
-    return {lse * kLog2e, (dot - dlse) * params.inverse_ds_factor};
+    return {lse * kLog2e, (dot - dlse) * inverse_ds_factor};
 }
 
 // -x, halved, since a RowNumbers operand counts it twice.
@@ -88,7 +86,8 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
     const auto [sequence, q_tile] = tile;
     const int64_t first = int64_t{blockIdx.x} * block_q;  // row of the workspace
     const int first_query = q_tile * block_q;
-    const int first_col = threadIdx.x % kLanes * 8;
+    const int lane_in_row = threadIdx.x % kLanes;
+    const int first_col = lane_in_row * 8;
     const int rows = min_of(sequence.seqlen_q - first_query, block_q);
     const auto gO = global_tile<const Element>(
         params.out, sequence.batch, sequence.q_begin + first_query, head, rows, params.head_dim_v);
@@ -113,6 +112,14 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
     bool large = false;
 #pragma unroll 1
     for (int row = threadIdx.x / kLanes; row < block_q; row += kPasses * kRowsPerPass) {
+        // What is done once per row is done for all passes at the same time, in different lanes.
+        const int own_row = row + lane_in_row * kRowsPerPass;
+        const bool owns_row = lane_in_row < kPasses && own_row < block_q;
+        float own_dot = 0.f, own_lse = -INFINITY, own_dlse = 0.f;
+        if (owns_row && own_row < rows) {
+            own_lse = params.lse[index + own_row];
+            if (params.dlse != nullptr) own_dlse = params.dlse[index + own_row];
+        }
         uint4 o[kPasses], d_o[kPasses];
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
@@ -128,22 +135,23 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
 #pragma unroll
             for (int offset = kLanes / 2; offset > 0; offset /= 2)
                 sum += __shfl_xor_sync(0xffffffff, sum, offset);
-            const int r = row + i * kRowsPerPass;
-            if (first_col != 0 || r >= block_q) continue;
-            const RowStatistics statistics =
-                r < rows ? statistics_of(params, index + r, sum) : RowStatistics{INFINITY, 0.f};
-            params.lse_log2[first + r] = statistics.lse_log2;
-            params.delta[first + r] = statistics.delta;
-            params.reference[first + r] = 0.f;
-            if (params.lse_rows != nullptr) {
-                constexpr float kLargest = 0x1.fep127f;  // of bfloat16; infinity would become NaN
-                params.lse_rows[first + r] = negated_row(
-                    statistics.lse_log2 == INFINITY ? kLargest
-                                                    : statistics.lse_log2 / params.scale_log2);
-                params.delta_rows[first + r] = negated_row(statistics.delta);
-            }
-            large |= is_large_lse(statistics.lse_log2);
+            if (lane_in_row == i) own_dot = sum;
         }
+        if (!owns_row) continue;
+        const RowStatistics statistics =
+            statistics_of(own_dot, own_lse, own_dlse, params.inverse_ds_factor);
+        const int64_t target = first + own_row;
+        params.lse_log2[target] = statistics.lse_log2;
+        params.delta[target] = statistics.delta;
+        params.reference[target] = 0.f;
+        if (params.lse_rows != nullptr) {
+            constexpr float kLargest = 0x1.fep127f;  // of bfloat16; infinity would become NaN
+            params.lse_rows[target] = negated_row(statistics.lse_log2 == INFINITY
+                                                      ? kLargest
+                                                      : statistics.lse_log2 / params.scale_log2);
+            params.delta_rows[target] = negated_row(statistics.delta);
+        }
+        large |= is_large_lse(statistics.lse_log2);
     }
     if (params.may_have_large_lse && __syncthreads_or(large)) [[unlikely]]
         split_large_lse<Element, kGeneral>(params, block_q);
