@@ -168,9 +168,10 @@ struct Fa3BackwardConfig {
         typename QPipeline::Stages q;
         typename DOPipeline::Stages dout;
         char ds[2][DSTile::kBytes];
-        typename DQPipeline::Stages dq[kConsumers];
+        // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
         Statistic delta[DOPipeline::kStages][kBlockQ];
+        typename DQPipeline::Stages dq[kConsumers];
         typename QPipeline::Barriers q_barriers;
         typename DOPipeline::Barriers do_barriers;
         typename KPipeline::Barriers k_barriers;
