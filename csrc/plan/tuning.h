@@ -445,8 +445,8 @@ struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
-    // Ping-pong gains 3 to 9 % where exponentials take as long as matmuls, and 1 % at d 128. In the
-    // general form at d 128, where softcap and dropout come between them, it costs 1 to 4 %.
+    // Ping-pong gains 2 to 9 % where exponentials take as long as matmuls, and 1 % at d 128. In the
+    // general form at d 128, where softcap and ALiBi come between them, it costs 1 to 4 %.
     bool ping_pong = false;
     // lse and delta are added to S and dP by a matmul (StatisticsRow), where that is faster than to
     // load them into registers and to subtract them. Not in the general form.
@@ -458,9 +458,9 @@ struct Fa3Backward {
     bool late_fences = false;
 };
 
-// For heads whose dQ is summed in HBM. What each flag gains where is in note 010, "Between the
-// matmuls". An iteration of 80 queries has more loads in flight, which pays where Q, dO and dQ of a
-// head come from HBM and not from L2.
+// For heads whose dQ is summed in HBM. Note 010, "Between the matmuls", says where each flag gains
+// how much. Tiles of 80 queries pay where Q, dO and dQ of a head no longer stay in L2; up to
+// 32,768 queries both are level.
 struct Fa3BackwardRow {
     HeadDims head_dims;
     Fa3Backward usual;

@@ -218,8 +218,8 @@ struct BackwardParams : AttentionParams {
                             // sees no key
     float* delta;           // (R), (rowsum(dO * O) - dlse) / ds_factor
     float* reference;       // (R), 0 for most; see large_lse.cuh
-    // (R), or null: -lse_log2 / scale_log2, 0 in rows with a reference, and -delta, for kernels
-    // that add them by a matmul.
+    // (R), or null: -lse_log2 / scale_log2 (0 in rows with a reference, minus the largest bfloat16
+    // in rows that see no key) and -delta, for kernels that add them by a matmul.
     StatisticsRow* lse_rows = nullptr;
     StatisticsRow* delta_rows = nullptr;
     // (1 + R / kMinBackwardBlockQ): a work index, then for each Q tile the number of KV tiles that

@@ -45,7 +45,7 @@ __device__ __forceinline__ void for_each_with_query(const float* numbers, Visit 
 
 // Subtracts from scores the references of their queries (large_lse.cuh), most of which are 0. Only
 // by rounding can a difference exceed 0.
-// `lse` and `scale`: where lse / scale of the other rows is in the scores, that of these is
+// With `lse`: the scores already hold -lse / scale, but not in rows with a reference, where it is
 // subtracted here.
 template <Rows kRows, class Scores>
 __device__ __forceinline__ void subtract_references(Scores& s, const float* references,

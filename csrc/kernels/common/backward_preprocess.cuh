@@ -1,6 +1,7 @@
 // The preprocess pass of all variants' backward, a CTA per Q tile: delta = rowsum(dO * O) - dlse
 // (FlashAttention-2, algorithm 2, line 4; the gradient of the logsumexp enters here, because
-// d lse / d S = P), and lse in base 2. Where dQ is summed in HBM also zeros in params.dq_semaphore
+// d lse / d S = P), and lse in base 2; for kernels that add them by a matmul also as rows of terms
+// (StatisticsRow). Where dQ is summed in HBM also zeros in params.dq_semaphore
 // and, with params.dq_accum_zeroed, in dq_accum. Where lse is large, references (large_lse.cuh).
 #pragma once
 

@@ -24,7 +24,7 @@
 // ones.
 //
 // What has no matmul of the same consumer to run beside runs beside those of the other consumer,
-// which ping-pong ensures.
+// which ping-pong, where it is on, ensures.
 //
 // dQ sums over the keys of both consumers. So dS^T goes through shared memory, and each consumer
 // computes half of dQ: at head dims 96 and 128 64 of its columns (the second one 32 of 96), as
@@ -494,7 +494,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
 
     // --- Consumers ---
 
-    // By all threads, since all read lse and delta.
+    // By all threads, since without by_matmul all read lse and delta.
     template <class Pipeline>
     static __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,
                                                                typename Pipeline::State& state) {
