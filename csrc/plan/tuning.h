@@ -446,7 +446,7 @@ struct Fa3Backward {
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
     // Ping-pong gains 2 to 9 % where exponentials take as long as matmuls, and 1 % at d 128. In the
-    // general form at d 128, where softcap and ALiBi come between them, it costs 1 to 4 %.
+    // general form at d 128 it costs 1 to 4 % (with softcap).
     bool ping_pong = false;
     // lse and delta are added to S and dP by a matmul (StatisticsRow), where that is faster than to
     // load them into registers and to subtract them. Not in the general form.
