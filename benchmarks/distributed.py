@@ -224,9 +224,11 @@ class Ranks:
         self.cell, self.device, self.dtype = cell, device, dtype
         self.rank = dist.get_rank()
 
-    def rows_of(self, layout: str) -> int:
-        shards = cp.sharding(self.cell.rows, self.cell.ranks, layout, self.cell.documents)
-        return shards.lengths[self.rank]
+    def rows_of(self, layout: str, across: int | None = None) -> int:
+        """This rank's; `across`: of the ranks across which two levels split the rows first."""
+        across = across or self.cell.ranks
+        shards = cp.sharding(self.cell.rows, across, layout, self.cell.documents)
+        return shards.nested(self.cell.ranks // across).lengths[self.rank]
 
     def inputs(self, rows: int, heads_k: int | None = None) -> tuple[list[Tensor], Tensor]:
         """q, k and v, requiring gradients, and dout: (1, rows, H, D)."""
@@ -242,9 +244,9 @@ def ours(
 ) -> Provider:
     """A method of this package. `moves`: with its transfers."""
     cell = ranks.cell
-    leaves, dout = ranks.inputs(ranks.rows_of(layout))
     packed = cell.documents is not None
     group: Any = None
+    across = None
     name = method
     if method.startswith("two_level"):
         across = 2
@@ -252,6 +254,7 @@ def ours(
             ranks.device.type, (across, cell.ranks // across), mesh_dim_names=("across", "within")
         )
         method = method.removeprefix("two_level_")
+    leaves, dout = ranks.inputs(ranks.rows_of(layout, across))
 
     def forward() -> Tensor:
         tensors = [x[0] for x in leaves] if packed else leaves

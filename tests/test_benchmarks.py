@@ -6,6 +6,7 @@ wrong result that is timed or called supported, and a table that does not follow
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -1613,3 +1614,19 @@ def test_each_of_three_calls_on_several_gpus_follows_every_other_one() -> None:
     assert len(rounds) == 6
     follows = collections.Counter(pair for x in rounds for pair in itertools.pairwise(x))
     assert set(follows.values()) == {2} and len(follows) == 6
+
+
+@pytest.mark.parametrize("layout", ("zigzag", "document_zigzag"))
+def test_two_levels_share_the_rows_of_documents(layout: str) -> None:
+    """As attention wants them: those of an outer rank in equal parts, not a part of all ranks."""
+    cell = next(distributed.cells(argparse.Namespace(lengths=[], documents=True), 4, cpu=False))
+    ranks = distributed.Ranks.__new__(distributed.Ranks)
+    ranks.cell = cell
+    lengths = {}
+    for across in (None, 2):
+        lengths[across] = []
+        for ranks.rank in range(4):
+            lengths[across].append(ranks.rows_of(layout, across))
+        assert sum(lengths[across]) == cell.rows
+    assert lengths[2] == [cell.rows // 4] * 4
+    assert (lengths[None] == lengths[2]) == (layout == "zigzag")
