@@ -57,7 +57,7 @@ def speed_table(cells: list[Json]) -> str:
             _modelled(c),
             _in_turns(c),
         ]
-        for c in cells
+        for c in sorted(cells, key=lambda c: (c["kind"], c["ranks"], c["rows"]))
     ]
     head = ["sequence", "provider", "forward, TFLOP/s a GPU", "backward", "GiB a GPU",
             "model / measured", "its time / auto's, in turns"]  # fmt: skip
