@@ -1620,13 +1620,12 @@ def test_each_of_three_calls_on_several_gpus_follows_every_other_one() -> None:
 def test_two_levels_share_the_rows_of_documents(layout: str) -> None:
     """As attention wants them: those of an outer rank in equal parts, not a part of all ranks."""
     cell = next(distributed.cells(argparse.Namespace(lengths=[], documents=True), 4, cpu=False))
-    ranks = distributed.Ranks.__new__(distributed.Ranks)
-    ranks.cell = cell
-    lengths = {}
-    for across in (None, 2):
-        lengths[across] = []
-        for ranks.rank in range(4):
-            lengths[across].append(ranks.rows_of(layout, across))
-        assert sum(lengths[across]) == cell.rows
-    assert lengths[2] == [cell.rows // 4] * 4
-    assert (lengths[None] == lengths[2]) == (layout == "zigzag")
+
+    def rows_of(rank: int, across: int | None = None) -> int:
+        with mock.patch.object(distributed.dist, "get_rank", lambda: rank):
+            ranks = distributed.Ranks(cell, torch.device("cpu"), torch.float32)
+        return ranks.rows_of(layout, across)
+
+    equal = [cell.rows // 4] * 4
+    assert [rows_of(rank, across=2) for rank in range(4)] == equal
+    assert ([rows_of(rank) for rank in range(4)] == equal) == (layout == "zigzag")
