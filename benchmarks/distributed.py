@@ -113,8 +113,12 @@ class Cell:
     @property
     def flops(self) -> float:
         """Of a forward pass, on all ranks."""
-        pairs = self.rows**2 * cost.visible_share(self.rows, None, 0, self.documents)
-        return 4.0 * self.shape.heads_q * self.shape.dim * pairs
+        return 4.0 * self.shape.heads_q * self.shape.dim * self.pairs
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) that are visible."""
+        return plan.visible_pairs(((0, self.rows),), self.rows, self.mask)
 
 
 def heavy_tail(rows: int, seed: int = 0) -> tuple[int, ...]:
@@ -552,7 +556,7 @@ def call_of(cell: Cell) -> cost.Call:
     return cost.Call(
         batch=1, rows=cell.rows, heads_q=shape.heads_q, heads_k=shape.heads_k, dim=shape.dim,
         dim_v=shape.dim, ranks=cell.ranks,
-        share=cost.visible_share(cell.rows, None, 0, cell.documents),
+        share=cell.pairs / cell.rows**2,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, local, plan
+from flash_ext.integrations.distributed import cost, local, methods, plan
 from flash_ext.integrations.distributed.agree import ERROR, disagreement
 from flash_ext.integrations.distributed.plan import Call, Mask
 from flash_ext.integrations.distributed.ring import _Results
@@ -286,12 +286,19 @@ def test_orders_are_of_all_ranks() -> None:
         assert same == shards and hash(same) == hash(shards)
 
 
-def test_visible_share_counts_pairs() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_visible_pairs_are_counted(layout: str) -> None:
     for (left, right), documents in itertools.product(SIDES, DOCUMENTS):
-        rows = documents[-1] if documents else 40
-        exact = visible(rows, Mask(left, right, documents)).double().mean().item()
-        share = cost.visible_share(rows, left, right, documents)
-        assert share == pytest.approx(exact)
+        rows = documents[-1] + 2 if documents else 40
+        shards, mask = (
+            cp.sharding(rows, 3, layout, documents or (0, rows)),
+            Mask(left, right, documents),
+        )
+        exact = [int(visible(rows, mask)[shards.positions(rank)].sum()) for rank in range(3)]
+        assert [plan.visible_pairs(spans, rows, mask) for spans in shards.spans] == exact
+        share, balance = methods.work(shards, mask)
+        assert share == pytest.approx(sum(exact) / rows**2)
+        assert balance == pytest.approx(3 * max(exact) / sum(exact))
 
 
 def llama(rows: int, ranks: int, **more: object) -> cost.Call:
@@ -312,6 +319,22 @@ def test_costs_are_plausible() -> None:
     many = llama(2**15, 8, heads_k=32)
     assert cost.choose(many, cost.MANY_HOSTS) == "ulysses"
     assert cost.choose(llama(2**20, 4), cost.ONE_HOST, ("ring",)) == "ring"
+
+
+def test_unequal_work_counts_where_ranks_keep_their_rows() -> None:
+    """Documents in the zigzag of one sequence: the longest one's rows are those of few ranks."""
+    rows, ranks = 2**17, 4
+    documents = (0, rows // 2, *range(rows // 2 + 256, rows + 1, 256))
+    mask = Mask(None, 0, documents)
+
+    def choice(layout: str) -> str:
+        share, balance = methods.work(cp.sharding(rows, ranks, layout, documents), mask)
+        return cost.choose(llama(rows, ranks, share=share, balance=balance), cost.ENGINES)
+
+    assert choice("zigzag") == "ulysses"
+    assert choice("document_zigzag") != "ulysses"
+    whole = cp.sharding(rows, ranks, "contiguous")
+    assert methods.work(whole, Mask(None, 0))[1] == pytest.approx(7 / 4, rel=1e-4)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0, 50.0])

@@ -5,12 +5,14 @@ Would catch a wrong CUDA_HOME that passes for "no nvcc", and a reason that only 
 
 from __future__ import annotations
 
+import ast
 import os
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -172,3 +174,26 @@ def test_fa3_and_fp8_are_compiled_for_their_own_target_alone() -> None:
     assert targets("fa3_forward_wide", older) == [older]  # the launchers must be there
     assert targets("fp8_quantize", older, hopper) == [hopper]
     assert targets("fa2_wide", older, hopper) == [older, hopper]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "portable", "targets"),
+    [
+        ([], False, "80+PTX;90a"),
+        ([(9, 0), (9, 0)], False, "90a"),
+        ([(9, 0)], True, "80+PTX;90a"),
+        ([(8, 0), (8, 9)], False, "80+PTX"),
+        ([(12, 0)], False, "80+PTX"),
+        ([(9, 0), (8, 6)], False, "80+PTX;90a"),
+    ],
+)
+def test_a_build_is_for_the_gpus_that_are_there(
+    gpus: list[tuple[int, int]], portable: bool, targets: str
+) -> None:
+    """And a wheel for all of them."""
+    body = ast.parse((ROOT / "setup.py").read_text()).body
+    wanted = [x for x in body if isinstance(x, ast.FunctionDef) and x.name == "targets_of"]
+    found: dict = {}
+    exec(compile(ast.Module(wanted, []), "setup.py", "exec"), found)
+    cuda = SimpleNamespace(device_count=lambda: len(gpus), get_device_capability=gpus.__getitem__)
+    assert found["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets

@@ -19,6 +19,10 @@ cudaStream_t current_stream(const Tensor& x) {
 }
 
 void check_launch(cudaError_t status) {
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
+        fail("the CUDA kernels were compiled for " FLASH_EXT_TARGETS
+             ", which this GPU does not run: compile them on its machine, or set "
+             "FLASH_EXT_CUDA_ARCHS to its target ('90a' for Hopper, '80+PTX' for others)");
     if (status != cudaSuccess) fail("the CUDA launch failed: ", cudaGetErrorString(status));
 }
 

@@ -96,7 +96,8 @@ class Call:
     """Of the pairs of the whole sequence, those that are visible: 1 / 2 when causal."""
 
     balance: float = 1.0
-    """The work of the busiest rank over the mean: 1 for zigzag."""
+    """The visible pairs of the busiest rank's rows over the mean: 1 for a zigzag of one causal
+    sequence. The ranks of ulysses share the heads, and so have the same work."""
 
     gradients: bool = True
     """Whether a backward pass follows."""
@@ -165,25 +166,6 @@ def ulysses_ratio(call: Call, machine: Machine) -> float:
     return keys / machine.forward / (ways / machine.link)
 
 
-def visible_share(rows: int, left: int | None, right: int | None, documents: object) -> float:
-    """The share of pairs (query, key) that is visible.
-
-    Args:
-        rows: S.
-        left, right: how far a query sees to either side; None is without limit.
-        documents: cu_seqlens of the whole sequence, or None.
-    """
-    edges = (0, rows) if documents is None else documents
-    assert isinstance(edges, tuple)
-    pairs = 0
-    for a, b in zip(edges, edges[1:], strict=False):
-        pairs += b - a
-        for side in (left, right):
-            reach = min(b - a - 1 if side is None else side, max(b - a - 1, 0))
-            pairs += reach * (b - a) - reach * (reach + 1) // 2
-    return pairs / max(rows * rows, 1)
-
-
 def _pipelined(kernels: float, travel: float, pieces: tuple[int, ...], latency: float) -> float:
     """What is exposed of transfers in pieces, each of which travels while others are computed."""
     arrived = done = 0.0
@@ -198,7 +180,7 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
     n, dims = call.ranks, call.dim + call.dim_v
     speed = machine.backward / 2.5 if backward else machine.forward
     flops = 2.0 * call.batch * call.heads_q * dims * call.rows**2 * call.share
-    kernels = flops / n / speed * call.balance
+    kernels = flops / n / speed
     if n == 1:
         return Estimate(kernels, 0.0, 0.0)
     rows = call.batch * call.rows / n  # of a rank
@@ -212,6 +194,7 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
         # In and out take turns on the links: half of each piece's transfers is before its kernel.
         exposed = _pipelined(kernels, travel, pieces, 2 * machine.latency)
         return Estimate(kernels, exposed, 4 * (q_out + kv) / machine.memory)
+    kernels *= call.balance  # here a rank computes its own rows
     travel = (n - 1) * kv / machine.link
     if method == "all_gather":
         pieces = pieces_of(call.heads_k, gathering_ratio(call, machine), backward)

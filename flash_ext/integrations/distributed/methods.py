@@ -119,8 +119,11 @@ def outer_of(groups: Groups, shards: Sharding) -> Sharding:
 
 
 @lru_cache(maxsize=256)
-def _visible_share(rows: int, mask: Mask) -> float:
-    return cost.visible_share(rows, mask.left, mask.right, mask.documents)
+def work(shards: Sharding, mask: Mask) -> tuple[float, float]:
+    """`share` and `balance` of `cost.Call`: the visible pairs, and how ranks share them."""
+    pairs = [plan.visible_pairs(spans, shards.rows, mask) for spans in shards.spans]
+    total = sum(pairs)
+    return total / max(shards.rows**2, 1), shards.ranks * max(pairs) / max(total, 1)
 
 
 def call_of(
@@ -128,6 +131,8 @@ def call_of(
 ) -> cost.Call:
     """The sizes for the cost model: of the ranks across, where there are two levels."""
     within = groups.within_size
+    outer = outer_of(groups, shards)
+    share, balance = work(outer, mask)
     return cost.Call(
         batch=q.shape[0],
         rows=shards.rows,
@@ -135,9 +140,10 @@ def call_of(
         heads_k=max(1, k.shape[2] // within),
         dim=q.shape[3],
         dim_v=v.shape[3],
-        ranks=outer_of(groups, shards).ranks,
+        ranks=outer.ranks,
         bytes=q.element_size(),
-        share=_visible_share(shards.rows, mask),
+        share=share,
+        balance=balance,
     )
 
 

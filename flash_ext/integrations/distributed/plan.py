@@ -96,6 +96,31 @@ def _segments(spans: Sequence[Span], documents: tuple[int, ...] | None) -> Itera
         at += b - a
 
 
+def visible_pairs(spans: Sequence[Span], rows: int, mask: Mask) -> int:
+    """How many pairs (query, key) are visible to the queries of some spans.
+
+    Args:
+        spans: the queries.
+        rows: S, of the whole sequence.
+        mask: of the whole sequence.
+    """
+    bounds = (0, rows) if mask.documents is None else mask.documents
+    pairs = 0
+    for part in _segments(spans, bounds):
+        start, end = bounds[part.document], bounds[part.document + 1]
+        pairs += part.last - part.first
+        pairs += _before(part.last - start, mask.left) - _before(part.first - start, mask.left)
+        pairs += _before(end - part.first, mask.right) - _before(end - part.last, mask.right)
+    return pairs
+
+
+def _before(queries: int, side: int | None) -> int:
+    """Pairs of a document's first queries with keys before their own, at most `side` for each."""
+    if side is None or queries <= side:
+        return queries * (queries - 1) // 2
+    return side * (side + 1) // 2 + (queries - side - 1) * side
+
+
 def _meet(q: _Segment, k: _Segment, mask: Mask) -> Call | None:
     """The call of two segments of one document; None where nothing is visible."""
     a, b, c, d = q.first, q.last, k.first, k.last
