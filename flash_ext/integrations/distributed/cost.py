@@ -7,8 +7,8 @@ receives in a forward pass
 
     all_gather  (n - 1) / n · S Hk (D + Dv) b, in pieces of heads; the first piece is not hidden,
                 and of the others what takes longer than the kernels
-    ring        (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by a kernel, whose last
-                tiles leave SMs idle; what the steps give is added up, a few at a time
+    ring        (n - 1) / n · S Hk (D + Dv) b, in n - 1 steps, each hidden by its kernels, whose
+                last tiles leave SMs idle; what the steps give is added up, a few at a time
     ulysses     (n - 1) / n² · S (Hq (D + Dv) + Hk (D + Dv)) b, in pieces of heads; the first one in
                 and the last one out are not hidden
 
@@ -98,6 +98,9 @@ class Call:
     balance: float = 1.0
     """The visible pairs of the busiest rank's rows over the mean: 1 for a zigzag of one causal
     sequence. The ranks of ulysses share the heads, and so have the same work."""
+
+    ring_kernels: int | None = None
+    """Calls of kernels in a ring's steps after the first; None: one in each. Documents need more."""
 
     gradients: bool = True
     """Whether a backward pass follows."""
@@ -212,7 +215,7 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
     rounds = max(0.0, results - AT_ONCE) / (AT_ONCE - 1)  # in float32
     passes = results + 1 + rounds * 8 / call.bytes
     copies = passes * rows * call.heads_q * call.dim_v * call.bytes
-    tails = (n - 1) * machine.tail
+    tails = (n - 1 if call.ring_kernels is None else call.ring_kernels) * machine.tail
     if backward:
         exposed = (n - 1) * max(0.0, 2 * step - kernel) + step  # the last way home is not hidden
         copies *= call.dim / call.dim_v

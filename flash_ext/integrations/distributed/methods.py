@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -119,11 +120,16 @@ def outer_of(groups: Groups, shards: Sharding) -> Sharding:
 
 
 @lru_cache(maxsize=256)
-def work(shards: Sharding, mask: Mask) -> tuple[float, float]:
-    """`share` and `balance` of `cost.Call`: the visible pairs, and how ranks share them."""
+def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
+    """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = [plan.visible_pairs(spans, shards.rows, mask) for spans in shards.spans]
-    total = sum(pairs)
-    return total / max(shards.rows**2, 1), shards.ranks * max(pairs) / max(total, 1)
+    steps = shards.ranks - 1
+    ring_step = plan.step(shards, steps, 0, mask) if steps else ()  # all take long to find
+    return {
+        "share": sum(pairs) / max(shards.rows**2, 1),
+        "balance": shards.ranks * max(pairs) / max(sum(pairs), 1),
+        "ring_kernels": steps * len(ring_step),
+    }
 
 
 def call_of(
@@ -132,7 +138,6 @@ def call_of(
     """The sizes for the cost model: of the ranks across, where there are two levels."""
     within = groups.within_size
     outer = outer_of(groups, shards)
-    share, balance = work(outer, mask)
     return cost.Call(
         batch=q.shape[0],
         rows=shards.rows,
@@ -142,8 +147,7 @@ def call_of(
         dim_v=v.shape[3],
         ranks=outer.ranks,
         bytes=q.element_size(),
-        share=share,
-        balance=balance,
+        **work(outer, mask),
     )
 
 
