@@ -295,7 +295,7 @@ def test_visible_pairs_are_counted(layout: str) -> None:
             Mask(left, right, documents),
         )
         exact = [int(visible(rows, mask)[shards.positions(rank)].sum()) for rank in range(3)]
-        assert [plan.visible_pairs(spans, rows, mask) for spans in shards.spans] == exact
+        assert plan.visible_pairs(shards, mask) == exact
         work = methods.work(shards, mask)
         assert work["share"] == pytest.approx(sum(exact) / rows**2)
         assert work["balance"] == pytest.approx(3 * max(exact) / sum(exact))

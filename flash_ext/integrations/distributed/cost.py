@@ -100,7 +100,7 @@ class Call:
     sequence. The ranks of ulysses share the heads, and so have the same work."""
 
     ring_kernels: int | None = None
-    """Calls of kernels in a ring's steps after the first; None: one in each. Documents need more."""
+    """Calls in a ring's steps after the first; None: one in each, and documents need more."""
 
     gradients: bool = True
     """Whether a backward pass follows."""

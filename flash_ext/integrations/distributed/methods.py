@@ -122,7 +122,7 @@ def outer_of(groups: Groups, shards: Sharding) -> Sharding:
 @lru_cache(maxsize=256)
 def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
-    pairs = [plan.visible_pairs(spans, shards.rows, mask) for spans in shards.spans]
+    pairs = plan.visible_pairs(shards, mask)
     steps = shards.ranks - 1
     ring_step = plan.step(shards, steps, 0, mask) if steps else ()  # all take long to find
     return {

@@ -96,22 +96,25 @@ def _segments(spans: Sequence[Span], documents: tuple[int, ...] | None) -> Itera
         at += b - a
 
 
-def visible_pairs(spans: Sequence[Span], rows: int, mask: Mask) -> int:
-    """How many pairs (query, key) are visible to the queries of some spans.
+def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
+    """How many pairs (query, key) are visible to each rank's queries."""
+    bounds = (0, shards.rows) if mask.documents is None else mask.documents
 
-    Args:
-        spans: the queries.
-        rows: S, of the whole sequence.
-        mask: of the whole sequence.
-    """
-    bounds = (0, rows) if mask.documents is None else mask.documents
-    pairs = 0
-    for part in _segments(spans, bounds):
-        start, end = bounds[part.document], bounds[part.document + 1]
-        pairs += part.last - part.first
-        pairs += _before(part.last - start, mask.left) - _before(part.first - start, mask.left)
-        pairs += _before(end - part.first, mask.right) - _before(end - part.last, mask.right)
-    return pairs
+    def of_first(queries: int, length: int) -> int:  # of a document of this length
+        after = _before(length, mask.right) - _before(length - queries, mask.right)
+        return queries + _before(queries, mask.left) + after
+
+    lengths = (b - a for a, b in itertools.pairwise(bounds))
+    whole = [0, *itertools.accumulate(of_first(length, length) for length in lengths)]
+
+    def until(row: int) -> int:  # of all queries before this row
+        number = bisect_right(bounds, row) - 1
+        if number == len(bounds) - 1:
+            return whole[-1]
+        start, end = bounds[number], bounds[number + 1]
+        return whole[number] + of_first(row - start, end - start)
+
+    return [sum(until(b) - until(a) for a, b in spans) for spans in shards.spans]
 
 
 def _before(queries: int, side: int | None) -> int:
