@@ -124,7 +124,8 @@ def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = plan.visible_pairs(shards, mask)
     steps = shards.ranks - 1
-    ring_step = plan.step(shards, steps, 0, mask) if steps else ()  # one stands for all: they take long
+    # One step stands for all, which take long to find.
+    ring_step = plan.step(shards, steps, 0, mask) if steps else ()
     return {
         "share": sum(pairs) / max(shards.rows**2, 1),
         "balance": shards.ranks * max(pairs) / max(sum(pairs), 1),
