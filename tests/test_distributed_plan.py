@@ -290,10 +290,8 @@ def test_orders_are_of_all_ranks() -> None:
 def test_visible_pairs_are_counted(layout: str) -> None:
     for (left, right), documents in itertools.product(SIDES, DOCUMENTS):
         rows = documents[-1] + 2 if documents else 40
-        shards, mask = (
-            cp.sharding(rows, 3, layout, documents or (0, rows)),
-            Mask(left, right, documents),
-        )
+        shards = cp.sharding(rows, 3, layout, documents or (0, rows))
+        mask = Mask(left, right, documents)
         exact = [int(visible(rows, mask)[shards.positions(rank)].sum()) for rank in range(3)]
         assert plan.visible_pairs(shards, mask) == exact
         work = methods.work(shards, mask)
