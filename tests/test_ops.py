@@ -474,6 +474,34 @@ def test_memory_grows_with_the_sequence_not_its_square(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_short_sequences_need_hardly_more_memory(variant: str, head_dim: int) -> None:
+    """Backward of 131,072 tokens in sequences of 16, beside that of one sequence."""
+    tokens, heads = 131_072, 4
+    peaks = []
+    for length in (tokens, 16):
+        q, k, v = (
+            torch.randn(
+                tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True
+            )
+            for _ in range(3)
+        )
+        starts = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
+        out = flash_ext.attention_varlen(q, k, v, starts, starts, window=(128, 0), variant=variant)
+        dout = torch.randn_like(out)
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert all(x.isfinite().all() for x in grads)
+    print(f"{variant} d {head_dim}: {peaks[0] / 2**20:.0f} and {peaks[1] / 2**20:.0f} MiB")
+    assert peaks[1] <= 1.3 * peaks[0]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", ({}, {"softcap": 1.5}), ids=("", "softcap"))
 @pytest.mark.parametrize("variant", ("fa2", "fa3"))
 def test_few_tiles_take_their_keys_in_parts(variant: str, options: dict) -> None:

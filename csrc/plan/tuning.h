@@ -555,7 +555,4 @@ inline constexpr int kFa3SplitKeys = 128;
 // The splits of the rows of a head in sink_gradient.cuh.
 inline constexpr int kSinkSplits = 32;
 
-// The fewest rows of a Q tile in any backward.
-inline constexpr int kMinBackwardBlockQ = 32;
-
 }  // namespace flash_ext::tuning

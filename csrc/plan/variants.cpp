@@ -54,19 +54,19 @@ int64_t plan_splits(ForwardPlan& plan, bool may_pack_gqa, int at_once, int few_k
     return tiles * params.num_splits;
 }
 
-// Statistics of the rows, in blocks of `block`; dQ's sum, with dq_accum_cols columns;
-// and its semaphores.
-void reserve_rows(BackwardPlan& plan, int block, int dq_accum_cols) {
+// Statistics of the rows; dQ's sum, with dq_accum_cols columns; and its semaphores.
+void reserve_rows(BackwardPlan& plan, int dq_accum_cols) {
     BackwardParams& params = plan.params;
     params.dq_accum_cols = dq_accum_cols;
-    params.q_blocks = tile_numbers(params, params.seqlen_q, block);
-    params.q_block_rows = block;
-    const int64_t rows = workspace_rows(params, block);
+    params.row_groups = row_groups(params);
+    params.padding_row = padding_row(params);
+    const int64_t rows = workspace_rows(params);
     plan.workspace.reserve(params.lse_log2, rows);
     plan.workspace.reserve(params.delta, rows);
     plan.workspace.reserve(params.reference, rows);
-    plan.workspace.reserve(params.dq_accum, rows * dq_accum_cols);
-    plan.workspace.reserve(params.dq_semaphore, 1 + rows / tuning::kMinBackwardBlockQ);
+    plan.workspace.reserve(params.dq_accum, params.padding_row * dq_accum_cols);
+    plan.workspace.reserve(params.dq_semaphore, 1 + params.padding_row / kWorkspaceRows +
+                                                    q_tile_count(params, kPreprocessRows));
     const uint64_t epoch = launch_epoch();
     params.large_lse = {flag_word(epoch), epoch};
 }
@@ -74,7 +74,7 @@ void reserve_rows(BackwardPlan& plan, int block, int dq_accum_cols) {
 // FA1's and FA2's.
 void plan_mma_backward(BackwardPlan& plan, HeadDims kernel_dims) {
     plan.params.may_have_large_lse = true;
-    reserve_rows(plan, kWorkspaceRows, kernel_dims.qk);
+    reserve_rows(plan, kernel_dims.qk);
 }
 
 // Some GPUs (compute capability 8.6, 8.9, 12.x) have less shared memory than the A100.
@@ -313,14 +313,14 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
     if (!wide) {
         const tuning::Fa3Backward tuned = tuning::fa3_backward(
             dims, features_of(params), mean_queries(params) >= tuning::kManyQueries);
-        reserve_rows(plan, workspace_block(tuned.block_q), dims.qk);
+        reserve_rows(plan, dims.qk);
         if (tuned.by_matmul) {
-            const int64_t rows = workspace_rows(params, params.q_block_rows);
+            const int64_t rows = workspace_rows(params);
             plan.workspace.reserve(params.lse_rows, rows);
             plan.workspace.reserve(params.delta_rows, rows);
         }
     } else {
-        reserve_rows(plan, kWorkspaceRows, /*dq_accum_cols=*/0);
+        reserve_rows(plan, /*dq_accum_cols=*/0);
         plan.workspace.reserve(params.tile_count_semaphore, 2);
         params.ds_bytes = ds_workspace_bytes(params);
         if (params.ds_bytes > 0) plan.workspace.reserve(params.ds, params.ds_bytes);

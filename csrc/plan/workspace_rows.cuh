@@ -19,46 +19,78 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
            first_tile(sequence.q_begin, sequence.seq_idx, block) + tile;
 }
 
-// The backward's workspaces have rows for queries, in blocks of whole Q tiles, so that every
-// sequence begins with a whole tile. Workspaces hold dQ, D numbers a row, and statistics.
-inline constexpr int kWorkspaceRows = 128;
+// The backward's workspaces have rows for queries: dQ's sum and statistics. A sequence begins at a
+// multiple of 8 rows, and its length is rounded up to 8. So packed sequences, however short, take 7
+// rows each more than their queries, and the host needs only their number. What does not fill its
+// Q tile is stored as far as it goes: the rows that follow belong to another sequence.
+inline constexpr int kWorkspaceRows = 8;
 
-// The blocks of a kernel with Q tiles of that size.
-constexpr int workspace_block(int block_q) {
-    return kWorkspaceRows % block_q == 0 ? kWorkspaceRows : block_q;
+// The group of 8 rows, among those of a head, at which sequence `seq_idx` begins, whose first query
+// is row `begin` of the tensors. From one sequence to the next there are at least as many rows as
+// stored_rows() says.
+FLASH_HOST_DEVICE constexpr int first_row_group(int begin, int seq_idx) {
+    return (begin + (kWorkspaceRows - 1) * seq_idx) / kWorkspaceRows;
 }
 
-template <int kBlock = kWorkspaceRows>
+// Groups of a head (and, in a dense batch, of a batch element).
+constexpr int row_groups(const AttentionParams& params) {
+    return params.cu_seqlens_q == nullptr ? ceil_div(params.seqlen_q, kWorkspaceRows)
+                                          : first_row_group(params.seqlen_q, params.batch + 2);
+}
+
+// Behind the rows of all heads come those of a Q tile without queries: lse is +inf, which makes P
+// zero. dQ's sum has none.
+inline constexpr int kPaddingRows = 128;
+
+inline int64_t padding_row(const BackwardParams& params) {
+    return int64_t{params.row_groups} * kWorkspaceRows * params.heads_q * tensor_batches(params);
+}
+inline int64_t workspace_rows(const BackwardParams& params) {
+    return params.padding_row + kPaddingRows;
+}
+
+// The group of query 0, among those of all heads.
+FLASH_HOST_DEVICE constexpr int row_group(const BackwardParams& params, const Sequence& sequence,
+                                          int head) {
+    return (sequence.batch * params.heads_q + head) * params.row_groups +
+           first_row_group(sequence.q_begin, sequence.seq_idx);
+}
+
 FLASH_HOST_DEVICE constexpr int64_t workspace_row(const BackwardParams& params,
                                                   const Sequence& sequence, int head, int query) {
-    const int block = (sequence.batch * params.heads_q + head) * params.q_blocks +
-                      first_tile(sequence.q_begin, sequence.seq_idx, kBlock);
-    return static_cast<int64_t>(block) * kBlock + query;
+    return int64_t{row_group(params, sequence, head)} * kWorkspaceRows + query;
 }
 
-// The Q tile of a CTA of the preprocess or postprocess pass: CTAs take the workspace's rows in
-// order.
+// The rows of a tile from query `first_query` on that are in the workspace.
+template <int kBlockQ>
+FLASH_HOST_DEVICE constexpr int stored_rows(const Sequence& sequence, int first_query) {
+    const int rows = ceil_div(sequence.seqlen_q - first_query, kWorkspaceRows) * kWorkspaceRows;
+    return clamp(rows, 0, kBlockQ);
+}
+
+// The CTAs of the preprocess and postprocess passes have Q tiles by their numbers, as in
+// schedule/tile_numbers.cuh.
 struct QTileIndex {
     SequenceTile tile;
     int head;
 };
 
 template <bool kMayBeVarlen>
-FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int linear, int block_rows,
-                                          int block_q) {
-    const int tiles = block_rows / block_q;
-    const int block = linear / tiles;
-    const int flat_head = block / params.q_blocks;
-    SequenceTile tile = tile_of<kMayBeVarlen, Rows::kQueries>(params, flat_head / params.heads_q,
-                                                              block % params.q_blocks, block_rows);
-    tile.tile = tile.tile * tiles + linear % tiles;
-    return {tile, flat_head % params.heads_q};
+FLASH_HOST_DEVICE QTileIndex q_tile_index(const BackwardParams& params, int linear, int block_q) {
+    const int tiles = tile_numbers(params, params.seqlen_q, block_q);
+    const int flat_head = linear / tiles;
+    return {tile_of<kMayBeVarlen, Rows::kQueries>(params, flat_head / params.heads_q,
+                                                  linear % tiles, block_q),
+            flat_head % params.heads_q};
 }
 
-// The rows of the backward's workspaces.
-FLASH_HOST_DEVICE constexpr int64_t workspace_rows(const BackwardParams& params,
-                                                   int block = kWorkspaceRows) {
-    return int64_t{params.q_blocks} * block * params.heads_q * tensor_batches(params);
+FLASH_HOST_DEVICE constexpr int64_t q_tile_count(const BackwardParams& params, int block_q) {
+    return int64_t{tile_numbers(params, params.seqlen_q, block_q)} * params.heads_q *
+           tensor_batches(params);
 }
+
+// The rows of a CTA of FA1's and FA2's preprocess pass. It need not be that of Q tiles: nothing
+// that it leaves in HBM depends on these. FA3's passes have no fewer rows.
+inline constexpr int kPreprocessRows = 64;
 
 }  // namespace flash_ext

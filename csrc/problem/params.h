@@ -193,9 +193,9 @@ struct BackwardParams : AttentionParams {
     TensorView dk;      // (B, Sk, Hk, D)
     TensorView dv;      // (B, Sk, Hk, Dv)
 
-    // The square root of keep_scale. With dropout, dS is computed without this factor: with all of
-    // keep_scale its largest values could overflow fp16, with none of it its smallest could
-    // underflow.
+    // The square root of keep_scale. With dropout, dS and the P of dV are rounded without this
+    // factor: with all of keep_scale their largest values could overflow fp16, with none of it
+    // their smallest could underflow.
     float ds_factor;
     float inverse_ds_factor;
     float gradient_scale;  // scale * ds_factor: the factor from dS K and dS^T Q to dQ and dK
@@ -210,8 +210,8 @@ struct BackwardParams : AttentionParams {
     Flag large_lse;  // does any row have a reference?
 
     // Workspace. R is its number of rows, see plan/workspace_rows.cuh.
-    int q_blocks;  // per head and batch element of the tensors, each of q_block_rows rows
-    int q_block_rows;
+    int row_groups;         // of 8 rows, per head and batch element of the tensors
+    int64_t padding_row;    // R - 128: rows of no query, for what a Q tile has past its sequence
     float* dq_accum;        // (R, dq_accum_cols), each Q tile in fragment order
     int dq_accum_cols = 0;  // the head dim of the kernel, or 0 if there is no dq_accum
     float* lse_log2;        // (R), lse * log2(e), relative to the reference; +inf where the row
@@ -222,9 +222,9 @@ struct BackwardParams : AttentionParams {
     // in rows that see no key) and -delta, for kernels that add them by a matmul.
     StatisticsRow* lse_rows = nullptr;
     StatisticsRow* delta_rows = nullptr;
-    // (1 + R / kMinBackwardBlockQ): a work index, then for each Q tile the number of KV tiles that
-    // have added their dQ, then in FA3 the counters of tiles_done(). Zeroed by the preprocess pass
-    // where dQ is summed in HBM. FA2 uses it in deterministic mode.
+    // (1 + R / 8 + Q tiles): a work index, then by the first row of each Q tile the number of KV
+    // tiles that have added their dQ, then in FA3 the counters of tiles_done(). Zeroed by the
+    // preprocess pass where dQ is summed in HBM. FA2 uses it in deterministic mode.
     int* dq_semaphore = nullptr;
     bool dq_accum_zeroed = true;                         // does the preprocess pass zero dq_accum?
     float* dsink_partial = nullptr;                      // (Hq, kSinkSplits)

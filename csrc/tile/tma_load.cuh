@@ -17,18 +17,39 @@ __device__ __forceinline__ void load_tile(const Pipeline& pipeline,
     rows.load<Tile, kBoxRows>(map, pipeline.stage(state), pipeline.full(state), first_row);
 }
 
-// The same, with a number per row, such as lse, which goes with the tile.
-template <class Tile, class Pipeline, class Number>
+// A number per row of a tile, such as lse: the first `stored` ones from `source` on, and the others
+// from `padding` on.
+template <class Number, int kRows>
+struct RowStatisticsLoad {
+    Number (&target)[kRows];
+    const Number* source;
+    const Number* padding;
+    int stored;
+
+    static constexpr int kBytes = kRows * sizeof(Number);
+
+    __device__ __forceinline__ void load(uint32_t full) const {
+        const auto copy = [&](int first, const Number* from, int rows) {
+            if (rows > 0)
+                ptx::bulk_load(ptx::shared_address(target) + first * int{sizeof(Number)}, from,
+                               rows * int{sizeof(Number)}, full);
+        };
+        copy(0, source, stored);
+        copy(stored, padding, kRows - stored);
+    }
+};
+
+// A tile with such numbers, which statistics() describes: after the tile has been requested, since
+// producers have few registers.
+template <class Tile, class Pipeline, class Statistics>
 __device__ __forceinline__ void load_tile(const Pipeline& pipeline,
                                           const typename Pipeline::State& state,
                                           const CUtensorMap& map, const TensorRows& rows,
-                                          int first_row, Number (&statistics)[Tile::kRows],
-                                          const Number* source) {
+                                          int first_row, Statistics statistics) {
     pipeline.producer_acquire(state);
-    pipeline.producer_expect(state, Tile::kBytes + sizeof(statistics));
+    pipeline.producer_expect(state, Tile::kBytes + decltype(statistics())::kBytes);
     rows.load<Tile>(map, pipeline.stage(state), pipeline.full(state), first_row);
-    ptx::bulk_load(ptx::shared_address(statistics), source + first_row, sizeof(statistics),
-                   pipeline.full(state));
+    statistics().load(pipeline.full(state));
 }
 
 }  // namespace flash_ext

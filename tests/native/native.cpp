@@ -101,7 +101,8 @@ struct Batch {
         params.cu_seqlens_q = cu_seqlens_q ? cu_seqlens_q->data() : nullptr;
         params.cu_seqlens_k = cu_seqlens_k ? cu_seqlens_k->data() : nullptr;
         params.seqused_k = seqused_k ? seqused_k->data() : nullptr;
-        params.q_blocks = tile_numbers(params, seqlen_q, kWorkspaceRows);
+        params.row_groups = row_groups(params);
+        params.padding_row = padding_row(params);
     }
     Batch(const Batch&) = delete;
 
@@ -146,20 +147,20 @@ struct Batch {
         return all;
     }
 
-    // The workspace row of query 0 of each sequence, and how many rows there are.
+    // The workspace row of query 0 of each sequence, and how many rows there are, without padding.
     std::pair<std::vector<int64_t>, int64_t> workspace(int head) const {
         std::vector<int64_t> rows;
         for (int i = 0; i < sequence_count(params); ++i)
             rows.push_back(workspace_row(params, sequence_of<true>(params, i), head, 0));
-        return {rows, workspace_rows(params)};
+        return {rows, params.padding_row};
     }
 
     // (number of the sequence, tile, head) of the CTAs of the passes before and after the backward.
     template <int kBlockQ>
     std::vector<std::tuple<int, int, int>> q_tile_indices() const {
         std::vector<std::tuple<int, int, int>> all;
-        for (int i = 0; i < workspace_rows(params) / kBlockQ; ++i) {
-            const QTileIndex index = q_tile_index<true>(params, i, kWorkspaceRows, kBlockQ);
+        for (int i = 0; i < q_tile_count(params, kBlockQ); ++i) {
+            const QTileIndex index = q_tile_index<true>(params, i, kBlockQ);
             all.emplace_back(number(index.tile.sequence), index.tile.tile, index.head);
         }
         return all;
@@ -254,7 +255,7 @@ PYBIND11_MODULE(flash_ext_native, m) {
         .def("workspace", &Batch::workspace)
         .def("q_tile_indices", &Batch::q_tile_indices<32>)
         .def("statistics", &Batch::statistics);
-    m.attr("workspace_block") = kWorkspaceRows;
+    m.attr("workspace_rows") = kWorkspaceRows;
 
     m.def("layout", [](int rows, int cols) {
         switch (rows) {

@@ -65,9 +65,34 @@ __device__ __forceinline__ StatisticsRow negated_row(float x) {
     return {ptx::pack<__nv_bfloat16>(first, second), ptx::pack<__nv_bfloat16>(third, 0.f), 0, 0};
 }
 
+__device__ __forceinline__ void store_statistics(const BackwardParams& params, int64_t row,
+                                                 const RowStatistics& x) {
+    params.lse_log2[row] = x.lse_log2;
+    params.delta[row] = x.delta;
+    params.reference[row] = 0.f;
+    if (params.lse_rows == nullptr) return;
+    constexpr float kLargest = 0x1.fep127f;  // of bfloat16; infinity would become NaN
+    params.lse_rows[row] =
+        negated_row(x.lse_log2 == INFINITY ? kLargest : x.lse_log2 / params.scale_log2);
+    params.delta_rows[row] = negated_row(x.delta);
+}
+
 struct PreprocessParams : BackwardParams {
     int block_q;
 };
+
+// The rows of the workspace that a CTA writes, from query `first_query` on. With the last Q tile of
+// a sequence come all rows before the next sequence, so that none is left out.
+__device__ __forceinline__ int rows_to_store(const BackwardParams& params, const Sequence& s,
+                                             int first_query, int block_q) {
+    if (first_query + block_q < s.seqlen_q) return block_q;
+    if (first_query > 0 && first_query >= s.seqlen_q) return 0;  // a padding tile
+    const int groups = params.cu_seqlens_q == nullptr
+                           ? params.row_groups
+                           : first_row_group(s.q_begin + s.seqlen_q, s.seq_idx + 1) -
+                                 first_row_group(s.q_begin, s.seq_idx);
+    return groups * kWorkspaceRows - first_query;
+}
 
 inline constexpr int kPreprocessThreads = 256;
 
@@ -83,10 +108,11 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
     constexpr int kPasses = kLanes == 4 ? 2 : 4;  // whose loads run side by side
     ptx::launch_dependents();
     const int block_q = params.block_q;
-    const auto [tile, head] = q_tile_index<true>(params, blockIdx.x, params.q_block_rows, block_q);
+    const auto [tile, head] = q_tile_index<true>(params, blockIdx.x, block_q);
     const auto [sequence, q_tile] = tile;
-    const int64_t first = int64_t{blockIdx.x} * block_q;  // row of the workspace
     const int first_query = q_tile * block_q;
+    const int64_t first = workspace_row(params, sequence, head, first_query);
+    const int stored = rows_to_store(params, sequence, first_query, block_q);
     const int lane_in_row = threadIdx.x % kLanes;
     const int first_col = lane_in_row * 8;
     const int rows = min_of(sequence.seqlen_q - first_query, block_q);
@@ -97,25 +123,29 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
     const int64_t index = statistics_offset(params, sequence, head) + first_query;
 
     if (params.dq_accum_cols > 0) {
+        int* const of_tiles = params.dq_semaphore + 1;
+        if (threadIdx.x < stored / kWorkspaceRows)
+            of_tiles[first / kWorkspaceRows + threadIdx.x] = 0;
         if (threadIdx.x == 0) {
             if (blockIdx.x == 0) params.dq_semaphore[0] = 0;
-            params.dq_semaphore[1 + blockIdx.x] = 0;
-            params.dq_semaphore[1 + gridDim.x + blockIdx.x] = 0;  // tiles_done()
+            of_tiles[params.padding_row / kWorkspaceRows + blockIdx.x] = 0;  // tiles_done()
         }
         if (params.dq_accum_zeroed) {
             auto* accum = reinterpret_cast<float4*>(params.dq_accum + first * params.dq_accum_cols);
-            const int chunks = block_q / 4 * params.dq_accum_cols;
+            const int chunks = stored / 4 * params.dq_accum_cols;
 #pragma unroll 2
             for (int chunk = threadIdx.x; chunk < chunks; chunk += kPreprocessThreads)
                 accum[chunk] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
     }
+    if (blockIdx.x == 0 && threadIdx.x < kPaddingRows)
+        store_statistics(params, params.padding_row + threadIdx.x, {INFINITY, 0.f});
     bool large = false;
 #pragma unroll 1
-    for (int row = threadIdx.x / kLanes; row < block_q; row += kPasses * kRowsPerPass) {
+    for (int row = threadIdx.x / kLanes; row < stored; row += kPasses * kRowsPerPass) {
         // What is done once per row is done for all passes at the same time, in different lanes.
         const int own_row = row + lane_in_row * kRowsPerPass;
-        const bool owns_row = lane_in_row < kPasses && own_row < block_q;
+        const bool owns_row = lane_in_row < kPasses && own_row < stored;
         float own_dot = 0.f, own_lse = -INFINITY, own_dlse = 0.f;
         if (owns_row && own_row < rows) {
             own_lse = params.lse[index + own_row];
@@ -141,17 +171,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
         if (!owns_row) continue;
         const RowStatistics statistics =
             statistics_of(own_dot, own_lse, own_dlse, params.inverse_ds_factor);
-        const int64_t target = first + own_row;
-        params.lse_log2[target] = statistics.lse_log2;
-        params.delta[target] = statistics.delta;
-        params.reference[target] = 0.f;
-        if (params.lse_rows != nullptr) {
-            constexpr float kLargest = 0x1.fep127f;  // of bfloat16; infinity would become NaN
-            params.lse_rows[target] = negated_row(statistics.lse_log2 == INFINITY
-                                                      ? kLargest
-                                                      : statistics.lse_log2 / params.scale_log2);
-            params.delta_rows[target] = negated_row(statistics.delta);
-        }
+        store_statistics(params, first + own_row, statistics);
         large |= is_large_lse(statistics.lse_log2);
     }
     if (params.may_have_large_lse && __syncthreads_or(large)) [[unlikely]]
@@ -161,7 +181,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kGeneral ? 2 : 4)
 cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool general,
                                 cudaStream_t stream) {
     const int lanes = preprocess_lanes(params.head_dim_v);
-    const int64_t ctas = workspace_rows(params, params.q_block_rows) / block_q;
+    const int64_t ctas = q_tile_count(params, block_q);
     cudaError_t status = cudaSuccess;
     const auto launch = [&](auto element, auto is_general, auto row_lanes) {
         status =

@@ -85,32 +85,49 @@ struct BackwardConfig {
     static constexpr int kSharedBytes = sizeof(SharedStorage);
 
     // dQ is computed in slices of columns where a warp's columns do not fit in registers together
-    // with dK and dV. A tile of dq_accum is in fragment order: [warp][slice][m][n][lane][4].
+    // with dK and dV. A tile of dq_accum is in fragment order, 8 queries after another, so that it
+    // ends with its last query: [8 queries][warp_n][slice][16 columns][lane][2 x 2].
     static constexpr int kDQSlices = kTuning.dq_slices;
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
     static_assert((DQ::kM & (DQ::kM - 1)) == 0, "operands of dQ start at an XOR of their blocks");
     static_assert(kHeadDim % (16 * kWarpsN * kDQSlices) == 0 && kBlockQ % (16 * kWarpsD) == 0);
-    static_assert(kWorkspaceRows % kBlockQ == 0);
 };
 
-// This lane's first four floats of a slice of a Q tile's dq_accum; fragment (m, n) is dq_fragment()
-// floats on.
+// A warp's part of a slice of a Q tile in dq_accum.
 template <class Config>
-__device__ __forceinline__ float* dq_accum_slice(const BackwardParams& params,
-                                                 const Sequence& sequence, int head, int q_tile,
-                                                 int slice) {
-    constexpr int kSliceFloats = Config::DQ::kM * Config::DQ::kN * 128;
-    return params.dq_accum +
-           workspace_row(params, sequence, head, q_tile * Config::kBlockQ) * Config::kHeadDim +
-           (warp_id() * Config::kDQSlices + slice) * kSliceFloats + lane_id() * 4;
-}
+struct DQAccum {
+    using DQ = typename Config::DQ;
 
-template <class Config>
-__device__ __forceinline__ constexpr int dq_fragment(int m, int n) {
-    return (m * Config::DQ::kN + n) * 128;
-}
+    float* first;  // this lane's first four floats
+    int rows;      // of the warp's, that are stored
+
+    __device__ __forceinline__ DQAccum(const BackwardParams& params, const Sequence& sequence,
+                                       int head, int q_tile, int slice) {
+        const int thread = ptx::not_hoisted(threadIdx.x);  // registers are short over the loop
+        const int warp = thread / 32;
+        const int query = q_tile * Config::kBlockQ + warp / Config::kWarpsN * DQ::kRows;
+        first = params.dq_accum + workspace_row(params, sequence, head, query) * Config::kHeadDim +
+                (warp % Config::kWarpsN * Config::kDQSlices + slice) * (DQ::kCols * 8) +
+                thread % 32 * 4;
+        rows = sequence.seqlen_q - query;
+    }
+
+    // visit(m, i, n, this lane's four floats of row block (m, i) and column blocks n and n + 1): of
+    // rdQ.v[m] the elements [n][2 i], [n][2 i + 1], [n + 1][2 i], [n + 1][2 i + 1].
+    template <class Visit>
+    __device__ __forceinline__ void for_each(Visit visit) const {
+#pragma unroll
+        for (int m = 0; m < DQ::kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (16 * m + 8 * i < rows)
+#pragma unroll
+                    for (int n = 0; n < DQ::kN; n += 2)
+                        visit(m, i, n, first + (2 * m + i) * 8 * Config::kHeadDim + n * 64);
+    }
+};
 
 // The order of the inner loop: the Q tiles that see the KV tile, for one query head of the group
 // after another.
@@ -264,8 +281,8 @@ struct BackwardTile {
             return;
         }
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
-        // p). dV is multiplied by its factor at the end, and dS^T Q and dS K by a part of dS's
-        // (BackwardParams::ds_factor).
+        // p). A part of each factor comes before the rounding of dS and P, the other part at the
+        // end (BackwardParams::ds_factor).
         const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
@@ -292,7 +309,9 @@ struct BackwardTile {
                 for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        if (dropped[m][n / 8] >> (n % 8 * 4 + i) & 1) rP.v[m][n][i] = 0.f;
+                        rP.v[m][n][i] = dropped[m][n / 8] >> (n % 8 * 4 + i) & 1
+                                            ? 0.f
+                                            : rP.v[m][n][i] * params.ds_factor;
         }
     }
 
@@ -343,7 +362,7 @@ struct BackwardTile {
     __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
-        if constexpr (kGeneral) rdV.scale(params.keep_scale);
+        if constexpr (kGeneral) rdV.scale(params.ds_factor);
         store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
         store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
@@ -379,10 +398,6 @@ struct BackwardTile {
     }
 };
 
-// The rows of a CTA of the preprocess pass. It need not be that of Q tiles: nothing that it leaves
-// in HBM depends on these in FA1 and FA2.
-inline constexpr int kPreprocessRows = 64;
-
 // Fetches lse, delta and reference of a Q tile, which the preprocess pass has left in HBM.
 template <class Config>
 __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
@@ -392,15 +407,17 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
     const int thread = Config::kStages == 2 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
     if (thread >= 3 * kChunks) return;
     const BackwardParams& params = cta.params;
-    const int64_t first =
-        workspace_row(params, cta.sequence, walk.head, walk.q_tile() * Config::kBlockQ);
+    const int query = walk.q_tile() * Config::kBlockQ + thread % kChunks * 4;
+    const int64_t row = query < cta.sequence.seqlen_q
+                            ? workspace_row(params, cta.sequence, walk.head, query)
+                            : params.padding_row;
     const float* source = (thread < kChunks       ? params.lse_log2
                            : thread < 2 * kChunks ? params.delta
                                                   : params.reference) +
-                          first;
+                          row;
     // In shared memory the three follow one another.
-    ptx::cp_async_16(ptx::shared_address(cta.statistics(walk.stage).lse_log2) + thread * 16,
-                     source + thread % kChunks * 4, true);
+    ptx::cp_async_16(ptx::shared_address(cta.statistics(walk.stage).lse_log2) + thread * 16, source,
+                     true);
 }
 
 // The postprocess pass, dq_accum to dQ: the factor scale, the element type, and the order of rows.
@@ -411,26 +428,23 @@ __global__ void __launch_bounds__(Config::kThreads)
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     const auto [tile, head] =
-        q_tile_index<Config::kMayBeVarlen>(params, blockIdx.x, kWorkspaceRows, Config::kBlockQ);
+        q_tile_index<Config::kMayBeVarlen>(params, blockIdx.x, Config::kBlockQ);
     const auto [sequence, q_tile] = tile;
 
     using DQ = typename Config::DQ;
     const uint32_t sdQ = ptx::shared_address(dynamic_shared());
 #pragma unroll
     for (int slice = 0; slice < Config::kDQSlices; ++slice) {
-        const float* accum = dq_accum_slice<Config>(params, sequence, head, q_tile, slice);
         DQ rdQ;
-#pragma unroll
-        for (int m = 0; m < DQ::kM; ++m)
-#pragma unroll
-            for (int n = 0; n < DQ::kN; ++n) {
-                const float4 x =
-                    *reinterpret_cast<const float4*>(accum + dq_fragment<Config>(m, n));
-                rdQ.v[m][n][0] = x.x;
-                rdQ.v[m][n][1] = x.y;
-                rdQ.v[m][n][2] = x.z;
-                rdQ.v[m][n][3] = x.w;
-            }
+        rdQ.clear();
+        DQAccum<Config>(params, sequence, head, q_tile, slice)
+            .for_each([&](int m, int i, int n, const float* accum) {
+                const float4 x = *reinterpret_cast<const float4*>(accum);
+                rdQ.v[m][n][2 * i] = x.x;
+                rdQ.v[m][n][2 * i + 1] = x.y;
+                rdQ.v[m][n + 1][2 * i] = x.z;
+                rdQ.v[m][n + 1][2 * i + 1] = x.w;
+            });
         rdQ.scale(params.gradient_scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(
             sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
@@ -446,7 +460,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 template <class Config>
 cudaError_t launch_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
-    const int64_t ctas = workspace_rows(params) / Config::kBlockQ;
+    const int64_t ctas = q_tile_count(params, Config::kBlockQ);
     return launch_kernel<backward_postprocess_dq_kernel<Config>>(
         ctas, Config::kThreads, Config::QTile::kBytes, params, stream);
 }

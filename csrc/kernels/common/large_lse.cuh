@@ -61,7 +61,7 @@ __device__ __forceinline__ void split_large_lse(const BackwardParams& params, in
 #pragma unroll 1
     for (int row = 16 * warp_id(); row < block_q; row += blockDim.x / 2) {
         const int linear = ptx::not_hoisted(blockIdx.x);
-        const auto [tile, head] = q_tile_index<true>(params, linear, params.q_block_rows, block_q);
+        const auto [tile, head] = q_tile_index<true>(params, linear, block_q);
         const Sequence sequence = warp_uniform<true>(tile.sequence);
         const int first_query = ptx::warp_uniform(tile.tile * block_q + row);
         const auto is_large_row = [&](int i) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void split_large_lse(const BackwardParams& params, in
         for (int i = 0; i < 2; ++i) {
             if (lane_col() != 0 || !is_large_row(i)) continue;
             const int r = lane_row() + 8 * i;
-            const int64_t index = int64_t{linear} * block_q + row + r;  // of the workspace
+            const int64_t index = workspace_row(params, sequence, head, first_query + r);
             params.lse_log2[index] = log2f(softmax.row_sum[0][i]);
             params.reference[index] = softmax.row_max[0][i];
             if (params.lse_rows != nullptr) params.lse_rows[index] = {};

@@ -10,6 +10,7 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
 #include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 
 namespace flash_ext {
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(kSinkThreads)
     const int split = blockIdx.x % tuning::kSinkSplits;
     const float sink_log2 = params.sink[head] * kLog2e;
     const float scale = exponent_scale(params);
-    const int64_t rows_per_head = int64_t{params.q_blocks} * params.q_block_rows;
+    const int64_t rows_per_head = int64_t{params.row_groups} * kWorkspaceRows;
     const int64_t rows = tensor_batches(params) * rows_per_head;
     const int64_t rows_per_split = ceil_div<int64_t>(rows, tuning::kSinkSplits);
     const int64_t end = min_of<int64_t>((split + 1) * rows_per_split, rows);

@@ -42,25 +42,21 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
     load_statistics<Config>(cta, walk);
 }
 
-// Where a fragment of the old dQ_i of this lane is in shared memory.
+// Where four floats of this lane's old dQ_i are in shared memory.
 template <class Config>
-__device__ __forceinline__ float4* old_dq(int m, int n) {
+__device__ __forceinline__ float4* old_dq(int m, int i, int n) {
     return reinterpret_cast<float4*>(dynamic_shared() + Config::kOldDQ) +
-           (m * Config::DQ::kN + n) * Config::kThreads + threadIdx.x;
+           (m * Config::DQ::kN + i + n) * Config::kThreads + threadIdx.x;
 }
 
 // Fetches this lane's fragments of the old dQ_i, which no other lane uses, during the matmuls.
 // Loads to registers would stall these, as in fa1/forward.cuh.
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
-    const float* accum =
-        dq_accum_slice<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0);
-#pragma unroll
-    for (int m = 0; m < Config::DQ::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Config::DQ::kN; ++n)
-            ptx::cp_async_16(ptx::shared_address(old_dq<Config>(m, n)),
-                             accum + dq_fragment<Config>(m, n), true);
+    DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0)
+        .for_each([&](int m, int i, int n, const float* accum) {
+            ptx::cp_async_16(ptx::shared_address(old_dq<Config>(m, i, n)), accum, true);
+        });
     ptx::cp_async_commit();
 }
 
@@ -68,18 +64,15 @@ __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const Q
 template <class Config>
 __device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const QTileWalk& walk,
                                           const typename Config::DQ& rdQ, int slice) {
-    float* accum =
-        dq_accum_slice<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), slice);
     if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
-#pragma unroll
-    for (int m = 0; m < Config::DQ::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Config::DQ::kN; ++n) {
-            auto* target = reinterpret_cast<float4*>(accum + dq_fragment<Config>(m, n));
-            const float (&x)[4] = rdQ.v[m][n];
-            const float4 old = Config::kFetchesDQ ? *old_dq<Config>(m, n) : *target;
-            *target = make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]);
-        }
+    DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), slice)
+        .for_each([&](int m, int i, int n, float* accum) {
+            auto* target = reinterpret_cast<float4*>(accum);
+            const float* x = &rdQ.v[m][n][2 * i];
+            const float* y = &rdQ.v[m][n + 1][2 * i];
+            const float4 old = Config::kFetchesDQ ? *old_dq<Config>(m, i, n) : *target;
+            *target = make_float4(old.x + x[0], old.y + x[1], old.z + y[0], old.w + y[1]);
+        });
 }
 
 template <class Config>

@@ -38,8 +38,7 @@ struct DQSemaphore {
     // The Q tile's counter of KV tiles that have added their dQ.
     __device__ __forceinline__ int* counter() const {
         return params.dq_semaphore + 1 +
-               workspace_row(params, cta.sequence, head, q_tile * Config::kBlockQ) /
-                   Config::kBlockQ;
+               workspace_row(params, cta.sequence, head, q_tile * Config::kBlockQ) / kWorkspaceRows;
     }
 
     // How many KV tiles see the Q tile and come before this CTA's.
@@ -61,17 +60,6 @@ struct DQSemaphore {
         }
     }
 };
-
-template <class Config>
-__device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ, float* accum) {
-#pragma unroll
-    for (int m = 0; m < Config::DQ::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Config::DQ::kN; ++n) {
-            const float (&x)[4] = rdQ.v[m][n];
-            ptx::red_add_v4(accum + dq_fragment<Config>(m, n), x[0], x[1], x[2], x[3]);
-        }
-}
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
@@ -156,8 +144,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             typename Config::DQ rdQ;
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
-            add_dq<Config>(
-                rdQ, dq_accum_slice<Config>(params, cta.sequence, walk.head, walk.q_tile(), slice));
+            DQAccum<Config>(params, cta.sequence, walk.head, walk.q_tile(), slice)
+                .for_each([&](int m, int i, int n, float* accum) {
+                    const float* x = &rdQ.v[m][n][2 * i];
+                    const float* y = &rdQ.v[m][n + 1][2 * i];
+                    ptx::red_add_v4(accum, x[0], x[1], y[0], y[1]);
+                });
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;

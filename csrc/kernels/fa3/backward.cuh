@@ -106,6 +106,12 @@ struct Fa3BackwardMaps : BackwardParams {
     }
 };
 
+// A part of a Q tile of dq_accum.
+struct DQHalf {
+    int first;  // its first float within the tile
+    int floats;
+};
+
 struct Fa3BackwardParams : Fa3BackwardMaps {
     // The number of heads (of all batches) by which a head's first KV tile comes before its other
     // tiles. 0: all tiles of a head are in order.
@@ -142,7 +148,6 @@ struct Fa3BackwardConfig {
     using KPipeline = Pipeline<1, KTile::kBytes>;
     using VPipeline = Pipeline<1, VTile::kBytes>;
     using WorkTiles = WorkTilePipeline<KeyTile>;
-    static constexpr int kWorkspaceBlock = workspace_block(kBlockQ);
 
     // A consumer's half of dQ has the 64 rows of a wgmma. From head dim 96 on these are rows of
     // dQ^T, which are columns of dQ; the number of queries can then be any multiple of 8. At 32 and
@@ -154,9 +159,23 @@ struct Fa3BackwardConfig {
     using DSTile = std::conditional_t<kTransposeDQ, SharedTile<Element, kBlockQ, kBlockKV>,
                                       SharedTile<Element, kBlockKV, kBlockQ>>;
     using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
-    static constexpr int kDQWarpBytes = 16 * DQ::kCols * 4;
-    static constexpr int kDQWarps = kBlockQ * kHeadDim * 4 / kDQWarpBytes;  // that store rows
-    using DQPipeline = Pipeline<1, 4 * kDQWarpBytes>;                       // one per consumer
+    static constexpr int kDQWarps = kTransposeDQ ? kHeadDim / 16 : kBlockQ / 16;  // that store dQ
+    using DQPipeline = Pipeline<1, 4 * 16 * DQ::kCols * 4>;  // one per consumer
+
+    // Where consumer i's half of dQ lies in a Q tile of dq_accum of which `rows` rows are stored.
+    static __device__ __forceinline__ DQHalf dq_half(int i, int rows) {
+        if constexpr (kTransposeDQ) {
+            const int cols = i == 0 ? 64 : kHeadDim - 64;
+            return {i * 64 * rows, cols * rows};
+        } else {
+            return {i * 64 * kHeadDim, clamp(rows - i * 64, 0, 64) * kHeadDim};
+        }
+    }
+    // Fragments are in the order of 8 queries each, so that the tile ends with its last query:
+    // [8 queries][warp of the consumer][lane][4] of dQ^T, or [8 queries][8 columns][lane][2].
+    static __device__ __forceinline__ int dq_warps(int consumer) {
+        return kDQWarps == 8 || consumer == 0 ? 4 : kDQWarps - 4;
+    }
     // Do registers hold dS^T until dK takes it? Otherwise dK reads it from shared memory.
     static constexpr bool kHoldDS = kBlockQ <= 96 || kHeadDim <= 32;
     // Does dQ use the registers of S? With gradients of 32 columns there are enough for both.
@@ -216,8 +235,7 @@ __device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& param
     constexpr bool kByMatmul = std::is_same_v<Statistic, StatisticsRow>;
     const Sequence& sequence = tile.sequence;
     const auto subtract = [&] {
-        const int64_t row =
-            workspace_row<workspace_block(kBlockQ)>(params, sequence, head, first_query);
+        const int64_t row = workspace_row(params, sequence, head, first_query);
         if constexpr (kByMatmul) {
             subtract_references<Rows::kKeys>(s, params.reference + row, params.lse_log2 + row,
                                              params.scale_log2);
@@ -324,27 +342,27 @@ struct Fa3Backward : Fa3Cta<Config_> {
             tile.q_tiles =
                 split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
         tile.large_lse = params.large_lse.is_raised();
+        tile.first_row_group = first_row_group(tile.sequence.q_begin, tile.sequence.seq_idx);
     }
 
     __device__ __forceinline__ int first_head(const KeyTile& tile) const {
         return tile.head / params.query_parts * group();
     }
 
-    // visit(query head, its first row in the workspace, first row, is it the last?) for all
-    // iterations of a KV tile. The description stays in shared memory, since producers have few
-    // registers.
+    // visit(query head, the Q tile's first group of rows in the workspace, first row, is it the
+    // last?) for all iterations of a KV tile. The description stays in shared memory, since
+    // producers have few registers.
     template <class Visit>
     __device__ __forceinline__ void for_each_q_tile(const KeyTile& tile, Visit visit) const {
         if (tile.q_tiles.empty()) return;
         for (int left = group() - 1; left >= 0; --left) {
             const int head = first_head(tile) + group() - 1 - left;
-            const int block = static_cast<int>(
-                workspace_row<Config::kWorkspaceBlock>(params, tile.sequence, head, 0) /
-                Config::kWorkspaceBlock);
+            const int group = (tile.sequence.batch * params.heads_q + head) * params.row_groups +
+                              tile.first_row_group;
             // With a row from tile(i), ptxas serializes wgmma at d 64 (note 014).
             int row = tile.q_tiles.first() * Config::kBlockQ;
             for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
-                visit(head, int64_t{block} * Config::kWorkspaceBlock, row,
+                visit(head, group + row / kWorkspaceRows, row,
                       left == 0 && i == tile.q_tiles.end - 1);
                 row += tile.q_tiles.distance(i + 1) * Config::kBlockQ;
             }
@@ -380,11 +398,11 @@ struct Fa3Backward : Fa3Cta<Config_> {
         typename QPipeline::State q;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) work_tiles.allow_fetch();
-            for_each_q_tile(tile, [&](int head, int64_t workspace, int first_row, bool last) {
+            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
                 if (last) work_tiles.allow_fetch();
                 load_queries<QTile>(q_pipeline, q, params.q_map, params.q, tile, head, first_row,
                                     storage.lse[q.stage],
-                                    statistics(params.lse_log2, params.lse_rows) + workspace);
+                                    statistics(params.lse_log2, params.lse_rows), row_group);
             });
         });
     }
@@ -392,10 +410,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_do() const {
         typename DOPipeline::State d;
         work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_q_tile(tile, [&](int head, int64_t workspace, int first_row, bool) {
+            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool) {
                 load_queries<DOTile>(do_pipeline, d, params.do_map, params.dout, tile, head,
                                      first_row, storage.delta[d.stage],
-                                     statistics(params.delta, params.delta_rows) + workspace);
+                                     statistics(params.delta, params.delta_rows), row_group);
             });
         });
     }
@@ -417,10 +435,13 @@ struct Fa3Backward : Fa3Cta<Config_> {
                                                  const CUtensorMap& map, const TensorView& view,
                                                  const KeyTile& tile, int head, int first_row,
                                                  Statistic (&statistics)[Config::kBlockQ],
-                                                 const Statistic* source) const {
+                                                 const Statistic* source, int row_group) const {
         const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, state, map, this->query_rows(view, s, head), first_row,
-                        statistics, source);
+        load_tile<Tile>(pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
+            return RowStatisticsLoad<Statistic, Config::kBlockQ>{
+                statistics, source + int64_t{row_group} * kWorkspaceRows,
+                source + params.padding_row, stored_rows<Config::kBlockQ>(s, first_row)};
+        });
         state.advance();
     }
 
@@ -431,10 +452,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ void add_dq() const {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_q_tile(tile, [&](int, int64_t workspace, int first_row, bool) {
-                float* accum = params.dq_accum + (workspace + first_row) * Config::kHeadDim;
-                int* dq_semaphore =
-                    params.dq_semaphore + 1 + (workspace + first_row) / Config::kBlockQ;
+            for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
+                const auto dq_semaphore = [&] {
+                    return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
+                };
                 const Interval keys = mask_of(params, tile.sequence)
                                           .keys_of({first_row, first_row + Config::kBlockQ});
                 const int before = tiles_of<false>(keys, Config::kBlockKV)
@@ -443,30 +464,31 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 const int awaited =
                     params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
                 if (awaited > 0) {
-                    ptx::wait_for_count(dq_semaphore, awaited, 32);
+                    ptx::wait_for_count(dq_semaphore(), awaited, 32);
                     ptx::fence_proxy_async_global();
                 }
 #pragma unroll 1
                 for (int i = 0; i < Config::kConsumers; ++i) {
                     const DQPipeline pipeline = dq_pipeline(i);
-                    float* half = accum + i * (DQPipeline::kStageBytes / 4);
-                    const int bytes = Config::kDQWarps == 8 ? DQPipeline::kStageBytes
-                                                            : min_of(Config::kDQWarps - 4 * i, 4) *
-                                                                  Config::kDQWarpBytes;
                     pipeline.consumer_wait(c);
-                    if (stores) {
-                        ptx::bulk_store(half, pipeline.stage(c), bytes);
+                    const DQHalf half =
+                        Config::dq_half(i, stored_rows<Config::kBlockQ>(tile.sequence, first_row));
+                    float* target = params.dq_accum +
+                                    int64_t{row_group} * (kWorkspaceRows * Config::kHeadDim) +
+                                    half.first;
+                    if (half.floats == 0) {  // none of its queries exists
+                    } else if (stores) {
+                        ptx::bulk_store(target, pipeline.stage(c), half.floats * 4);
                     } else {
-                        ptx::bulk_add(half, pipeline.stage(c), bytes);
+                        ptx::bulk_add(target, pipeline.stage(c), half.floats * 4);
                     }
                     ptx::bulk_wait_read();
                     pipeline.consumer_release(c);
                 }
                 c.advance();
-                if (stores || params.deterministic) count_added(dq_semaphore);
+                if (stores || params.deterministic) count_added(dq_semaphore());
             });
-            count_added(
-                tiles_done<Config::kBlockQ>(params, tile.sequence, tile.head / params.query_parts));
+            count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
         });
         ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
     }
@@ -575,14 +597,27 @@ struct Fa3Backward : Fa3Cta<Config_> {
     // Writes the consumer's half of dQ to shared memory ...
     __device__ __forceinline__ void store_dq(const DQ& rdQ,
                                              const typename DQPipeline::State& c) const {
-        auto* target = reinterpret_cast<float4*>(storage.dq[consumer].bytes[c.stage]) +
-                       (threadIdx.x / 32 % 4) * (DQ::kN * 32) + lane_id();
-        if (Config::kDQWarps == 8 || ptx::warp_uniform(threadIdx.x / 32) - 4 < Config::kDQWarps)
+        const int warp = threadIdx.x / 32 % 4;
+        char* stage = storage.dq[consumer].bytes[c.stage];
+        if constexpr (Config::kTransposeDQ) {
+            const int warps = Config::dq_warps(consumer);
+            auto* target = reinterpret_cast<float4*>(stage) + warp * 32 + lane_id();
+            if (Config::kDQWarps == 8 || ptx::warp_uniform(threadIdx.x / 32) - 4 < Config::kDQWarps)
 #pragma unroll
-            for (int n = 0; n < DQ::kN; ++n) {
-                const float (&x)[4] = rdQ.v[0][n];
-                target[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
-            }
+                for (int n = 0; n < DQ::kN; ++n) {
+                    const float (&x)[4] = rdQ.v[0][n];
+                    target[n * warps * 32] = make_float4(x[0], x[1], x[2], x[3]);
+                }
+        } else {
+            auto* target = reinterpret_cast<float2*>(stage) + warp * (DQ::kN * 64) + lane_id();
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int n = 0; n < DQ::kN; ++n) {
+                    const float* x = &rdQ.v[0][n][2 * i];
+                    target[(i * DQ::kN + n) * 32] = make_float2(x[0], x[1]);
+                }
+        }
     }
 
     // ... and lets the producer add it. `stored`: is there any?

@@ -129,7 +129,6 @@ struct Fa3BackwardDKDVConfig {
     using VPipeline = Pipeline<1, VTile::kBytes>;
     using PPipeline = Pipeline<2, kBlockKV * kBlockQ * 4>;  // from consumer dV to consumer dK
     using WorkTiles = WorkTilePipeline<KeyTile>;
-    static_assert(kWorkspaceRows % kBlockQ == 0);
 
     struct SharedStorage {
         typename KPipeline::Stages k;
@@ -232,10 +231,11 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
                     if (left == 0 && i == tile.q_tiles.end - 1) work_tiles.allow_fetch();
                     const int row = tile.q_tiles.tile(i) * Config::kBlockQ;
-                    load<QTile>(at.q(), at.phase, params.q_map, q_rows, row,
-                                params.lse_log2 + statistics);
-                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row,
-                                 params.delta + statistics);
+                    const int stored = stored_rows<Config::kBlockQ>(s, row);
+                    load<QTile>(at.q(), at.phase, params.q_map, q_rows, row, params.lse_log2,
+                                statistics, stored);
+                    load<DOTile>(at.dout(), at.phase, params.do_map, do_rows, row, params.delta,
+                                 statistics, stored);
                     at.advance();
                 }
             }
@@ -245,10 +245,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // A Q or dO tile and its lse or delta.
     template <class Tile>
     __device__ __forceinline__ void load(uint32_t stage, uint32_t phase, const CUtensorMap& map,
-                                         const TensorRows& rows, int first_row,
-                                         const float* statistics) const {
-        load_tile<Tile>(pool, {stage, phase}, map, rows, first_row, storage.statistics[stage],
-                        statistics);
+                                         const TensorRows& rows, int first_row, const float* source,
+                                         int64_t workspace, int stored) const {
+        load_tile<Tile>(pool, {stage, phase}, map, rows, first_row, [&] {
+            return RowStatisticsLoad<float, Config::kBlockQ>{storage.statistics[stage],
+                                                             source + workspace + first_row,
+                                                             source + params.padding_row, stored};
+        });
     }
 
     __device__ __forceinline__ void produce_kv() const {

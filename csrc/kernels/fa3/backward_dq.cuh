@@ -84,8 +84,8 @@ struct Fa3BackwardDQConfig {
         typename DOPipeline::Stages dout[kConsumers];
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
-        float lse[kBlockQ];
-        float delta[kBlockQ];
+        float lse[kConsumers][64];
+        float delta[kConsumers][64];
         typename QPipeline::Barriers q_barriers[kConsumers];
         typename DOPipeline::Barriers do_barriers[kConsumers];
         typename KPipeline::Barriers k_barriers;
@@ -156,6 +156,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         this->fetch_work_tiles([&](QueryTile& tile, int linear) {
             describe<Config>(tile, params, work_tile(linear, params.schedule));
             tile.large_lse = params.large_lse.is_raised();
+            tile.row_group = row_group(params, tile.sequence, tile.head);
         });
     }
 
@@ -200,20 +201,22 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                                      tile.first_query + i * 64);
             }
             const TensorRows rows = this->query_rows(params.dout, s, tile.head);
+#pragma unroll 1
             for (int i = 0; i < Config::kConsumers; ++i) {
                 const int first_query = tile.first_query + i * 64;
                 const DOPipeline pipeline = do_pipeline(i);
                 const typename DOPipeline::State d{0, phase};
                 pipeline.producer_acquire(d);
                 pipeline.producer_expect(d, DOTile::kBytes + 2 * 64 * sizeof(float));
-                const auto load_statistics = [&](float* target, const float* source) {
-                    ptx::bulk_load(ptx::shared_address(target + i * 64),
-                                   source + workspace_row(params, s, tile.head, first_query),
-                                   64 * sizeof(float), pipeline.full(d));
-                };
-                load_statistics(storage.lse, params.lse_log2);
-                load_statistics(storage.delta, params.delta);
                 rows.load<DOTile>(params.do_map, pipeline.stage(d), pipeline.full(d), first_query);
+                const auto load = [&](float (&target)[64], const float* source) {
+                    RowStatisticsLoad<float, 64>{
+                        target, source + int64_t{tile.row_group} * kWorkspaceRows + first_query,
+                        source + params.padding_row, stored_rows<64>(s, first_query)}
+                        .load(pipeline.full(d));
+                };
+                load(storage.lse[i], params.lse_log2);
+                load(storage.delta[i], params.delta);
             }
             phase ^= 1;
         });
@@ -305,24 +308,24 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             mask_scores(s, first_key, [&](int row) { return mask.key_range(first_query + row); });
             if (tile.large_lse)
                 subtract_references<Rows::kQueries>(
-                    s, params.reference + workspace_row<workspace_block(Config::kBlockQ)>(
-                                              params, tile.sequence, tile.head, first_query));
+                    s, params.reference +
+                           workspace_row(params, tile.sequence, tile.head, first_query));
         }
-        exponentiate<Rows::kQueries>(s, storage.lse + warp_row(),
+        exponentiate<Rows::kQueries>(s, storage.lse[0] + warp_row(),
                                      Config::kGeneral ? 1.f : params.scale_log2);
     }
 
     // From P and dP to dS as an operand.
     __device__ __forceinline__ void compute_ds(const Scores& p, Scores& dp, Operand& rdS,
                                                const Walk& walk) const {
-        softmax_gradient<Rows::kQueries>(dp, p, storage.delta + warp_row());
+        softmax_gradient<Rows::kQueries>(dp, p, storage.delta[0] + warp_row());
         if constexpr (Config::kGeneral)
             if (params.softcap != 0.f) {
                 const QueryTile& tile = work_tiles[walk.tile];
                 ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
                     .softcap_gradient(dp, p, tile.first_query + warp_row(),
                                       tile.kv_tiles.tile(walk.i) * Config::kBlockKV,
-                                      [&](int row) { return storage.lse[warp_row() + row]; });
+                                      [&](int row) { return storage.lse[0][warp_row() + row]; });
             }
         rdS.template round<Element>(dp);
     }

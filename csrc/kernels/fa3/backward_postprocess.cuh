@@ -20,13 +20,47 @@ inline constexpr int kFa3PassThreads = 256;
 
 // The counter of KV tiles of a head of K and V (or of the parts that share query heads) that have
 // added all of their dQ. These counters follow the counters of Q tiles in params.dq_semaphore;
-// there are no more of them than of those.
-template <int kBlockQ>
+// there are no more of them than Q tiles.
 __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
                                            int head) {
-    static_assert(kBlockQ >= 2 * tuning::kMinBackwardBlockQ);  // so both fit into dq_semaphore
-    const int64_t q_tiles = workspace_rows(params, workspace_block(kBlockQ)) / kBlockQ;
-    return params.dq_semaphore + 1 + q_tiles + sequence.index() * params.heads_k + head;
+    return params.dq_semaphore + 1 + params.padding_row / kWorkspaceRows +
+           sequence.index() * params.heads_k + head;
+}
+
+// A consumer warp's fragments of dQ of a Q tile in dq_accum, see Config::dq_half. Those of queries
+// that do not exist are zeros.
+template <class Config>
+__device__ __forceinline__ typename Config::DQ load_dq(const float* accum, int rows) {
+    using DQ = typename Config::DQ;
+    DQ rdQ;
+    rdQ.clear();
+    const int consumer = warp_id() / 4;
+    accum += Config::dq_half(consumer, rows).first;
+#pragma unroll
+    for (int n = 0; n < DQ::kN; ++n) {
+        float (&x)[4] = rdQ.v[0][n];
+        if constexpr (Config::kTransposeDQ) {
+            if (8 * n >= rows) continue;
+            const int fragment = n * Config::dq_warps(consumer) + warp_id() % 4;
+            const float4 y =
+                __ldcs(reinterpret_cast<const float4*>(accum) + fragment * 32 + lane_id());
+            x[0] = y.x;
+            x[1] = y.y;
+            x[2] = y.z;
+            x[3] = y.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (16 * warp_id() + 8 * i >= rows) continue;
+                const int fragment = (warp_id() % 4 * 2 + i) * DQ::kN + n;
+                const float2 y =
+                    __ldcs(reinterpret_cast<const float2*>(accum) + fragment * 32 + lane_id());
+                x[2 * i] = y.x;
+                x[2 * i + 1] = y.y;
+            }
+        }
+    }
+    return rdQ;
 }
 
 // Warp i converts the fragments of dQ that consumer warp i of the backward kernel has written.
@@ -36,12 +70,8 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
     using Element = typename Config::Element;
     using DQ = typename Config::DQ;
-    const auto [tile, head] =
-        q_tile_index<true>(params, blockIdx.x, workspace_block(Config::kBlockQ), Config::kBlockQ);
+    const auto [tile, head] = q_tile_index<true>(params, blockIdx.x, Config::kBlockQ);
     const auto [sequence, q_tile] = tile;
-    const float* accum = params.dq_accum +
-                         int64_t{blockIdx.x} * Config::kBlockQ * Config::kHeadDim +
-                         warp_id() * (DQ::kN * 128) + lane_id() * 4;
     const int first_query = q_tile * Config::kBlockQ;
     auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query, head,
                                     sequence.seqlen_q - first_query, params.head_dim);
@@ -51,26 +81,19 @@ __global__ void __launch_bounds__(kFa3PassThreads)
     const bool varlen = params.cu_seqlens_q != nullptr;
     if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
     if (!varlen && threadIdx.x == 0) {
-        const int* done = tiles_done<Config::kBlockQ>(params, sequence, head / group_of(params));
+        const int* done = tiles_done(params, sequence, head / group_of(params));
         ptx::wait_for_count(done, ceil_div(sequence.rows_k, Config::kBlockKV) * params.query_parts,
                             256);
     }
     __syncthreads();
     if (first_query >= sequence.seqlen_q) return;
-    const bool stored =
-        params.dq_accum_zeroed || params.dq_semaphore[1 + blockIdx.x] != 0;  // by a KV tile
-    DQ rdQ;
+    const int64_t row = workspace_row(params, sequence, head, first_query);
+    const bool stored = params.dq_accum_zeroed ||
+                        params.dq_semaphore[1 + row / kWorkspaceRows] != 0;  // by a KV tile
     const bool has_rows = warp_id() < Config::kDQWarps;
-#pragma unroll
-    for (int n = 0; n < DQ::kN; ++n) {
-        if (!stored || !has_rows) continue;
-        const float4 x = __ldcs(reinterpret_cast<const float4*>(accum + n * 128));
-        rdQ.v[0][n][0] = x.x;
-        rdQ.v[0][n][1] = x.y;
-        rdQ.v[0][n][2] = x.z;
-        rdQ.v[0][n][3] = x.w;
-    }
-    if (!stored) rdQ.clear();
+    auto rdQ = load_dq<Config>(
+        params.dq_accum + row * Config::kHeadDim,
+        stored && has_rows ? stored_rows<Config::kBlockQ>(sequence, first_query) : 0);
     rdQ.scale(params.scale);
     if constexpr (Config::kTransposeDQ) {
         using QTile = typename Config::QTile;
@@ -105,8 +128,7 @@ __global__ void __launch_bounds__(kFa3PassThreads)
 template <class Config>
 cudaError_t launch_fa3_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
     return launch_kernel<fa3_postprocess_dq_kernel<Config>>(
-        workspace_rows(params, Config::kWorkspaceBlock) / Config::kBlockQ, kFa3PassThreads, 0,
-        params, stream, {.pdl = true});
+        q_tile_count(params, Config::kBlockQ), kFa3PassThreads, 0, params, stream, {.pdl = true});
 }
 
 }  // namespace flash_ext

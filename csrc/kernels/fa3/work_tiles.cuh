@@ -22,6 +22,7 @@ struct QueryTile {
     VisibleTiles kv_tiles;
     int split;       // index of the split of the keys, in the forward
     bool large_lse;  // in the backward: does any row of the call have a reference?
+    int row_group;   // in backward_dq.cuh: of query 0, see plan/workspace_rows.cuh
 
     __device__ __forceinline__ int& first_row() { return first_query; }
 };
@@ -32,7 +33,8 @@ struct KeyTile {
     int head;       // of K and V
     int first_key;  // negative: there is no more work
     VisibleTiles q_tiles;
-    bool large_lse;  // does any row of the call have a reference?
+    bool large_lse;       // does any row of the call have a reference?
+    int first_row_group;  // see plan/workspace_rows.cuh; only in backward.cuh
 
     __device__ __forceinline__ int& first_row() { return first_key; }
 };
