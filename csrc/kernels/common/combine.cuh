@@ -145,17 +145,15 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 }
 
 cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl) {
-    cudaError_t status = cudaSuccess;
     const HeadDims padded =
         pad_head_dims({params.head_dim, params.head_dim_v}, params.element_type);
-    dispatch_head_dims(padded, [&](auto, auto dim_v) {
-        dispatch_element(params.out_type, [&](auto element) {
-            status = launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
+    return dispatch_head_dims(padded, [&](auto, auto dim_v) {
+        return dispatch_element(params.out_type, [&](auto element) {
+            return launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
                 ceil_div<int64_t>(statistics_rows(params), kCombineRowsOfCta), 32 * kCombineWarps,
                 0, params, stream, {.pdl = pdl});
         });
     });
-    return status;
 }
 
 }  // namespace flash_ext

@@ -417,9 +417,8 @@ cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
     constexpr Features kLeast = tuning::least_fa2_form({kHeadDim, kHeadDimV});
-    dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
+    return dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params,
         [&](auto element, auto features) {
             if constexpr (features >= kLeast) {
@@ -427,13 +426,14 @@ cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
                     std::conditional_t<features == Features::kGeneral, AnyHalf, decltype(element)>;
                 using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
                 using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
-                status = launch_fitting<Large, Small>([&](auto config) {
+                return launch_fitting<Large, Small>([&](auto config) {
                     return launch_fa2_forward<decltype(config)>(params, stream);
                 });
+            } else {
+                return kNoKernel;
             }
         },
         params.num_splits > 1 ? Features::kVarlen : kLeast);
-    return status;
 }
 
 }  // namespace flash_ext
