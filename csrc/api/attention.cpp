@@ -286,7 +286,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
 
     make_plan(plan, call.device);
-    if (params.large_lse.word == nullptr) check_launch(cudaGetLastError(), "");
     const Tensor memory = allocate(plan.workspace, q);
     run(Pass::kBackward, plan, stream);
     return {dq, dk, dv, dbias, dsink};

@@ -5,7 +5,6 @@
 
 #include "plan/dispatch.h"
 #include "plan/ds_workspace.cuh"
-#include "plan/flag_words.h"
 #include "plan/head_dims.h"
 #include "plan/launchers.h"
 #include "plan/parts.h"
@@ -67,8 +66,8 @@ void reserve_rows(BackwardPlan& plan, int block, int dq_accum_cols) {
     plan.workspace.reserve(params.reference, rows);
     plan.workspace.reserve(params.dq_accum, rows * dq_accum_cols);
     plan.workspace.reserve(params.dq_semaphore, 1 + rows / tuning::kMinBackwardBlockQ);
-    const uint64_t epoch = launch_epoch();
-    params.large_lse = {flag_word(epoch), epoch};
+    params.large_lse.epoch = launch_epoch();
+    plan.workspace.reserve(params.large_lse.word, 1);
 }
 
 // FA1's and FA2's.

@@ -101,7 +101,6 @@ cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
-unsigned long long* flag_word(uint64_t) { return nullptr; }
 cudaError_t sanitize_cu_seqlens(const BackwardParams&, int*, int*, cudaStream_t) {
     return note("sanitize_cu_seqlens");
 }
@@ -296,6 +295,7 @@ struct Problem {
                         {"offsets_k", &plan.offsets_k},
                         {"lse_log2", &params.lse_log2},
                         {"delta", &params.delta},
+                        {"large_lse", &params.large_lse.word},
                         {"lse_rows", &params.lse_rows},
                         {"delta_rows", &params.delta_rows},
                         {"reference", &params.reference},
