@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,22 @@ def test_a_breach_is_found(tmp_path: Path, file: str, code: str, complaint: str)
     (tmp_path / file).write_text(f"// asm in a comment is fine\n{code}\n")
     (found,) = violations(tmp_path)
     assert file in found and complaint in found
+
+
+def types_in(file: Path) -> set[tuple[str, ...]]:
+    """The types that a header defines outside of others, each with its namespaces."""
+    code = code_of(file)
+    namespaces = re.findall(r"^namespace (\S+) \{", code, re.MULTILINE)
+    defined = r"^(?:struct|class|enum|union)(?: class| alignas\(\w+\))? (\w+)(?: : [^;{]+)? \{"
+    return {(*namespaces, name) for name in re.findall(defined, code, re.MULTILINE)}
+
+
+def test_a_name_is_of_one_type() -> None:
+    """Two types of one name are one to the linker, whichever files include which."""
+    headers = [x for x in CSRC.rglob("*") if x.suffix in {".h", ".cuh"}]
+    count = Counter(name for header in headers for name in types_in(header))
+    assert ("flash_ext", "WorkTile") in count
+    assert [name for name, files in count.items() if files > 1] == []
 
 
 PYTHON_LAYERS = (

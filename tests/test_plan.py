@@ -106,6 +106,7 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
         "lse_log2": rows * 4,
         "delta": rows * 4,
         "reference": rows * 4,
+        "large_lse": 8,  # a flag of the call's own: others run beside it
         "dq_accum": rows * 64 * 4,
         "dq_semaphore": (1 + rows // 32) * 4,
     }
@@ -480,3 +481,27 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
 def test_a_gpu_is_asked_once(native: ModuleType) -> None:
     assert [native.multiprocessors(gpu) for gpu in (-1, 0, 1, 2, 3)] == [0, 132, 108, 142, 0]
     assert native.attributes_asked() == 3 * 4
+
+
+# --- Launches ---
+
+
+def test_a_dispatch_that_runs_nothing_is_an_error(native: ModuleType) -> None:
+    no_kernel, failed = 52, 7  # kNoKernel, and another status
+    assert native.dispatch(16, 0) == native.dispatch(32, 0) == 0
+    assert native.dispatch(32, failed) == failed
+    assert native.dispatch(48, 0) == no_kernel
+
+
+@pytest.mark.parametrize("head_dim", (257, 1000))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_launch_without_a_kernel_names_the_call(
+    variant: str, head_dim: int, native: ModuleType
+) -> None:
+    """Not the kernel of the last head dim in its place, nor success without any."""
+    p = problem(native, seqlen_q=300, seqlen_k=300, heads_q=4, heads_k=4, head_dim_v=40)
+    p.launched_head_dim = head_dim
+    for name, run in (("forward", p.forward), ("backward", p.backward)):
+        call = f"the {name} pass of variant '{variant}' at head dimensions {head_dim} and 40"
+        with pytest.raises(RuntimeError, match=f"no kernel for {call} in bfloat16"):
+            run(variant)

@@ -16,6 +16,7 @@
 #include "api/debug_seqlens.h"
 #include "api/out_of_memory.h"
 #include "api/stream.h"
+#include "plan/dispatch.h"
 #include "plan/plan.h"
 #include "problem/mask.cuh"
 #include "problem/params.h"
@@ -162,6 +163,12 @@ Variant forward_variant(const Call& call, const Options& options) {
     return *choice.variant;
 }
 
+template <class Plan>
+void run(Pass pass, const Plan& plan, cudaStream_t stream) {
+    const cudaError_t status = launch(plan, stream);
+    check_launch(status, status == kNoKernel ? text_of(pass, plan.variant, plan.params) : "");
+}
+
 }  // namespace
 
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
@@ -225,7 +232,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 
     make_plan(plan, call.device);
     const Tensor memory = allocate(plan.workspace, q);
-    check_launch(launch(plan, stream));
+    run(Pass::kForward, plan, stream);
     return {out, lse};
 }
 
@@ -279,9 +286,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (options.sink) params.dsink = static_cast<float*>(dsink.data_ptr());
 
     make_plan(plan, call.device);
-    if (params.large_lse.word == nullptr) check_launch(cudaGetLastError());  // flag_word() failed
     const Tensor memory = allocate(plan.workspace, q);
-    check_launch(launch(plan, stream));
+    run(Pass::kBackward, plan, stream);
     return {dq, dk, dv, dbias, dsink};
 }
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include "api/check.h"
+#include "plan/dispatch.h"
 
 // Weak: a CPU-only libtorch lacks it, and there this library must load too.
 extern "C" __attribute__((weak)) AOTITorchError
@@ -18,7 +19,8 @@ cudaStream_t current_stream(const Tensor& x) {
     return static_cast<cudaStream_t>(stream);
 }
 
-void check_launch(cudaError_t status) {
+void check_launch(cudaError_t status, const std::string& call) {
+    if (status == kNoKernel) fail("there is no kernel for ", call);
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
         fail("the CUDA kernels were compiled for " FLASH_EXT_TARGETS
              ", which this GPU does not run: compile them on its machine, or set "

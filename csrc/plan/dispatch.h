@@ -1,6 +1,8 @@
 // A run-time value becomes a compile-time constant: dispatch<64, 96, 128>(n, [](auto dim) { ... })
-// calls the function with std::integral_constant<int, 64> and so on.
+// calls the function with std::integral_constant<int, 64> and so on, and returns its status.
 #pragma once
+
+#include <cuda_runtime_api.h>
 
 #include <type_traits>
 
@@ -9,11 +11,14 @@
 
 namespace flash_ext {
 
-// False if the value is not in the list.
+// A dispatch found no instantiation, so nothing ran. CUDA itself no longer returns this code.
+inline constexpr cudaError_t kNoKernel = cudaErrorMissingConfiguration;
+
 template <auto... kValues, class T, class Function>
-bool dispatch(T value, Function&& function) {
-    return ((value == kValues ? (function(std::integral_constant<T, kValues>{}), true) : false) ||
-            ...);
+cudaError_t dispatch(T value, Function&& function) {
+    cudaError_t status = kNoKernel;
+    ((value == kValues && (status = function(std::integral_constant<T, kValues>{}), true)) || ...);
+    return status;
 }
 
 // function(std::integral_constant<int, i>) for i = 0 .. kCount - 1.
@@ -25,14 +30,17 @@ FLASH_HOST_DEVICE void compile_time_for(Function&& function) {
     }
 }
 
-// function(constants qk and v) of one of kHeadDims.
-template <int kIndex = 0, class Function>
-auto dispatch_head_dims(HeadDims dims, Function&& function) {
-    constexpr HeadDims kDims = kHeadDims[kIndex];
-    if constexpr (kIndex + 1 < kHeadDimPairs)
-        if (dims != kDims) return dispatch_head_dims<kIndex + 1>(dims, function);
-    return function(std::integral_constant<int, kDims.qk>{},
-                    std::integral_constant<int, kDims.v>{});
+// function(constants qk and v) of one of kHeadDims, or `none` for other dims.
+template <int kIndex = 0, class Function, class Result = cudaError_t>
+Result dispatch_head_dims(HeadDims dims, Function&& function, Result none = kNoKernel) {
+    if constexpr (kIndex < kHeadDimPairs) {
+        constexpr HeadDims kDims = kHeadDims[kIndex];
+        if (dims != kDims) return dispatch_head_dims<kIndex + 1>(dims, function, none);
+        return function(std::integral_constant<int, kDims.qk>{},
+                        std::integral_constant<int, kDims.v>{});
+    } else {
+        return none;
+    }
 }
 
 }  // namespace flash_ext

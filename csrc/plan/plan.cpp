@@ -1,5 +1,7 @@
 #include "plan/plan.h"
 
+#include <sstream>
+
 #include "plan/launchers.h"
 #include "plan/tuning.h"
 #include "plan/variant_table.h"
@@ -65,6 +67,15 @@ cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
     if (status == cudaSuccess && params.dbias != nullptr) status = bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status;
+}
+
+std::string text_of(Pass pass, Variant variant, const AttentionParams& params) {
+    constexpr const char* kTypes[] = {"float16", "bfloat16", "float8_e4m3fn", "int8"};
+    std::ostringstream text;
+    text << "the " << (pass == Pass::kForward ? "forward" : "backward") << " pass of variant '"
+         << name_of(variant) << "' at head dimensions " << params.head_dim << " and "
+         << params.head_dim_v << " in " << kTypes[static_cast<int>(params.element_type)];
+    return text.str();
 }
 
 }  // namespace flash_ext

@@ -5,7 +5,6 @@
 
 #include "plan/dispatch.h"
 #include "plan/ds_workspace.cuh"
-#include "plan/flag_words.h"
 #include "plan/head_dims.h"
 #include "plan/launchers.h"
 #include "plan/parts.h"
@@ -67,8 +66,8 @@ void reserve_rows(BackwardPlan& plan, int dq_accum_cols) {
     plan.workspace.reserve(params.dq_accum, params.padding_row * dq_accum_cols);
     plan.workspace.reserve(params.dq_semaphore, 1 + params.padding_row / kWorkspaceRows +
                                                     q_tile_count(params, kPreprocessRows));
-    const uint64_t epoch = launch_epoch();
-    params.large_lse = {flag_word(epoch), epoch};
+    params.large_lse.epoch = launch_epoch();
+    plan.workspace.reserve(params.large_lse.word, 1);
 }
 
 // FA1's and FA2's.
@@ -88,26 +87,31 @@ std::string shared_memory_reason(const Call& call, Pass pass, int needed) {
     return text.str();
 }
 
+// Shared memory of a kernel that does not exist: more than any GPU has.
+constexpr int kTooManyBytes = 1 << 30;
+
 constexpr const char* kNo8Bits = "has no 8-bit inputs";
 
 // --- FA1 ---
 
-template <class Function>
-auto dispatch_fa1_head_dims(HeadDims dims, Function&& function) {
-    return dispatch_head_dims(dims, [&](auto dim, auto dim_v) {
+template <class Function, class Result = cudaError_t>
+Result dispatch_fa1_head_dims(HeadDims dims, Function&& function, Result none = kNoKernel) {
+    const auto function_of = [&](auto dim, auto dim_v) {
         constexpr HeadDims kDims = tuning::fa1_head_dims({dim, dim_v});
         return function(std::integral_constant<int, kDims.qk>{},
                         std::integral_constant<int, kDims.v>{});
-    });
+    };
+    return dispatch_head_dims(dims, function_of, none);
 }
 
 std::string fa1_unsupported_reason(const Call& call, Pass pass) {
     if (call.has_8_bits()) return kNo8Bits;
+    const auto bytes = [&](auto dim, auto dim_v) {
+        return pass == Pass::kForward ? fa1_forward_shared_bytes<dim, dim_v>()
+                                      : fa1_backward_shared_bytes<dim, dim_v>();
+    };
     return shared_memory_reason(
-        call, pass, dispatch_fa1_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
-            return pass == Pass::kForward ? fa1_forward_shared_bytes<dim, dim_v>()
-                                          : fa1_backward_shared_bytes<dim, dim_v>();
-        }));
+        call, pass, dispatch_fa1_head_dims(head_dims(call.sizes), bytes, kTooManyBytes));
 }
 
 void plan_fa1_forward(ForwardPlan& plan, const Device& /*device*/) {
@@ -139,19 +143,20 @@ cudaError_t run_fa1_backward(const BackwardParams& params, cudaStream_t stream) 
 
 std::string fa2_unsupported_reason(const Call& call, Pass pass) {
     if (call.has_8_bits()) return kNo8Bits;
-    return shared_memory_reason(
-        call, pass, dispatch_head_dims(head_dims(call.sizes), [&](auto dim, auto dim_v) {
-            return pass == Pass::kForward ? fa2_forward_shared_bytes<dim, dim_v>()
-                                          : fa2_backward_shared_bytes<dim, dim_v>();
-        }));
+    const auto bytes = [&](auto dim, auto dim_v) {
+        return pass == Pass::kForward ? fa2_forward_shared_bytes<dim, dim_v>()
+                                      : fa2_backward_shared_bytes<dim, dim_v>();
+    };
+    return shared_memory_reason(call, pass,
+                                dispatch_head_dims(head_dims(call.sizes), bytes, kTooManyBytes));
 }
 
 void plan_fa2_forward(ForwardPlan& plan, const Device& device) {
     // An SM has 1 KB more shared memory than a CTA may have, and reserves 1 KB for each CTA.
     constexpr int kReserved = 1024;
     const HeadDims dims = head_dims(plan.params);
-    const int needed = dispatch_head_dims(
-        dims, [](auto dim, auto dim_v) { return fa2_forward_shared_bytes<dim, dim_v>(); });
+    const auto bytes = [](auto dim, auto dim_v) { return fa2_forward_shared_bytes<dim, dim_v>(); };
+    const int needed = dispatch_head_dims(dims, bytes, kTooManyBytes);
     const int fitting = (device.shared_bytes + kReserved) / (needed + kReserved);
     const int tuned = tuning::fa2_forward(dims, features_of(plan.params)).ctas_per_sm;
     plan_splits(plan, /*may_pack_gqa=*/false, device.multiprocessors * std::min(tuned, fitting),
@@ -275,13 +280,16 @@ void plan_fa3_forward(ForwardPlan& plan, const Device& device) {
 
 cudaError_t run_fa3_forward(const ForwardParams& params, cudaStream_t stream) {
     const cudaError_t status = dispatch_head_dims(head_dims(params), [&](auto dim, auto dim_v) {
-        cudaError_t status = cudaSuccess;
         const auto run_8_bits = [&](auto type) {
-            if constexpr (has_kernels({dim, dim_v}, type))
-                status = fa3_forward_fp8<type, dim, dim_v>(params, stream);
+            if constexpr (has_kernels({dim, dim_v}, type)) {
+                return fa3_forward_fp8<type, dim, dim_v>(params, stream);
+            } else {
+                return kNoKernel;
+            }
         };
-        if (dispatch<ElementType::kFloat8, ElementType::kInt8>(params.element_type, run_8_bits))
-            return status;
+        if (element_bytes(params.element_type) == 1)
+            return dispatch<ElementType::kFloat8, ElementType::kInt8>(params.element_type,
+                                                                      run_8_bits);
         if (params.decode_tile != DecodeTile::kNone) return fa3_decode<dim, dim_v>(params, stream);
         return fa3_forward<dim, dim_v>(params, stream);
     });

@@ -166,8 +166,9 @@ struct ForwardParams : AttentionParams {
     float* row_statistics = nullptr;  // (B, Hq, Q tiles, 2, kBlockQ): maxima, then sums
 };
 
-// Raised if *word is `epoch`, see launch_epoch.h. In a CUDA graph the word may still hold the epoch
-// from an earlier replay: this costs time, but changes no result.
+// Raised if *word is `epoch`, see launch_epoch.h. The word is the call's own, and nothing clears
+// it. It may hold the epoch before, by chance or in a CUDA graph from an earlier replay: this costs
+// time, but changes no result.
 struct Flag {
     unsigned long long* word = nullptr;  // (1)
     unsigned long long epoch = 0;

@@ -101,7 +101,6 @@ cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
-unsigned long long* flag_word(uint64_t) { return nullptr; }
 cudaError_t sanitize_cu_seqlens(const BackwardParams&, int*, int*, cudaStream_t) {
     return note("sanitize_cu_seqlens");
 }
@@ -179,6 +178,7 @@ struct Problem {
     bool repeated_rows = false;  // of k
     bool fp8 = false, int8 = false, alibi = false;
     double softcap = 0;
+    int launched_head_dim = 0;  // of the launch alone, if not 0
 
     Sizes sizes() const {
         return {varlen, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v};
@@ -245,7 +245,7 @@ struct Problem {
 
     // The regions by name, once they have memory.
     template <class Plan>
-    static Planned planned(Plan& plan, const std::map<std::string, void*>& names) {
+    Planned planned(Pass pass, Plan& plan, const std::map<std::string, void*>& names) const {
         Planned found{{}, plan.workspace.bytes(), {}};
         plan.workspace.assign(kMemory);
         for (const Workspace::Region& region : plan.workspace.regions())
@@ -257,7 +257,9 @@ struct Problem {
         if (found.regions.size() != plan.workspace.regions().size())
             throw std::runtime_error("a region without a name");
         launched.clear();
-        launch(plan, nullptr);
+        if (launched_head_dim > 0) plan.params.head_dim = launched_head_dim;
+        if (launch(plan, nullptr) != cudaSuccess)
+            throw std::runtime_error("no kernel for " + text_of(pass, plan.variant, plan.params));
         found.launches = launched;
         return found;
     }
@@ -269,11 +271,12 @@ struct Problem {
         params.q = operands()[0].view();
         params.out = operands()[3].view();
         make_plan(plan, *find_device(gpu));
-        Planned found = planned(plan, {{"out_accum", &params.out_accum},
-                                       {"row_statistics", &params.row_statistics},
-                                       {"o_partial", &params.o_partial},
-                                       {"statistics_partial", &params.statistics_partial},
-                                       {"counters", &params.counters}});
+        Planned found = planned(Pass::kForward, plan,
+                                {{"out_accum", &params.out_accum},
+                                 {"row_statistics", &params.row_statistics},
+                                 {"o_partial", &params.o_partial},
+                                 {"statistics_partial", &params.statistics_partial},
+                                 {"counters", &params.counters}});
         found.num_splits = params.num_splits;
         found.pack_gqa_log2 = params.pack_gqa_log2;
         return found;
@@ -287,20 +290,22 @@ struct Problem {
         if (bias) params.dbias = kMemory;
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
         make_plan(plan, *find_device(gpu));
-        return planned(plan, {{"offsets_q", &plan.offsets_q},
-                              {"offsets_k", &plan.offsets_k},
-                              {"lse_log2", &params.lse_log2},
-                              {"delta", &params.delta},
-                              {"lse_rows", &params.lse_rows},
-                              {"delta_rows", &params.delta_rows},
-                              {"reference", &params.reference},
-                              {"dq_accum", &params.dq_accum},
-                              {"dq_semaphore", &params.dq_semaphore},
-                              {"tile_count_semaphore", &params.tile_count_semaphore},
-                              {"ds", &params.ds},
-                              {"dk_parts", &params.dk_parts},
-                              {"dv_parts", &params.dv_parts},
-                              {"dsink_partial", &params.dsink_partial}});
+        return planned(Pass::kBackward, plan,
+                       {{"offsets_q", &plan.offsets_q},
+                        {"offsets_k", &plan.offsets_k},
+                        {"lse_log2", &params.lse_log2},
+                        {"delta", &params.delta},
+                        {"large_lse", &params.large_lse.word},
+                        {"lse_rows", &params.lse_rows},
+                        {"delta_rows", &params.delta_rows},
+                        {"reference", &params.reference},
+                        {"dq_accum", &params.dq_accum},
+                        {"dq_semaphore", &params.dq_semaphore},
+                        {"tile_count_semaphore", &params.tile_count_semaphore},
+                        {"ds", &params.ds},
+                        {"dk_parts", &params.dk_parts},
+                        {"dv_parts", &params.dv_parts},
+                        {"dsink_partial", &params.dsink_partial}});
     }
 };
 
@@ -338,6 +343,7 @@ PYBIND11_MODULE(flash_ext_plan, m) {
         .def_readwrite("int8", &Problem::int8)
         .def_readwrite("alibi", &Problem::alibi)
         .def_readwrite("softcap", &Problem::softcap)
+        .def_readwrite("launched_head_dim", &Problem::launched_head_dim)
         .def("choose_forward",
              [](const Problem& p, const std::string& wanted) {
                  return p.choose(3, [&](const flash_ext::Call& call) {
@@ -352,6 +358,10 @@ PYBIND11_MODULE(flash_ext_plan, m) {
              })
         .def("forward", &Problem::forward)
         .def("backward", &Problem::backward);
+    m.def("dispatch", [](int value, int status) {
+        return static_cast<int>(flash_ext::dispatch<16, 32>(
+            value, [&](auto) { return static_cast<cudaError_t>(status); }));
+    });
     m.def("attributes_asked", [] { return attributes_asked; });
     m.def("multiprocessors", [](int gpu) {
         const flash_ext::Device* device = flash_ext::find_device(gpu);

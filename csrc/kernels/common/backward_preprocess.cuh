@@ -182,22 +182,18 @@ cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool 
                                 cudaStream_t stream) {
     const int lanes = preprocess_lanes(params.head_dim_v);
     const int64_t ctas = q_tile_count(params, block_q);
-    cudaError_t status = cudaSuccess;
     const auto launch = [&](auto element, auto is_general, auto row_lanes) {
-        status =
-            launch_kernel<backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
-                ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
+        return launch_kernel<backward_preprocess_kernel<decltype(element), is_general, row_lanes>>(
+            ctas, kPreprocessThreads, 0, PreprocessParams{params, block_q}, stream);
     };
-    if (general) {  // these take long to compile: two suffice
-        dispatch<16, 32>(max_of(lanes, 16),
-                         [&](auto row_lanes) { launch(AnyHalf{}, std::true_type{}, row_lanes); });
-    } else {
-        dispatch_element(params.element_type, [&](auto element) {
-            dispatch<4, 8, 16, 32>(
-                lanes, [&](auto row_lanes) { launch(element, std::false_type{}, row_lanes); });
+    if (general)  // these take long to compile: two suffice
+        return dispatch<16, 32>(max_of(lanes, 16), [&](auto row_lanes) {
+            return launch(AnyHalf{}, std::true_type{}, row_lanes);
         });
-    }
-    return status;
+    return dispatch_element(params.element_type, [&](auto element) {
+        return dispatch<4, 8, 16, 32>(
+            lanes, [&](auto row_lanes) { return launch(element, std::false_type{}, row_lanes); });
+    });
 }
 
 }  // namespace flash_ext

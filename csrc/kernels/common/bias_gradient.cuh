@@ -165,18 +165,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
     const HeadDims padded = pad_head_dims({params.head_dim, params.head_dim_v});
-    dispatch_head_dims(padded, [&](auto dim, auto) {
+    return dispatch_head_dims(padded, [&](auto dim, auto) {
         // A call with a bias gradient is rare: powers of two suffice, and compile faster.
         using Config = BiasGradientConfig<std::bit_ceil(0u + dim.value)>;
         const int (&sizes)[4] = params.bias.sizes;
         const int64_t ctas = int64_t{bias_tiles(sizes[3], Config::kBlockKV)} *
                              bias_tiles(sizes[2], Config::kBlockQ) * sizes[1] * sizes[0];
-        status = launch_kernel<bias_gradient_kernel<Config>>(ctas, Config::kThreads,
-                                                             Config::kSharedBytes, params, stream);
+        return launch_kernel<bias_gradient_kernel<Config>>(ctas, Config::kThreads,
+                                                           Config::kSharedBytes, params, stream);
     });
-    return status;
 }
 
 }  // namespace flash_ext

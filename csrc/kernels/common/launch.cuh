@@ -16,31 +16,29 @@ namespace flash_ext {
 
 // Calls function(element tag), of 16 bits.
 template <class Function>
-void dispatch_element(ElementType type, Function function) {
-    if (type == ElementType::kFloat16) {
-        function(__half{});
-    } else {
-        function(__nv_bfloat16{});
-    }
+cudaError_t dispatch_element(ElementType type, Function function) {
+    if (type == ElementType::kFloat16) return function(__half{});
+    return type == ElementType::kBFloat16 ? function(__nv_bfloat16{}) : kNoKernel;
 }
 
 // Calls function(features constant). kForms are the forms of the kernel; the last one is kGeneral.
 // A form that the kernel does not have, or that comes before `least`, is replaced by the next one
 // that it has.
 template <Features... kForms, class Function>
-void dispatch_features(const AttentionParams& params, Features least, Function function) {
+cudaError_t dispatch_features(const AttentionParams& params, Features least, Function function) {
     const Features needed = max_of(features_of(params), least);
     Features features = Features::kGeneral;
     (((features = kForms) >= needed) || ...);
-    dispatch<kForms...>(features, function);
+    return dispatch<kForms...>(features, function);
 }
 
 // Calls launch(element tag, features constant) with the values of this call.
 template <Features... kForms, class Launch>
-void dispatch_kernel(const AttentionParams& params, Launch launch,
-                     Features least = Features::kPlain) {
-    dispatch_features<kForms...>(params, least, [&](auto features) {
-        dispatch_element(params.element_type, [&](auto element) { launch(element, features); });
+cudaError_t dispatch_kernel(const AttentionParams& params, Launch launch,
+                            Features least = Features::kPlain) {
+    return dispatch_features<kForms...>(params, least, [&](auto features) {
+        return dispatch_element(params.element_type,
+                                [&](auto element) { return launch(element, features); });
     });
 }
 

@@ -53,19 +53,17 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 cudaError_t sum_parts(BackwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
     const int heads = params.heads_k / params.parts;
     const auto add = [&](const TensorView& gradient, const void* parts, int cols) {
         const int64_t size = int64_t{tensor_batches(params)} * params.seqlen_k * heads * cols;
         const PartsSum sum{gradient, parts, params.parts, cols, heads, params.seqlen_k, size};
-        dispatch_element(params.element_type, [&](auto element) {
-            status = launch_kernel<sum_parts_kernel<decltype(element)>>(
+        return dispatch_element(params.element_type, [&](auto element) {
+            return launch_kernel<sum_parts_kernel<decltype(element)>>(
                 ceil_div<int64_t>(size / 8, kSumThreads), kSumThreads, 0, sum, stream);
         });
     };
-    add(params.dk, params.dk_parts, params.head_dim);
-    if (status == cudaSuccess) add(params.dv, params.dv_parts, params.head_dim_v);
-    return status;
+    const cudaError_t status = add(params.dk, params.dk_parts, params.head_dim);
+    return status != cudaSuccess ? status : add(params.dv, params.dv_parts, params.head_dim_v);
 }
 
 }  // namespace flash_ext

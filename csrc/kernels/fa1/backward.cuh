@@ -149,17 +149,17 @@ int fa1_backward_shared_bytes() {
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element,
+                                                                             auto features) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
+        cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
         if (status == cudaSuccess)
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
         if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
+        return status;
     });
-    return status;
 }
 
 }  // namespace flash_ext

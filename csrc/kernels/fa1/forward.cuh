@@ -604,8 +604,8 @@ int fa1_forward_shared_bytes() {
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element, auto features) {
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element,
+                                                                             auto features) {
         constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
         // At 256 the branches of AnyHalf cost 5 to 7 % (note 023).
         constexpr bool kForBoth = features == Features::kGeneral && kHeadDim <= 128;
@@ -621,9 +621,8 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
                 params, stream);
         };
         // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
-        status = launch_fitting<Large, Small>(launch);
+        return launch_fitting<Large, Small>(launch);
     });
-    return status;
 }
 
 }  // namespace flash_ext

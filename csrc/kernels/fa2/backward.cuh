@@ -206,22 +206,22 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
     constexpr Features kLeast = tuning::least_fa2_form({kHeadDim, kHeadDimV});
-    dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
+    return dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params,
         [&](auto element, auto features) {
             if constexpr (features >= kLeast) {
                 using Element = decltype(element);
                 using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features>;
                 using Small = SmallFa2BackwardConfig<Element, kHeadDim, kHeadDimV, features>;
-                status = launch_fitting<Large, Small>([&](auto config) {
+                return launch_fitting<Large, Small>([&](auto config) {
                     return launch_fa2_backward<decltype(config)>(params, stream);
                 });
+            } else {
+                return kNoKernel;
             }
         },
         kLeast);
-    return status;
 }
 
 }  // namespace flash_ext

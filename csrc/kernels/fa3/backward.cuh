@@ -871,19 +871,17 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                       auto features) {
+    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
+                                                                              auto features) {
         const bool many_queries = mean_queries(params) >= tuning::kManyQueries;
-        dispatch<false, true>(many_queries, [&](auto many) {
+        return dispatch<false, true>(many_queries, [&](auto many) {
             constexpr tuning::Fa3Backward kTuning =
                 tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value, many);
             using Config =
                 Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value, kTuning>;
-            status = launch_fa3_backward<Config>(params, stream);
+            return launch_fa3_backward<Config>(params, stream);
         });
     });
-    return status;
 }
 
 }  // namespace flash_ext

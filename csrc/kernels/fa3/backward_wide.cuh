@@ -49,13 +49,11 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                       auto features) {
-        status = launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV, features.value>(
-            params, stream);
-    });
-    return status;
+    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(
+        params, [&](auto element, auto features) {
+            return launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV, features.value>(
+                params, stream);
+        });
 }
 
 }  // namespace flash_ext

@@ -454,21 +454,19 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(ForwardParams call, cudaStream_t stream) {
     const Fa3DecodeParams params{call, launch_epoch(), features_of(call) == Features::kGeneral,
                                  exponent_scale(call)};
-    cudaError_t status = cudaSuccess;
-    dispatch_element(params.element_type, [&](auto element) {
+    return dispatch_element(params.element_type, [&](auto element) {
         using enum DecodeTile;
-        dispatch<kFewRows, kManyKeys, kManyRows>(params.decode_tile, [&](auto tile) {
+        return dispatch<kFewRows, kManyKeys, kManyRows>(params.decode_tile, [&](auto tile) {
             using Config = Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV,
                                            tuning::fa3_decode({kHeadDim, kHeadDimV}, tile)>;
             const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
                                    Config::kRows >> params.pack_gqa_log2};
-            status = launch_kernel<fa3_decode_kernel<Config>>(
+            return launch_kernel<fa3_decode_kernel<Config>>(
                 tile_count(params, tiles) * params.num_splits, Config::kThreads,
                 sizeof(typename Config::SharedStorage), params, stream,
                 {.cluster = min_of(params.num_splits, kMostClusterSplits)});
         });
     });
-    return status;
 }
 
 }  // namespace flash_ext

@@ -62,49 +62,44 @@ cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
         tuning::fa3_forward_fp8(kDims, true).consumers !=
         tuning::fa3_forward_fp8(kDims, false).consumers;
     const bool has_splits = has_splits_or_groups(params);
-    cudaError_t status = cudaSuccess;
-    dispatch_features<Features::kVarlen, Features::kGeneral>(
+    return dispatch_features<Features::kVarlen, Features::kGeneral>(
         params, Features::kPlain, [&](auto features) {
             const auto launch = [&](auto may_have_splits, auto usual) {
                 using Config = Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
                                                 tuning::fa3_forward_fp8(kDims, !usual),
                                                 may_have_splits, QKElement>;
-                status = launch_fa3_forward<Config>(params, stream);
+                return launch_fa3_forward<Config>(params, stream);
             };
             constexpr std::true_type kYes;
             constexpr std::false_type kNo;
             if constexpr (features == Features::kGeneral) {
-                launch(kYes, kNo);
-            } else if (has_splits) {
-                launch(kYes, kNo);
-            } else if (tuning::few_queries_fp8(kDims, fa3_call(params))) {
-                if constexpr (kHasFewQueries) launch(kNo, kNo);
+                return launch(kYes, kNo);
             } else {
-                launch(kNo, kYes);
+                if (has_splits) return launch(kYes, kNo);
+                if constexpr (kHasFewQueries)
+                    if (tuning::few_queries_fp8(kDims, fa3_call(params))) return launch(kNo, kNo);
+                return launch(kNo, kYes);
             }
         });
-    return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
-    cudaError_t status = cudaSuccess;
-    dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                       auto features) {
+    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
+                                                                              auto features) {
         using enum tuning::Fa3ForwardTile;
         constexpr HeadDims kDims{kHeadDim, kHeadDimV};
         const auto needed = has_splits_or_groups(params)
                                 ? kSplits
                                 : tuning::fa3_forward_tile(kDims, fa3_call(params));
-        dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto tile) {
+        return dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto tile) {
             constexpr bool kMayHaveSplits = tile == kSplits || features == Features::kGeneral;
             using Config =
                 Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
                                  tuning::fa3_forward(kDims, features.value, tile), kMayHaveSplits>;
-            status = launch_fa3_forward<Config>(params, stream);
+            return launch_fa3_forward<Config>(params, stream);
         });
     });
-    return status;
 }
 
 }  // namespace flash_ext

@@ -27,9 +27,9 @@ class PlainRows {
             ptx::ld_shared_v4(raw_[i], Layout::vector_address(of_lane, 32 * i));
     }
 
-    __device__ void load_mean(const QuantizeParams&, const WorkTile&, WarpMean&) {}
+    __device__ void load_mean(const QuantizeParams&, const StreamTile&, WarpMean&) {}
 
-    __device__ void prepare(const QuantizeParams& params, const WorkTile& work, const WarpMean&) {
+    __device__ void prepare(const QuantizeParams& params, const StreamTile& work, const WarpMean&) {
         rows_ = work.rows.used - at_.row();
         mean_ = nullptr;
         if (params.mean != nullptr && work.rows.used > 0)

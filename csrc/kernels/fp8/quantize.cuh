@@ -36,7 +36,7 @@ FLASH_HOST_DEVICE int64_t scale_count(const QuantizeParams& params) {
 // sequence does not reach.
 template <class Layout>
 __device__ __forceinline__ void store_block_descales(const QuantizeParams& params,
-                                                     const WorkTile& work, float amax) {
+                                                     const StreamTile& work, float amax) {
     const RowTile& tile = work.rows;
     if (tile.sequence < 0) return;
     float* descale = params.descale + work.scale_head(params) * params.blocks;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_block_descales(const QuantizeParams& param
 }
 
 // The maximum of a tile's tensor or head, which an earlier kernel has found.
-__device__ __forceinline__ float load_amax(const QuantizeParams& params, const WorkTile& work) {
+__device__ __forceinline__ float load_amax(const QuantizeParams& params, const StreamTile& work) {
     if (work.rows.sequence < 0) return 0.f;
     return params.amax[params.scales == Scales::kHead ? work.scale_head(params) : 0];
 }
@@ -60,7 +60,7 @@ template <class Layout>
 __device__ __forceinline__ void store_results(const QuantizeParams& params,
                                               const TilePosition<Layout>& at,
                                               const WarpRowsAndResults<Layout>& results,
-                                              const WorkTile& work) {
+                                              const StreamTile& work) {
     const RowTile& tile = work.rows;
     const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
     uint8_t* target = params.x_8bit +
@@ -101,7 +101,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
 
     bool more = true;
     for (uint32_t tile = 0; more; ++tile) {
-        const WorkTile& work = stream.read(params, rows);
+        const StreamTile& work = stream.read(params, rows);
         rows.prepare(params, work, stream.storage.mean);
         float largest = rows.amax_before_last();
         rows.last_butterflies();
@@ -164,7 +164,7 @@ __device__ __forceinline__ void amax_of_tiles(const QuantizeParams& params) {
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
     ptx::wait_for_grid_before();  // for zeros in amax
     for (bool more = true; more; more = stream.next().is_valid) {
-        const WorkTile& work = stream.read(params, rows);
+        const StreamTile& work = stream.read(params, rows);
 
         rows.prepare(params, work, stream.storage.mean);
         float largest = rows.amax_before_last();

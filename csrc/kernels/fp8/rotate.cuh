@@ -121,7 +121,8 @@ class RotatedRows {
     // The mean of the tile's head, with signs as the elements have them, to shared memory, unless
     // it is there: a lane has eight columns. From there they are read without waiting for each
     // other.
-    __device__ void load_mean(const QuantizeParams& params, const WorkTile& work, WarpMean& mean) {
+    __device__ void load_mean(const QuantizeParams& params, const StreamTile& work,
+                              WarpMean& mean) {
         const int64_t head = work.scale_head(params);
         if (params.mean == nullptr || work.rows.used == 0 || mean.head == head) return;
         __syncwarp();  // all lanes have compared
@@ -141,7 +142,7 @@ class RotatedRows {
 
     // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim), and
     // without the butterflies of the largest distance.
-    __device__ void prepare(const QuantizeParams& params, const WorkTile& work, WarpMean& mean) {
+    __device__ void prepare(const QuantizeParams& params, const StreamTile& work, WarpMean& mean) {
         load_mean(params, work, mean);
         uint32_t signs[kSignWords];
 #pragma unroll
@@ -280,7 +281,7 @@ class RotatedRows {
     }
 
     // Both have their signs, as the CPU kernels have it. Rows that are not in use stay 0.
-    __device__ void subtract(const WorkTile& work, const WarpMean& mean) {
+    __device__ void subtract(const StreamTile& work, const WarpMean& mean) {
         const uint32_t of_lane = ptx::shared_address(&mean.of_columns[mean_index(at_.column())]);
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)

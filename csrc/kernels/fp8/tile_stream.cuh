@@ -76,7 +76,7 @@ struct TileLayout {
 };
 
 // A tile and its head. In shared memory: registers are for elements.
-struct WorkTile {
+struct StreamTile {
     RowTile rows;
     int head;
     bool is_valid;  // otherwise there is no further tile
@@ -99,9 +99,9 @@ struct alignas(128) WarpRows {
     using Layout = Layout_;
     uint4 x[Layout::kWarpVectors];  // swizzled()
     RowTileCursor cursor;
-    uint32_t amax;      // of the tiles so far, as bits
-    WorkTile tiles[2];  // the one in registers, and that of `x`
-    WarpMean mean;      // of the head of the tile in registers, or of an earlier one
+    uint32_t amax;        // of the tiles so far, as bits
+    StreamTile tiles[2];  // the one in registers, and that of `x`
+    WarpMean mean;        // of the head of the tile in registers, or of an earlier one
 };
 template <class Layout>
 struct WarpRowsAndResults : WarpRows<Layout> {
@@ -143,7 +143,7 @@ class TileLoader {
 
     // One group of cp.async. Rows that are not in use become zeros.
     __device__ __forceinline__ void start(const QuantizeParams& params,
-                                          const WorkTile& work) const {
+                                          const StreamTile& work) const {
         if (!work.is_valid) return;
         const RowTile& tile = work.rows;
         const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
@@ -193,7 +193,7 @@ class TileStream {
     // Waits for the tile that was started last, reads it to registers and starts the next one in
     // its place.
     template <class Rows>
-    __device__ const WorkTile& read(const QuantizeParams& params, Rows& rows) {
+    __device__ const StreamTile& read(const QuantizeParams& params, Rows& rows) {
         next_ ^= 1;
         RowTileCursor cursor = storage.cursor;
         cursor.advance();
@@ -205,7 +205,7 @@ class TileStream {
         loader_.start(params, next());
         return storage.tiles[next_ ^ 1];
     }
-    __device__ const WorkTile& next() const { return storage.tiles[next_]; }
+    __device__ const StreamTile& next() const { return storage.tiles[next_]; }
 
     Storage& storage;
 
@@ -214,7 +214,7 @@ class TileStream {
 
     // Makes the cursor's tile the next one.
     __device__ void choose(const RowTileCursor& cursor, const QuantizeParams& params) {
-        WorkTile work{};
+        StreamTile work{};
         work.is_valid = cursor.is_valid();
         if (work.is_valid) {
             work.rows = row_tile(params, cursor.batch(), cursor.tile(), kScaleRows);
@@ -311,14 +311,11 @@ int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_thread
 // Calls launch(element tag, constant hadamard_dim), the latter 0 without a rotation.
 template <class Launch>
 cudaError_t dispatch_rotation(const QuantizeParams& params, Launch launch) {
-    const auto with_element = [&](auto dim) {
-        return params.element_type == ElementType::kFloat16 ? launch(__half{}, dim)
-                                                            : launch(__nv_bfloat16{}, dim);
-    };
-    cudaError_t status = cudaErrorInvalidValue;
-    dispatch<0, 16, 32, 64, 128, 256>(params.signs == nullptr ? 0 : params.hadamard_dim,
-                                      [&](auto dim) { status = with_element(dim); });
-    return status;
+    return dispatch<0, 16, 32, 64, 128, 256>(
+        params.signs == nullptr ? 0 : params.hadamard_dim, [&](auto dim) {
+            return dispatch_element(params.element_type,
+                                    [&](auto element) { return launch(element, dim); });
+        });
 }
 
 }  // namespace flash_ext

@@ -2,7 +2,7 @@
 // GPUs.
 #pragma once
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidDevice };
+enum cudaError_t { cudaSuccess, cudaErrorMissingConfiguration = 52 };
 enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrComputeCapabilityMinor,
