@@ -18,7 +18,8 @@ Environment variables:
   FLASH_EXT_LINEINFO=1    source lines in the binary, for profilers: twice its size, longer build
   FLASH_EXT_PORTABLE=1    link for manylinux_2_28, whatever this system's glibc: for wheels
   FLASH_EXT_LIBRARY       a flash_ext/_C.abi3.so that exists: it is packaged, nothing is compiled
-  FLASH_EXT_STRICT=0      ptxas warnings (spills, local memory, ...) no longer fail the build
+  FLASH_EXT_STRICT=1      a kernel that spills registers, uses local memory, ... fails the build (as
+                          with `make`); otherwise it is a warning, and python -m flash_ext names it
   CUDA_HOME               the CUDA toolkit; if set, no other is tried, and it must be one
   PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
   MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets of a file at once
@@ -194,18 +195,20 @@ def cuda_options(cuda_home: Path) -> dict:
     class BuildExtension(Recorded, cpp.BuildExtension):
         def build_extensions(self) -> None:
             super().build_extensions()
+            sys.path.insert(0, str(ROOT / "csrc/build"))
+            import nvcc_strict
+
+            objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
+            complaints = nvcc_strict.report(objects, ROOT / "build/ptxas.log")
             self.record(
                 digest=digest,
                 targets=archs,
                 cuda=release[1] if release else None,
                 torch=torch.__version__,
                 platform=manylinux.get("PLATFORM"),
+                slow_kernels=complaints,
             )
-            sys.path.insert(0, str(ROOT / "csrc/build"))
-            import nvcc_strict
-
-            objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
-            nvcc_strict.report(objects, ROOT / "build/ptxas.log")
+            nvcc_strict.settle(complaints)
 
     digest = runpy.run_path(str(ROOT / "benchmarks/digest.py"))["source_digest"](ROOT)
     portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
@@ -304,7 +307,7 @@ def library_options(library: Path) -> dict:
             target.parent.mkdir(parents=True, exist_ok=True)
             if not (target.exists() and target.samefile(library)):
                 shutil.copy(library, target)
-            names = "digest", "targets", "cuda", "torch", "platform"
+            names = "digest", "targets", "cuda", "torch", "platform", "slow_kernels"
             self.record(**{name: known.get(name) for name in names})
 
     return extension_options(Extension("flash_ext._C", [], py_limited_api=True), CopyLibrary)

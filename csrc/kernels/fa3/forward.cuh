@@ -518,9 +518,9 @@ struct Fa3Forward : Fa3Cta<Config_> {
         return last;
     }
 
-    // One iteration, as in the header. `last`: P is that of a Q tile's last keys, and the scores are
-    // the first of the next one. With kUnmasked it stays within a Q tile, its scores need no mask,
-    // and P is not that of the Q tile's first iteration.
+    // One iteration, as in the header. `last`: P is that of a Q tile's last keys, and the scores
+    // are the first of the next one. With kUnmasked it stays within a Q tile, its scores need no
+    // mask, and P is not that of the Q tile's first iteration.
     template <bool kUnmasked>
     __device__ __forceinline__ void step(State& state, const Probabilities& rP,
                                          Probabilities& next_rP, bool last = false) const {
