@@ -98,7 +98,7 @@ def demangle(text: str) -> str:
 
 
 def compile_one(command: list[str]) -> int:
-    """Runs nvcc. With a complaint, a strict build removes the object and compiles it again later."""
+    """Runs nvcc. A strict build removes an object with a complaint: it is compiled again."""
     start = time.monotonic()
     command = without_idle_targets(command)
     run = subprocess.run(
