@@ -50,7 +50,9 @@ ROOT = Path(__file__).resolve().parent
 RECORD = "_C.json"
 BUILDS = {"build", "build_ext", "build_py", "bdist_wheel", "editable_wheel", "install", "develop"}
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
-OLDEST_NVCC = (12, 5)  # cudaGetDriverEntryPointByVersion, __maxnreg__
+# 12.5 has cudaGetDriverEntryPointByVersion. Up to 12.8 ptxas serializes the matmuls of fa3
+# (docs/notes/024-nvcc-versions.md).
+OLDEST_NVCC = {"80": (12, 5), "90a": (12, 9)}
 
 
 def find_cuda_home() -> Path | None:
@@ -110,6 +112,20 @@ def targets_of(torch, portable: bool) -> str:
     gpus = [] if portable else range(torch.cuda.device_count())
     majors = {torch.cuda.get_device_capability(gpu)[0] for gpu in gpus}
     return ";".join(sorted({"90a" if x == 9 else "80+PTX" for x in majors})) or "80+PTX;90a"
+
+
+def too_old(release: str, archs: str) -> str | None:
+    """Why the nvcc of a CUDA release, for example "12.8", cannot compile for these targets."""
+    hopper = "90a" in archs
+    oldest = OLDEST_NVCC["90a" if hopper else "80"]
+    if tuple(map(int, release.split("."))) >= oldest:
+        return None
+    others = ", FLASH_EXT_CUDA_ARCHS=80+PTX without these" if hopper else ""
+    return (
+        f"the kernels{' for Hopper GPUs' if hopper else ''} need {oldest[0]}.{oldest[1]} or newer"
+        f'; set CUDA_HOME (pip install "cuda-toolkit[nvcc,cccl]" has one){others}, or'
+        " FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
+    )
 
 
 def find_files(*patterns: str) -> list[str]:
@@ -176,12 +192,10 @@ def cuda_options(cuda_home: Path) -> dict:
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"flash_ext: {nvcc} does not run: {error}")
     release = re.search(r"release (\d+\.\d+)", said)
-    if release and tuple(map(int, release[1].split("."))) < OLDEST_NVCC:
-        oldest = ".".join(map(str, OLDEST_NVCC))
-        sys.exit(
-            f"flash_ext: {nvcc} is of CUDA {release[1]}, and the kernels need {oldest} or newer;"
-            " set CUDA_HOME, or FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
-        )
+    portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
+    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
+    if release and (why := too_old(release[1], archs)):
+        sys.exit(f"flash_ext: {nvcc} is of CUDA {release[1]}, and {why}")
     cpp.CUDA_HOME = str(cuda_home)
     torch.version.cuda = release[1] if release else "13.0"
     compiler = os.environ.get("PYTORCH_NVCC", shlex.quote(nvcc))
@@ -211,8 +225,6 @@ def cuda_options(cuda_home: Path) -> dict:
             nvcc_strict.settle(complaints)
 
     digest = runpy.run_path(str(ROOT / "benchmarks/digest.py"))["source_digest"](ROOT)
-    portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
-    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
     print(f"flash_ext: compiling for {archs} (FLASH_EXT_CUDA_ARCHS)", flush=True)
     if portable and platform.machine() != "x86_64":
         sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
