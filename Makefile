@@ -21,6 +21,8 @@ SCRIPTS := $(CURDIR)/.venv/bin
 ENVIRONMENT := .venv/ready
 endif
 
+# A kernel that spills registers fails the build. A user's own build warns of it.
+export FLASH_EXT_STRICT ?= 1
 export PATH := $(SCRIPTS):$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -91,7 +93,7 @@ help:
 
 demo: $(ENVIRONMENT)
 	$(need) $(DEMO)
-	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) build; fi
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) FLASH_EXT_STRICT=0 build; fi
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: lint build

@@ -18,7 +18,8 @@ Environment variables:
   FLASH_EXT_LINEINFO=1    source lines in the binary, for profilers: twice its size, longer build
   FLASH_EXT_PORTABLE=1    link for manylinux_2_28, whatever this system's glibc: for wheels
   FLASH_EXT_LIBRARY       a flash_ext/_C.abi3.so that exists: it is packaged, nothing is compiled
-  FLASH_EXT_STRICT=0      ptxas warnings (spills, local memory, ...) no longer fail the build
+  FLASH_EXT_STRICT=1      a kernel that spills registers, uses local memory, ... fails the build (as
+                          with `make`); otherwise it is a warning, and python -m flash_ext names it
   CUDA_HOME               the CUDA toolkit; if set, no other is tried, and it must be one
   PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
   MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets of a file at once
@@ -49,7 +50,9 @@ ROOT = Path(__file__).resolve().parent
 RECORD = "_C.json"
 BUILDS = {"build", "build_ext", "build_py", "bdist_wheel", "editable_wheel", "install", "develop"}
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
-OLDEST_NVCC = (12, 5)  # cudaGetDriverEntryPointByVersion, __maxnreg__
+# 12.5 has cudaGetDriverEntryPointByVersion. Up to 12.8 ptxas serializes the matmuls of fa3
+# (docs/notes/024-nvcc-versions.md).
+OLDEST_NVCC = {"80": (12, 5), "90a": (12, 9)}
 
 
 def find_cuda_home() -> Path | None:
@@ -109,6 +112,20 @@ def targets_of(torch, portable: bool) -> str:
     gpus = [] if portable else range(torch.cuda.device_count())
     majors = {torch.cuda.get_device_capability(gpu)[0] for gpu in gpus}
     return ";".join(sorted({"90a" if x == 9 else "80+PTX" for x in majors})) or "80+PTX;90a"
+
+
+def too_old(release: str, archs: str) -> str | None:
+    """Why the nvcc of a CUDA release, for example "12.8", cannot compile for these targets."""
+    hopper = "90a" in archs
+    oldest = OLDEST_NVCC["90a" if hopper else "80"]
+    if tuple(map(int, release.split("."))) >= oldest:
+        return None
+    others = ", FLASH_EXT_CUDA_ARCHS=80+PTX without these" if hopper else ""
+    return (
+        f"the kernels{' for Hopper GPUs' if hopper else ''} need {oldest[0]}.{oldest[1]} or newer"
+        f'; set CUDA_HOME (pip install "cuda-toolkit[nvcc,cccl]" has one){others}, or'
+        " FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
+    )
 
 
 def find_files(*patterns: str) -> list[str]:
@@ -175,12 +192,10 @@ def cuda_options(cuda_home: Path) -> dict:
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"flash_ext: {nvcc} does not run: {error}")
     release = re.search(r"release (\d+\.\d+)", said)
-    if release and tuple(map(int, release[1].split("."))) < OLDEST_NVCC:
-        oldest = ".".join(map(str, OLDEST_NVCC))
-        sys.exit(
-            f"flash_ext: {nvcc} is of CUDA {release[1]}, and the kernels need {oldest} or newer;"
-            " set CUDA_HOME, or FLASH_EXT_SKIP_CUDA=1 to install without the CUDA kernels"
-        )
+    portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
+    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
+    if release and (why := too_old(release[1], archs)):
+        sys.exit(f"flash_ext: {nvcc} is of CUDA {release[1]}, and {why}")
     cpp.CUDA_HOME = str(cuda_home)
     torch.version.cuda = release[1] if release else "13.0"
     compiler = os.environ.get("PYTORCH_NVCC", shlex.quote(nvcc))
@@ -194,22 +209,22 @@ def cuda_options(cuda_home: Path) -> dict:
     class BuildExtension(Recorded, cpp.BuildExtension):
         def build_extensions(self) -> None:
             super().build_extensions()
+            sys.path.insert(0, str(ROOT / "csrc/build"))
+            import nvcc_strict
+
+            objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
+            complaints = nvcc_strict.report(objects, ROOT / "build/ptxas.log")
             self.record(
                 digest=digest,
                 targets=archs,
                 cuda=release[1] if release else None,
                 torch=torch.__version__,
                 platform=manylinux.get("PLATFORM"),
+                slow_kernels=complaints,
             )
-            sys.path.insert(0, str(ROOT / "csrc/build"))
-            import nvcc_strict
-
-            objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
-            nvcc_strict.report(objects, ROOT / "build/ptxas.log")
+            nvcc_strict.settle(complaints)
 
     digest = runpy.run_path(str(ROOT / "benchmarks/digest.py"))["source_digest"](ROOT)
-    portable = os.environ.get("FLASH_EXT_PORTABLE") == "1"
-    archs = os.environ.get("FLASH_EXT_CUDA_ARCHS") or targets_of(torch, portable)
     print(f"flash_ext: compiling for {archs} (FLASH_EXT_CUDA_ARCHS)", flush=True)
     if portable and platform.machine() != "x86_64":
         sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
@@ -304,7 +319,7 @@ def library_options(library: Path) -> dict:
             target.parent.mkdir(parents=True, exist_ok=True)
             if not (target.exists() and target.samefile(library)):
                 shutil.copy(library, target)
-            names = "digest", "targets", "cuda", "torch", "platform"
+            names = "digest", "targets", "cuda", "torch", "platform", "slow_kernels"
             self.record(**{name: known.get(name) for name in names})
 
     return extension_options(Extension("flash_ext._C", [], py_limited_api=True), CopyLibrary)

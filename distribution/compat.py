@@ -1,14 +1,17 @@
-"""The same wheel under several releases of torch and Python. Run by `make compat`.
+"""The same wheel under several releases of torch and Python, and its source under several of nvcc.
 
     python distribution/compat.py                   # all rows that are missing, one by one
-    python distribution/compat.py 2.11.0 2.15.0     # the rows of these releases, again
+    python distribution/compat.py 2.11.0 2.15.0     # the rows of these releases of torch, again
+    python distribution/compat.py "nvcc newest"     # the row of the newest nvcc; nvcc: all of nvcc
     python distribution/compat.py --gpu             # the GPU tests, in this environment
 
-Each row has an environment of its own, made here. There the wheel of dist/ is installed, without a
-compiler in reach, and imported; its ops, attention on the CPU and explain are tried; then the CPU
-tests of the sdist run against the installed package. A row is written to
-benchmarks/results/compat.json as soon as it is done, and a row of the same package is not run
-twice: an interrupted run goes on where it stopped. `make report` makes the table in
+Run by `make compat`. A row of torch has an environment of its own, made here. There the wheel of
+dist/ is installed, without a compiler in reach, and imported; its ops, attention on the CPU and
+explain are tried; then the CPU tests of the sdist run against the installed package. For a row of
+nvcc the toolkit is installed by pip into a folder, and builds the sdist for all targets with the
+torch of this environment: the row has the kernels that spill registers, and needs no GPU. A row is
+written to benchmarks/results/compat.json as soon as it is done, and a row of the same package is
+not run twice: an interrupted run goes on where it stopped. `make report` makes the tables in
 docs/support.md.
 """
 
@@ -43,6 +46,14 @@ ROWS = (
     ("2.15.0", "3.11"),
 )
 """Each torch from 2.11 on, and each Python from 3.10 to 3.13, at least once."""
+
+NVCC = ("13.2", "newest")
+"""Those of CUDA 12 are not to be had by pip. `make build` in CI is another one."""
+
+NAMES = (*(f"{torch}, {python}" for torch, python in ROWS), *(f"nvcc {x}" for x in NVCC))
+"""The rows' names in compat.json. One more, "gpu", is made on a GPU."""
+
+TARGETS = "80+PTX;90a"
 
 TESTED_WITH = {
     "setuptools", "ninja", "pybind11", "pytest", "pytest-xdist", "hypothesis", "transformers",
@@ -166,8 +177,8 @@ def install_and_probe(folder: Path, log: Path) -> dict[str, Any]:
     return {"install_s": round(seconds, 1)} | found
 
 
-def source_with_wheel(folder: Path) -> Path:
-    """The sdist, unpacked, with the package of the wheel in place of its own."""
+def unpacked_sdist(folder: Path) -> Path:
+    """The sdist, unpacked in folder/source."""
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
     with tarfile.open(sdist_path()) as archive:
@@ -177,6 +188,12 @@ def source_with_wheel(folder: Path) -> Path:
         else:
             archive.extractall(folder)
     (folder / name).rename(source)
+    return source
+
+
+def source_with_wheel(folder: Path) -> Path:
+    """The sdist, unpacked, with the package of the wheel in place of its own."""
+    source = unpacked_sdist(folder)
     shutil.rmtree(source / "flash_ext")
     with zipfile.ZipFile(wheel_path()) as archive:
         archive.extractall(source, [n for n in archive.namelist() if n.startswith("flash_ext/")])
@@ -229,6 +246,48 @@ def row_of(torch: str, python: str, args: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
+def install_nvcc(release: str, folder: Path, log: Path) -> Path | None:
+    """Install the toolkit of a release, for example "13.2", or the newest. Returns its home."""
+    shutil.rmtree(folder, ignore_errors=True)
+    which = "" if release == "newest" else f"=={release}.*"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(folder)]
+    if run([*command, f"cuda-toolkit[nvcc,cccl]{which}"], log):
+        return None
+    return next((nvcc.parents[1] for nvcc in folder.glob("nvidia/*/bin/nvcc")), None)
+
+
+def built_kernels(source: Path) -> dict[str, Any]:
+    """What a build says of its kernels: how many there are, and which are slow."""
+    records = source.glob("build/temp*/**/*.ptxas.json")
+    functions = [x for path in records for x in json.loads(path.read_text())["kernels"]]
+    (library,) = source.glob(f"build/lib*/{RECORD}")
+    return {
+        "kernels": sum("registers" in x for x in functions),  # others are called by kernels
+        "slow_kernels": json.loads(library.read_text())["slow_kernels"],
+    }
+
+
+def nvcc_row(release: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: the toolkit, and a user's build of the sdist with it."""
+    folder = args.environments / f"nvcc-{release}"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = Path(f"{folder}.log")
+    home = install_nvcc(release, folder / "toolkit", log)
+    if home is None:
+        return {"unavailable": f"nvcc {release} cannot be installed"}
+    said = subprocess.check_output([home / "bin/nvcc", "--version"], text=True)
+    row: dict[str, Any] = {"nvcc": re.findall(r"V(\d[\d.]+)", said)[0]}
+    source, start = unpacked_sdist(folder), time.monotonic()
+    changed = {"CUDA_HOME": str(home), "FLASH_EXT_CUDA_ARCHS": TARGETS, "FLASH_EXT_STRICT": "0"}
+    kept = {n: x for n, x in os.environ.items() if n not in ("PYTHONPATH", "PYTORCH_NVCC")}
+    if run([sys.executable, "setup.py", "build"], log, cwd=source, env=kept | changed):
+        return row | {"failed": "the build fails"}
+    row |= built_kernels(source) | {"seconds": round(time.monotonic() - start)}
+    if args.remove:
+        shutil.rmtree(folder)
+    return row
+
+
 def gpu_row(args: argparse.Namespace) -> dict[str, Any]:
     """The GPU tests against the wheel, with the torch and the GPU of this environment."""
     import torch
@@ -255,7 +314,12 @@ def gpu_row(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def is_green(row: dict[str, Any]) -> bool:
-    """Whether all of a row works: installation in time, import, ops, attention, explain, tests."""
+    """Whether all of a row works: installation in time, import, ops, attention, explain, tests.
+
+    With another nvcc: whether it builds the kernels, none of them slow.
+    """
+    if "nvcc" in row:
+        return row.get("kernels", 0) > 0 and row.get("slow_kernels") == []
     tests = row.get("tests", {})
     tested = tests.get("exit_status") == 0 and not tests["failed"]
     tested = tested and tests["counts"]["passed"] > 0
@@ -276,11 +340,25 @@ def load(wheel: str) -> dict[str, Any]:
     return {"wheel": wheel, "digest": digest, "rows": rows}
 
 
+def make_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The row of this name."""
+    if name == "gpu":
+        return gpu_row(args)
+    if name.startswith("nvcc "):
+        return nvcc_row(name.removeprefix("nvcc "), args)
+    return row_of(*name.split(", "), args)
+
+
+def is_named(row: str, names: list[str]) -> bool:
+    """Whether a row is one of those on the command line, by its whole name or its beginning."""
+    return any(row == name or row.startswith((f"{name}, ", f"{name} ")) for name in names)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("torch", nargs="*", help="releases whose rows are run again")
+    parser.add_argument("rows", nargs="*", help="those that are run again, and no others")
     parser.add_argument("--environments", type=Path, default=ROOT / "build/compat")
     parser.add_argument("--remove", action="store_true", help="remove each environment after use")
     parser.add_argument("--jobs", type=int, default=2, help="processes of the tests (default: 2)")
@@ -292,15 +370,14 @@ def main() -> int:
         if not path.is_file():
             sys.exit(f"there is no {path}: run make wheel")
     wheel = content_checksum(wheel_path())
-    wanted = [("gpu", "gpu")] if args.gpu else ROWS
     green = True
-    for torch, python in wanted:
-        name = "gpu" if args.gpu else f"{torch}, {python}"
+    named = [name for name in NAMES if not args.rows or is_named(name, args.rows)]
+    if not named:
+        parser.error(f"the rows are {', '.join(NAMES)}")
+    for name in ["gpu"] if args.gpu else named:
         row = load(wheel)["rows"].get(name)
-        if row is None or torch in args.torch or args.gpu or args.no_tests:
-            if args.torch and torch not in args.torch:
-                continue
-            row = gpu_row(args) if args.gpu else row_of(torch, python, args)
+        if row is None or args.rows or args.gpu or args.no_tests:
+            row = make_row(name, args)
             row |= {"green": is_green(row), "date": common.now()}
             if not args.no_tests:
                 result = load(wheel)  # another run may have written meanwhile

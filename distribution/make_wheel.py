@@ -8,7 +8,7 @@ The wheel is of manylinux_2_28 on any newer system (csrc/build/manylinux.py). Th
 finds no symbol newer than that platform's, abi3audit no symbol of Python beyond the limited API,
 twine no flaw in the metadata; the library needs nothing but libtorch's stable ABI and the C and C++
 runtimes; the wheel is at most 12 MB; it holds the record of the build, with the checksum of its
-library.
+library and without slow kernels.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def complaints(wheel: Path) -> list[str]:
             found += ["the library's checksum is not that of its record"]
         if record["version"] != version():
             found += [f"the record is of version {record['version']}, the source of {version()}"]
+        found += [f"a slow kernel: {x}" for x in record.get("slow_kernels") or ()]
         if more := needed(library) - TORCH - RUNTIMES:
             found += [f"the library needs {', '.join(sorted(more))}"]
         found += [f"{name} is not of the stable ABI" for name in unstable_symbols(library)]

@@ -8,7 +8,8 @@ It refuses, with exit status 1, while anything is missing:
     docs     tables and figures are those of the results
     wheel    of this source, and passes what `make wheel` checks; the sdist is that of this commit
     hub      dist/hub holds the wheel's library, and every file has its checksum
-    compat   each torch and Python is tested with this wheel, and so is a GPU; all are green
+    compat   each torch and Python is tested with this wheel, and so is a GPU; each nvcc builds its
+             source; all are green
 
 Then it writes dist/SHA256SUMS and prints what is left to type.
 """
@@ -136,7 +137,7 @@ def compat_complaints(found: dict[str, Any], wanted: str) -> Iterator[str]:
     if found.get("wheel") != wanted:
         yield "benchmarks/results/compat.json is of another wheel: run make compat"
         return
-    for name in (*(f"{torch}, {python}" for torch, python in compat.ROWS), "gpu"):
+    for name in (*compat.NAMES, "gpu"):
         row = found["rows"].get(name)
         how = "distribution/compat.py --gpu, on a GPU" if name == "gpu" else "make compat"
         if row is None:

@@ -101,6 +101,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         if any(x for _, x in compiled_with):
             yield "built with", ", ".join(f"{name} {x}" for name, x in compiled_with if x)
         yield "checksum", checked[ops.checksum_agrees()]
+        for kernel in build.slow_kernels or ():
+            yield "slow kernel", kernel
     if torch.cuda.device_count() == 0:
         yield "GPU", "none here"
     for index in range(torch.cuda.device_count()):

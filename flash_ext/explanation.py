@@ -54,6 +54,9 @@ class Explanation:
             f"device:         {self.device}",
             f"CUDA kernels:   {self.binary}{build}",
         ]
+        if self.build and self.build.slow_kernels:
+            slow = len(self.build.slow_kernels)
+            lines += [f"slow kernels:   {slow}, which python -m flash_ext names"]
         if self.why_backward:
             lines[1] += f", because {self.why_backward}"
         lines += [f"{name}: {reason or 'runs'}" for name, reason in self.reasons.items()]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -176,6 +177,36 @@ def test_fa3_and_fp8_are_compiled_for_their_own_target_alone() -> None:
     assert targets("fa2_wide", older, hopper) == [older, hopper]
 
 
+def of_setup(*names: str) -> dict:
+    """These functions and constants of setup.py."""
+    wanted = []
+    for x in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name):
+            wanted += [x] if x.targets[0].id in names else []
+        elif isinstance(x, ast.FunctionDef):
+            wanted += [x] if x.name in names else []
+    found: dict = {}
+    exec(compile(ast.Module(wanted, []), "setup.py", "exec"), found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("release", "targets", "says"),
+    [
+        ("12.9", "80+PTX;90a", None),
+        ("13.10", "90a", None),
+        ("12.8", "80+PTX;90a", "for Hopper GPUs need 12.9 or newer; .*ARCHS=80"),
+        ("12.8", "90a", "for Hopper GPUs need 12.9 or newer"),
+        ("12.5", "80+PTX", None),
+        ("12.4", "80+PTX", "kernels need 12.5 or newer; .*cuda-toolkit.nvcc,cccl"),
+    ],
+)
+def test_an_nvcc_that_is_too_old_for_a_target(release: str, targets: str, says: str | None) -> None:
+    """Up to 12.8 it serializes the matmuls of fa3."""
+    why = of_setup("OLDEST_NVCC", "too_old")["too_old"](release, targets)
+    assert why is None if says is None else re.search(says, why)
+
+
 @pytest.mark.parametrize(
     ("gpus", "portable", "targets"),
     [
@@ -191,9 +222,5 @@ def test_a_build_is_for_the_gpus_that_are_there(
     gpus: list[tuple[int, int]], portable: bool, targets: str
 ) -> None:
     """And a wheel for all of them."""
-    body = ast.parse((ROOT / "setup.py").read_text()).body
-    wanted = [x for x in body if isinstance(x, ast.FunctionDef) and x.name == "targets_of"]
-    found: dict = {}
-    exec(compile(ast.Module(wanted, []), "setup.py", "exec"), found)
     cuda = SimpleNamespace(device_count=lambda: len(gpus), get_device_capability=gpus.__getitem__)
-    assert found["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets
+    assert of_setup("targets_of")["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets

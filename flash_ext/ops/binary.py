@@ -56,6 +56,10 @@ class Build:
     sha256: str | None = None
     """The checksum of the library."""
 
+    slow_kernels: tuple[str, ...] | None = None
+    """Its file, its name and what ptxas said, of each kernel with spilled registers, local memory
+    or serialized wgmma: its results are right, and it runs slower than it could."""
+
     def __str__(self) -> str:
         said = {"for": self.targets, "CUDA": self.cuda, "source": self.digest}
         return ", ".join(f"{name} {x or 'not recorded'}" for name, x in said.items())
@@ -135,6 +139,8 @@ def cuda_build() -> Build | None:
     if cuda_missing is not None:
         return None
     known = {name: _record.get(name) for name in Build.__dataclass_fields__}
+    slow = known["slow_kernels"]
+    known["slow_kernels"] = None if slow is None else tuple(slow)
     return Build(**known | {"targets": known["targets"] or cuda_targets()})
 
 

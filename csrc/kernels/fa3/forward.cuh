@@ -413,13 +413,16 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // d 128 gain by it.
     static constexpr bool kPassesTurn = Config::kHeadDim % 128 == 0;
 
-    // Returns false if there is no more work.
-    __device__ __forceinline__ bool begin_tile(State& state) const {
+    // Waits for the next tile's description. Is there such a tile?
+    __device__ __forceinline__ bool find_tile(State& state) const {
         work_tiles.descriptions.consumer_wait(state.tile);
         const QueryTile& tile = work_tiles[state.tile];
         state.kv_tile = ptx::warp_uniform(tile.kv_tiles.end) - 1;
         state.first_kv_tile = ptx::warp_uniform(tile.kv_tiles.begin);
-        if (ptx::warp_uniform(tile.first_query) < 0) return false;
+        return ptx::warp_uniform(tile.first_query) >= 0;
+    }
+    __device__ __forceinline__ void begin_tile(State& state) const {
+        const QueryTile& tile = work_tiles[state.tile];
         state.full = full_tiles(tile);
         if constexpr (!Config::kPingPong) {  // which needs equal numbers of iterations
             state.hidden = max_of(state.kv_tile - max_of(last_tile(tile), state.first_kv_tile), 0);
@@ -428,7 +431,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         if constexpr (kFp8) begin_scales(state, tile);
         q_pipeline.consumer_wait(state.q);
-        return true;
     }
 
     // Passes over the first tiles if this consumer has no rows of them. These are the last tiles of
@@ -507,27 +509,33 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
     }
 
-    // One iteration, as in the header. Returns false if there are no more scores. With kUnmasked it
-    // stays within a tile, its scores need no mask, and P is not that of the tile's first
-    // iteration.
-    template <bool kUnmasked>
-    __device__ __forceinline__ bool step(State& state, const Probabilities& rP,
-                                         Probabilities& next_rP) const {
-        const bool last = !kUnmasked && state.kv_tile == state.first_kv_tile;
+    // Goes on to the next KV tile. Returns true after the last one: then it leaves the Q tile, and
+    // find_tile() comes next.
+    __device__ __forceinline__ bool advance(State& state) const {
+        const bool last = state.kv_tile == state.first_kv_tile;
         --state.kv_tile;
         if (last) {
             if (!kReleaseEarly) release_and_advance(q_pipeline, state.q);
             if (kStoresBeside) state.tile_done = state.tile;
             state.tile.advance();
-            if (!begin_tile(state)) return false;
         }
+        return last;
+    }
+
+    // One iteration, as in the header. `last`: P is that of a Q tile's last keys, and the scores
+    // are the first of the next one. With kUnmasked it stays within a Q tile, its scores need no
+    // mask, and P is not that of the Q tile's first iteration.
+    template <bool kUnmasked>
+    __device__ __forceinline__ void step(State& state, const Probabilities& rP,
+                                         Probabilities& next_rP, bool last = false) const {
+        if constexpr (kUnmasked) --state.kv_tile;
+        if (last) begin_tile(state);
         if constexpr (kFp8) {
             compute_in_turn<kUnmasked>(state, next_rP, last);
         } else {
             compute_side_by_side<kUnmasked>(state, rP, next_rP, last);
         }
         if (last) skip(v_pipeline, state.v, state.hidden, state.v_ready);
-        return true;
     }
 
     template <bool kUnmasked>
@@ -574,7 +582,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
 
         has_marked() = false;
         if constexpr (!Config::kPingPong && !kFp8) pass_over(state);
-        if (!begin_tile(state)) return;
+        if (!find_tile(state)) return;
+        begin_tile(state);
         if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(state.k);
         Order::wait(consumer);
@@ -598,18 +607,23 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 if constexpr (!kFp8) step<true>(state, rP[kNext], rP[0]);
             }
         };
+        // The loop ends here, and not by the result of a function that does more: from 13.4 on nvcc
+        // keeps such a result in a register, joins the ways that end and that go on, and then all
+        // that a consumer carries takes vector registers (docs/notes/024-nvcc-versions.md).
         bool odd = false;  // which P the last P V reads
-        if constexpr (kMaskedSteps == 1) {
-            while (step<false>(state, rP[0], rP[0])) main_loop();
-        } else {
-            while (true) {
-                if (!step<false>(state, rP[0], rP[kNext])) break;
-                if (!step<false>(state, rP[kNext], rP[0])) {
+        while (true) {
+            bool last = advance(state);
+            if (last && !find_tile(state)) break;
+            step<false>(state, rP[0], rP[kMaskedSteps == 1 ? 0 : kNext], last);
+            if constexpr (kMaskedSteps == 2) {
+                last = advance(state);
+                if (last && !find_tile(state)) {
                     odd = true;
                     break;
                 }
-                main_loop();
+                step<false>(state, rP[kNext], rP[0], last);
             }
+            main_loop();
         }
         if constexpr (kStoresBeside) {
             state.rescaling.apply(state.rO);

@@ -1,0 +1,131 @@
+"""A kernel that spills registers: a build warns, the installation names it, `make` refuses it.
+
+Would catch a `pip install` that fails under another nvcc, a warning that pip hides, and a build of
+`make` that passes in spite of a spill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext import __main__, ops
+from flash_ext.ops import binary
+
+pytest.importorskip("setuptools", minversion="77")
+ROOT = Path(__file__).resolve().parent.parent
+KERNEL = "_ZN9flash_ext10fa3_kernelI6ConfigEEvNT_6ParamsE"
+SAID = f"""
+ptxas warning : Registers are spilled to local memory in function '{KERNEL}'
+ptxas info    : Compiling entry function '{KERNEL}' for 'sm_90a'
+ptxas info    : Function properties for {KERNEL}
+    48 bytes stack frame, 140 bytes spill stores, 196 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers
+ptxas info    : Compile time = 12.000 ms
+"""
+NVCC = f"""#!{sys.executable}
+import subprocess, sys
+if "--version" in sys.argv:
+    sys.exit(print("Cuda compilation tools, release 13.4, V13.4.1"))
+target = sys.argv[sys.argv.index("-o") + 1]
+subprocess.run(["g++", "-fPIC", "-x", "c", "-c", "/dev/null", "-o", target], check=True)
+print('''{SAID}''')
+"""
+SLOW = "slow: fa3_kernel<Config> (sm_90a): 48 bytes of stack, 140 of spill stores, 196 of"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkout with one kernel, which spills, and a toolkit beside it."""
+    folder = tmp_path / "source"
+    ignored = shutil.ignore_patterns("_C.*", "__pycache__")
+    shutil.copytree(ROOT / "flash_ext", folder / "flash_ext", ignore=ignored)
+    shutil.copytree(ROOT / "csrc/build", folder / "csrc/build", ignore=ignored)
+    (folder / "benchmarks").mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "benchmarks/digest.py"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "csrc/instantiate").mkdir()
+    (folder / "csrc/instantiate/slow.cu").touch()
+    home = tmp_path / "toolkit"
+    for name in ("bin", "include", "lib64"):
+        (home / name).mkdir(parents=True)
+    (home / "include/cuda_runtime.h").touch()
+    subprocess.run(["ar", "qc", home / "lib64/libcudart_static.a"], check=True)
+    (home / "bin/nvcc").write_text(NVCC)
+    (home / "bin/nvcc").chmod(0o755)
+    return folder
+
+
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("g++", "ninja", "ar", "c++filt"))), reason="needs g++ and ninja"
+)
+@pytest.mark.parametrize("strict", (None, "0", "1"))
+def test_a_kernel_that_spills(source: Path, strict: str | None) -> None:
+    kept = {name: x for name, x in os.environ.items() if name != "FLASH_EXT_STRICT"}
+    home = source.parent / "toolkit"
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", "--build-lib", "../lib"],
+        cwd=source,
+        env=kept | {"CUDA_HOME": str(home)} | ({"FLASH_EXT_STRICT": strict} if strict else {}),
+        capture_output=True,
+        text=True,
+    )
+    record = source.parent / "lib/flash_ext/_C.json"
+    if strict == "1":
+        assert done.returncode != 0 and not record.exists()
+        assert f"flash_ext: {SLOW.removeprefix('slow: ')}" in done.stdout
+        assert "Traceback" not in done.stderr
+        assert not list(source.glob("build/**/slow.o"))  # the next build compiles it again
+        return
+    assert done.returncode == 0, done.stderr
+    assert f"flash_ext: {SLOW}" in done.stderr and "flash_ext: warning: " in done.stderr
+    (said,) = json.loads(record.read_text())["slow_kernels"]
+    assert said.startswith(SLOW)
+    assert "168" in (source / "build/ptxas.log").read_text()
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja", "ar"))), reason="needs g++")
+def test_a_strict_build_after_one_that_was_not(source: Path) -> None:
+    """The object is there and not compiled again, and its kernel still spills."""
+    for strict, passes in (("0", True), ("1", False)):
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build"],
+            cwd=source,
+            env=os.environ
+            | {"CUDA_HOME": str(source.parent / "toolkit"), "FLASH_EXT_STRICT": strict},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode == 0) == passes, done.stderr
+    assert "spill stores" in done.stderr
+
+
+def test_make_is_strict() -> None:
+    """And with it CI, which runs `make test`."""
+    assert re.search(r"^export FLASH_EXT_STRICT \?= 1$", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_the_installation_names_slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = f"{SLOW} spill loads"
+    monkeypatch.setattr(binary, "cuda_missing", None)
+    monkeypatch.setattr(binary, "_record", {"targets": "90a", "slow_kernels": [slow]})
+    build = ops.cuda_build()
+    assert build is not None and build.slow_kernels == (slow,)
+    assert ("slow kernel", slow) in list(__main__._facts())
+    q = torch.empty(1, 8, 2, 64)
+    assert "slow kernels:   1, which python -m" in str(flash_ext.explain(q, q, q))
+    for recorded, found in (([], ()), (None, None)):
+        monkeypatch.setattr(binary, "_record", {"targets": "90a", "slow_kernels": recorded})
+        build = ops.cuda_build()
+        assert build is not None and build.slow_kernels == found
+        assert "slow kernel" not in dict(__main__._facts())
+        assert "slow kernels" not in str(flash_ext.explain(q, q, q))
