@@ -141,6 +141,13 @@ def test_a_breach_in_python_is_found(file: str, code: str) -> None:
     assert len(list(python_violations(Path(file), code))) == 1
 
 
+def test_the_reference_has_nothing_of_what_it_judges() -> None:
+    """A wrong number that both had would be green in every test."""
+    tree = ast.walk(ast.parse((PACKAGE / "reference.py").read_text()))
+    own = {x.module for x in tree if isinstance(x, ast.ImportFrom) and x.level > 0}
+    assert own == {"dropout", "ops.checks", "ops.options"}
+
+
 def is_private(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"_(?!_).*|__.*(?<!__)", name) is not None
 
