@@ -14,6 +14,7 @@ import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
 from compiled import CSRC, NATIVE, python_module
 from test_attention import decoding, few_keys, few_queries, few_tiles
+from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
 PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "variants")]
@@ -192,10 +193,26 @@ def test_wide_groups_are_cut(native: ModuleType) -> None:
         assert parts_of(p, sizes(p.backward("fa3"))) == parts
 
 
+def like(native: ModuleType, x: Problem) -> object:
+    """A problem of one of the tests on a GPU."""
+    names = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim")
+    return problem(
+        native,
+        **{name: getattr(x, name) for name in names},
+        head_dim_v=x.dim_v,
+        window_right=x.window[1],
+    )
+
+
+@pytest.mark.parametrize("x", IN_PARTS, ids=str)
+def test_gpu_problems_in_parts_are_cut(x: Problem, native: ModuleType) -> None:
+    p = like(native, x)
+    assert parts_of(p, sizes(p.backward("fa3"))) > 1
+
+
 def test_gpu_problems_of_few_keys_cut_queries(native: ModuleType) -> None:
-    sizes_of = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
     for x in few_keys():
-        p = problem(native, **{name: getattr(x, name) for name in sizes_of})
+        p = like(native, x)
         more_than_groups = parts_of(p, sizes(p.backward("fa3"))) > x.heads_q // x.heads_k
         assert more_than_groups == (x.head_dim <= 128), x
 
