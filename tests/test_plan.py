@@ -83,7 +83,7 @@ def test_what_splits_keep(native: ModuleType) -> None:
     """A result in float32 for each split and row, which a kernel combines; of packed heads without
     splits only where a CTA may have more than one tile."""
     p = problem(native, seqlen_q=70, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
-    for variant, splits in (("fa2", 32), ("fa3", 16)):
+    for variant, splits in (("fa2", 32), ("fa3", 16)):  # chosen by measurement
         plan = p.forward(variant)
         assert plan.num_splits == splits
         rows = splits * 8 * 70
