@@ -131,7 +131,7 @@ def test_every_tile_is_scheduled_once(
 
 
 def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
-    """The numbers, of CTAs and bytes, are choices by measurement: only the relations are derived."""
+    """The numbers of CTAs and bytes are chosen by measurement; the relations are derived."""
     sizes = (0, 1 << 10, 1 << 22, 1 << 40)
     for tiles, heads, batch, size, ctas in itertools.product(
         (8, 9), (1, 16), (1, 40), sizes, (1, 2)
