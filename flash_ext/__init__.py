@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 import sys
 
-from . import dropout, explanation, fp8, reference
+from . import dropout, explanation, fp8, ops, reference
 from .cpu import tiled
 from .explanation import Explanation, explain
 from .flash_attn import bert_padding as bert_padding
@@ -36,6 +36,8 @@ __all__ = [
     "reference",
     "tiled",
 ]
+
+ops.SUBCLASS_MODULES["torch.distributed.tensor"] = f"{__name__}.integrations.dtensor"
 
 # Import paths from before these modules had other names. (`flash_ext.explain` is the function.)
 for _path, _module in (

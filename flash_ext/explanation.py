@@ -143,7 +143,7 @@ def explain(
         ValueError: an argument is no dense tensor, or window no pair.
     """
     require_tensors(q=q, k=k, v=v)
-    ops.meet(q, k, v)
+    ops.register_subclasses(q, k, v)
     wanted = options.pop("variant", "auto")
     if options.get("dropout_p", 0.0) != 0.0 and options.get("rng_state") is None:
         # Otherwise one would be drawn, which advances the generator.

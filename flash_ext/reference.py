@@ -1,24 +1,29 @@
 """Standard attention: three passes over memory. The reference of every test and benchmark.
 
-It holds the whole (Sq, Sk) score matrix, which the FlashAttention papers avoid.
+It holds the whole (Sq, Sk) score matrix, which the FlashAttention papers avoid. Masks, sequences,
+descales and the rounding of P to FP8 are written out here: the reference shares no code with the
+kernels that it judges.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cpu.descales import channel_factors, row_factors
-from .cpu.fp8 import P_SCALE_LOG2, to_fp8
-from .cpu.mask import band
-from .cpu.sequences import Span, spans
 from .dropout import keep_mask, keep_scale
 from .ops.checks import result_dtype, statistics_dtype
 from .ops.options import QK_8_BITS
+
+P_FACTOR = 2.0**8
+"""P, at most 1, is multiplied by this before it is rounded to FP8, whose largest number is 448."""
+
+ROWS_OF_A_DESCALE = 128
+"""The rows of q or k that share a descale of shape (B, H, blocks)."""
 
 
 def attention(
@@ -61,36 +66,19 @@ def attention(
         float64). A query that sees no key has out = 0 and zero gradients; its lse is the sink,
         without one −∞.
     """
-    if seqused_k is not None:
-        return _by_sequence(
-            q,
-            k,
-            v,
-            seqused_k=seqused_k,
-            alibi_slopes=alibi_slopes,
-            bias=bias,
-            descales=(q_descale, k_descale, v_descale),
-            out_dtype=out_dtype,
-            first_batch=first_batch,
-            scale=scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            sink=sink,
-            dropout_p=dropout_p,
-            rng_state=rng_state,
-        )
     out_dtype, has_8_bits = result_dtype(q.dtype, out_dtype), q.dtype in QK_8_BITS
     if has_8_bits:
         dtype = statistics_dtype(out_dtype)
-        q, k = (
-            x.to(dtype) * row_factors(descale, x) for x, descale in ((q, q_descale), (k, k_descale))
-        )
-        v = v.to(dtype) * channel_factors(v_descale, v)
+        q, k = (_scaled(x.to(dtype), y, by_row=True) for x, y in ((q, q_descale), (k, k_descale)))
+        v = _scaled(v.to(dtype), v_descale, by_row=False)
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, group = k.shape[1], heads // k.shape[2]
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
+    diagonals, hidden = _mask(seqlen_q, seqlen_k, seqused_k, causal, window, q.device)
+    if seqused_k is not None:  # in rows that are not in use there may be anything
+        unused = torch.arange(seqlen_k, device=q.device) >= seqused_k[:, None]
+        k, v = (x.masked_fill(unused[..., None, None], 0) for x in (k, v))
     Q = q.transpose(1, 2)
     K = k.transpose(1, 2).repeat_interleave(group, dim=1)
     V = v.transpose(1, 2).repeat_interleave(group, dim=1)
@@ -99,17 +87,13 @@ def attention(
     S = Q @ K.mT * scale
     if softcap > 0:
         S = softcap * torch.tanh(S / softcap)
-    mask = band(seqlen_q, seqlen_k, causal, *window)
-    tile = (0, seqlen_q, 0, seqlen_k, q.device)
-    hidden = ~mask.visible(*tile)
     if alibi_slopes is not None:
-        S = S - (alibi_slopes[..., None, None] * mask.diagonals(*tile).abs()).to(S.dtype)
+        S = S - (alibi_slopes[..., None, None] * diagonals.abs()).to(S.dtype)
     if bias is not None and bias.dtype == torch.bool:
         hidden = hidden | ~bias
     elif bias is not None:
-        bias = bias.to(S.dtype)
         hidden = hidden | (bias == -math.inf)
-        S = S + bias.masked_fill(bias == -math.inf, 0)
+        S = S + torch.where(hidden, 0, bias.to(S.dtype))
     if sink is not None:  # like a first key, with value 0
         S = torch.cat((sink.to(S.dtype).view(-1, 1, 1).expand(batch, -1, seqlen_q, 1), S), dim=-1)
         hidden = F.pad(hidden, (1, 0), value=False)
@@ -135,82 +119,115 @@ def attention(
     return (P @ V).transpose(1, 2).to(out_dtype), lse
 
 
+def _mask(
+    seqlen_q: int,
+    seqlen_k: int,
+    seqused_k: Tensor | None,
+    causal: bool,
+    window: tuple[int, int],
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The diagonal of each pair of query and key, and whether the query does not see the key.
+
+    Both are (1 or B, 1, Sq, Sk). The diagonal is key minus query, both counted from the last one,
+    so that the last query is on diagonal 0 with the last key in use.
+    """
+    i, j = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
+    keys = torch.tensor([seqlen_k], device=device) if seqused_k is None else seqused_k
+    keys = keys.clamp(0, seqlen_k).view(-1, 1, 1, 1)
+    diagonals = (j - keys) - (i - seqlen_q)[:, None]
+    left, right = window[0], 0 if causal else window[1]
+    hidden = (j >= keys).expand_as(diagonals)
+    if left >= 0:
+        hidden = hidden | (diagonals < -left)
+    if right >= 0:
+        hidden = hidden | (diagonals > right)
+    return diagonals, hidden
+
+
+def _scaled(x: Tensor, descale: Tensor | None, by_row: bool) -> Tensor:
+    """x (B, S, H, D) times its descale: one number, (B, Hk), or finer.
+
+    Finer is (B, H, blocks of rows) for q and k, `by_row`, and (B, Hk, D) for v.
+    """
+    if descale is None:
+        return x
+    if descale.dim() < 2:
+        return x * descale.reshape(())
+    factors = descale.repeat_interleave(x.shape[2] // descale.shape[1], dim=1)
+    if factors.dim() == 2:
+        return x * factors[:, None, :, None]
+    if not by_row:
+        return x * factors[:, None]
+    block = torch.arange(x.shape[1], device=x.device) // ROWS_OF_A_DESCALE
+    return x * factors[:, :, block].mT[..., None]
+
+
 def _rounded_to_fp8(P: Tensor) -> Tensor:
-    """As the variants round P: relative to the maximum of the row, with a factor of 2^8."""
+    """As the variants round P: relative to the maximum of the row, times P_FACTOR."""
     if P.shape[-1] == 0:
         return P
     largest = P.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(P.dtype).tiny)
-    factor = 2.0**P_SCALE_LOG2
-    return to_fp8(P / largest * factor) * (largest / factor)
+    rounded = (P / largest * P_FACTOR).to(torch.float8_e4m3fn).to(P.dtype)
+    return rounded * (largest / P_FACTOR)
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_k: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Standard attention of packed sequences, one after the other.
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as in `flash_ext.attention_varlen`.
-        options: those of `attention`, but first_batch.
+        seqused_k, out_dtype, options: those of `attention`, but first_batch.
 
     Returns:
         out (total_q, Hq, Dv) and lse (Hq, total_q), as from `attention`. In rows that belong to no
         sequence, out = 0 and lse = −∞.
     """
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    descales = tuple(options.pop(f"{name}_descale", None) for name in ("q", "k", "v"))
-    out, lse = _by_sequence(q[None], k[None], v[None], cu_seqlens, descales=descales, **options)
-    return out.squeeze(0), lse.squeeze(0)
-
-
-def _by_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: tuple[Tensor, Tensor] | None = None,
-    *,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    descales: tuple[Tensor | None, ...] = (None, None, None),
-    out_dtype: torch.dtype | None = None,
-    first_batch: int = 0,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """`attention` one span at a time; packed tensors come as a batch of one."""
-    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=result_dtype(q.dtype, out_dtype))
-    dtype = statistics_dtype(out.dtype)
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=dtype)
-    for span in spans(q, k, cu_seqlens, seqused_k):
-        if alibi_slopes is not None:
-            options["alibi_slopes"] = span.slopes_of(alibi_slopes)
-        if bias is not None:
-            bias = bias[(None,) * (4 - bias.dim())]
-            options["bias"] = _whole_bias_of(span, bias)
-        for name, descale in zip(("q", "k", "v"), descales, strict=True):
-            options[f"{name}_descale"] = None if descale is None else span.descale_of(descale)
-        out_part, lse_part = attention(
-            span.of_queries(q),
-            span.of_keys(k),
-            span.of_keys(v),
+    dtype = result_dtype(q.dtype, out_dtype)
+    out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=dtype)
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=statistics_dtype(dtype))
+    edges = (pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(*edges, strict=True)):
+        out_b, lse_b = attention(
+            q[None, q0:q1],
+            k[None, k0:k1],
+            v[None, k0:k1],
+            seqused_k=None if seqused_k is None else seqused_k[b : b + 1],
             out_dtype=out_dtype,
-            first_batch=first_batch + span.sequences.start,
-            **options,
+            first_batch=b,
+            **_of_sequence(options, b, q1 - q0, k1 - k0),
         )
-        span.of_queries(out).copy_(out_part)
-        span.of_queries(lse.mT).copy_(lse_part.mT)
+        out[q0:q1], lse[:, q0:q1] = out_b[0], lse_b[0]
     return out, lse
 
 
-def _whole_bias_of(span: Span, bias: Tensor) -> Tensor:
-    """The span's bias; where it does not reach, everything is hidden."""
-    bias = span.bias_of(bias)
-    missing = [
-        0 if size == 1 else length - size
-        for size, length in zip(bias.shape[2:], span.lengths, strict=True)
-    ]
-    hidden = False if bias.dtype == torch.bool else -math.inf
-    return F.pad(bias, (0, missing[1], 0, missing[0]), value=hidden)
+def _of_sequence(options: dict[str, Any], b: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
+    """The options of sequence b, of which some tensors have a part for each."""
+    own = dict(options)
+    for name in ("alibi_slopes", "q_descale", "k_descale", "v_descale"):
+        if (x := options.get(name)) is not None and x.dim() > 1:
+            own[name] = x[b : b + 1]
+    if (bias := options.get("bias")) is not None:
+        bias = bias[(None,) * (4 - bias.dim())]
+        bias = bias[b : b + 1] if bias.shape[0] > 1 else bias
+        rows, columns = (
+            0 if size == 1 else seqlen - size
+            for size, seqlen in zip(bias.shape[2:], (seqlen_q, seqlen_k), strict=True)
+        )
+        # Padding by less than 0 cuts off. Where the bias does not reach, everything is hidden.
+        value = False if bias.dtype == torch.bool else -math.inf
+        own["bias"] = F.pad(bias, (0, columns, 0, rows), value=value)
+    return own
 
 
 def safe_softmax(x: Tensor) -> Tensor:

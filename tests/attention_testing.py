@@ -712,8 +712,8 @@ def sizes(
         shares = torch.autograd.grad(lse, [leaves[name] for name in names], delta, **options)
         found |= {n: ref[n].abs() + x.abs() for n, x in zip(names, shares, strict=True)}
     if inputs.q.numel() and inputs.k.numel():
-        kept = smallest / (1 - problem.dropout_p)
-        tiny = kept * (problem.scale or inputs.q.shape[-1] ** -0.5)
+        tiny = smallest / (1 - problem.dropout_p)  # of dS, which has a part of dropout's factor
+        tiny *= problem.scale or inputs.q.shape[-1] ** -0.5
         group = inputs.q.shape[-2] // inputs.k.shape[-2]
 
         def of_all_rows(x: torch.Tensor) -> torch.Tensor:  # those that are not in use may be NaN
@@ -722,12 +722,14 @@ def sizes(
         def of_groups(x: torch.Tensor) -> torch.Tensor:
             return of_all_rows(x).unflatten(-2, (-1, group)).norm(dim=-2)
 
-        # Without dropout a row's largest P, 1, makes this little.
-        found["out"] = found["out"] + kept * of_all_rows(inputs.v).repeat_interleave(group, dim=-2)
+        # P has dropout's factor when it is rounded. A row's largest P, 1, makes this little.
+        found["out"] = found["out"] + smallest * of_all_rows(inputs.v).repeat_interleave(
+            group, dim=-2
+        )
         found["dq"] = found["dq"] + tiny * of_all_rows(inputs.k).repeat_interleave(group, dim=-2)
         found["dk"] = found["dk"] + tiny * of_groups(inputs.q)
         if dout is not None:
-            found["dv"] = found["dv"] + kept * of_groups(dout)
+            found["dv"] = found["dv"] + smallest * of_groups(dout)
     if problem.softcap:
         # Where 1 - tanh^2 is nearly 0 it is as wrong as tanh, which kernels find from P and lse.
         error = _error_of_p(problem.dtype)

@@ -351,7 +351,7 @@ def test_pieces_hold_every_head_once(heads: int, ratio: float) -> None:
     assert sizes[0] <= max(1, heads / 6) and sizes[-1] <= max(1, heads / 6)
     one_way = cost.pieces_of(heads, ratio, returns=False)
     assert sum(one_way) == heads and one_way[0] == sizes[0]
-    if heads == 8:
+    if heads == 8:  # examples: the sizes are chosen, not derived
         assert one_way == {0.3: (1,) * 8, 1.0: (1,) * 8, 3.0: (1, 3, 4), 50.0: (1, 7)}[ratio]
     if heads == 8:  # what the kernels of a piece hide is the next piece
         assert sizes == {0.3: (1,) * 8, 1.0: (1,) * 8, 3.0: (1, 3, 3, 1), 50.0: (1, 6, 1)}[ratio]

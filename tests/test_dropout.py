@@ -10,7 +10,15 @@ import random
 
 import pytest
 import torch
-from attention_testing import SQUARE_DIMS, VARIANTS, assert_bitwise_equal
+from attention_testing import (
+    SQUARE_DIMS,
+    VARIANTS,
+    Problem,
+    _assert_rows_accurate,
+    assert_bitwise_equal,
+    reference_results,
+    run,
+)
 from dropout_bits import is_kept, philox4x32_10
 
 import flash_ext
@@ -182,6 +190,25 @@ def test_lse_is_that_of_the_undropped_weights(variant: str, device: str) -> None
     _, dropped = flash_ext.attention(*inputs, dropout_p=0.5, variant=variant, return_lse=True)
     # Not bitwise: a kernel with dropout may sum a row in another order.
     assert (dropped - plain).abs().max() < 1e-6 * (1 + plain.abs().max())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("p", (0.9, 0.99, 0.9999))
+def test_p_has_its_factor_when_it_is_rounded(p: float, variant: str, device: str) -> None:
+    """Most P here are below float16's smallest normal number, and above it with 1 / (1 - p).
+
+    The rule for rows, with errors of rounding alone: in `pt` P is rounded without its factor.
+    """
+    problem = Problem(
+        lengths_q=(1, 2), lengths_k=(3394, 3916), heads_q=3, heads_k=3, head_dim=104,
+        dtype=torch.float16, dropout_p=p, alibi="h", bias="1hqk", bias_type="bool", loss="out",
+    )  # fmt: skip
+    expected = reference_results(problem, device)
+    actual = run(problem, variant, device)
+    for name in ("out", "dv"):
+        ref, size = expected.ref[name], expected.size[name]
+        rounded = ref.to(problem.dtype).double()
+        _assert_rows_accurate(name, actual[name].double(), ref, rounded, size, problem.dtype)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

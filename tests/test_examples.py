@@ -6,16 +6,25 @@ are lost then.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from attention_testing import VARIANTS
+from torch.overrides import TorchFunctionMode
+
+import flash_ext
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "examples"))
 
+import cudnn_nan  # noqa: E402
 import train_gpt  # noqa: E402
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq", "16", "--batch", "1"]
@@ -105,3 +114,65 @@ def test_kv_heads_follow_the_heads() -> None:
         assert train_long.config_of("cuda", heads=heads).kv_heads == kv_heads
     assert train_long.config_of("cpu", heads=2).kv_heads == 2
     assert train_long.config_of("cuda", heads=6, kv_heads=3).kv_heads == 3
+
+
+def test_the_nan_of_cudnn_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [""])
+    assert cudnn_nan.main() == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+SMALL_PROJECTION = argparse.Namespace(batch=1, tokens=101, heads=2, head_dim=64, rounds=2)
+
+
+class Instead(TorchFunctionMode):
+    """SDPA is another function of (q, k, v), which gets SDPA first."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self.attend(func, *args)
+
+
+def test_gradients_without_a_nan_are_right() -> None:
+    """Torch's own on a CPU; and a NaN is found."""
+    tensors = cudnn_nan.inputs(SMALL_PROJECTION, "cpu")
+    for rows_after in (0, cudnn_nan.ROWS_AFTER):
+        found = cudnn_nan.measure(cudnn_nan.BACKENDS["default"], *tensors, 2, rows_after)
+        assert found.is_right and found.node.startswith("ScaledDotProduct")
+
+    def with_nan(sdpa: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sdpa(q, k, v) + k.square().sqrt().sum() * 0  # no derivative at 0
+
+    tensors[0][0, 50, 1] = 0.0
+    found = cudnn_nan.measure(functools.partial(Instead, with_nan), *tensors, 2, 0)
+    assert found.rounds_with_nan == 2 and found.with_nan == {"dk"} and not found.is_right
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows_after", (0, cudnn_nan.ROWS_AFTER))
+@pytest.mark.parametrize("tokens", (1101, 4608))
+@pytest.mark.parametrize("variant", ("activated", *VARIANTS))
+def test_flash_ext_beside_nan(variant: str, tokens: int, rows_after: int) -> None:
+    """Shapes of FLUX, where cuDNN's backward reads past the end of a tensor."""
+    args = argparse.Namespace(batch=1, tokens=tokens, heads=8, head_dim=128)
+
+    def attend(sdpa: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_ext.attention(*rows, variant=variant).transpose(1, 2)
+
+    backend = cudnn_nan.BACKENDS["flash_ext"]
+    if variant in VARIANTS:
+        backend = functools.partial(Instead, attend)
+    tensors = cudnn_nan.inputs(args, "cuda")
+    found = cudnn_nan.measure(backend, *tensors, 5, rows_after)
+    assert found.is_right, found

@@ -625,7 +625,8 @@ def test_gradients_are_as_near_as_out(name: str, mean: int, device: str) -> None
     """Through out and lse: out and lse of the FP8 pass, the rest in the inputs' dtype.
 
     A wrong lse, such as one without the mean of k, would be far off; and dq by the errors of out
-    times a large mean.
+    times a large mean. Errors at random are seen from twice out's on, 4 to 15 % of the gradient; a
+    factor, which is the same everywhere, from 1 % on.
     """
     if mean > 1 and name in ("softcap", "not smooth", "not incoherent", "FP8, not incoherent"):
         pytest.skip("the mean is part of such scores, or too much for 8 bits")
@@ -655,8 +656,11 @@ def test_gradients_are_as_near_as_out(name: str, mean: int, device: str) -> None
     want = torch.autograd.grad((exact, exact_lse), doubles, (dout.double(), dlse.double()))
     [of_out] = relative_errors([out.detach()], [exact.detach()])
     assert of_out < 0.12
-    for error in relative_errors(got, want):
-        assert error < 2 * of_out
+    errors = relative_errors(got, want)
+    assert max(errors) < 2 * of_out
+    for x, right, error in zip(got[:3], want, errors, strict=False):  # dsink is four numbers
+        factor = float((x.double() * right).sum() / right.square().sum())
+        assert abs(factor - 1) < 0.005 + error / 8
 
 
 @pytest.mark.parametrize("sink", [False, True])

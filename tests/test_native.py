@@ -131,6 +131,7 @@ def test_every_tile_is_scheduled_once(
 
 
 def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
+    """The numbers of CTAs and bytes are chosen by measurement; the relations are derived."""
     sizes = (0, 1 << 10, 1 << 22, 1 << 40)
     for tiles, heads, batch, size, ctas in itertools.product(
         (8, 9), (1, 16), (1, 40), sizes, (1, 2)
@@ -147,7 +148,10 @@ def test_schedule_chosen_on_the_host(native: ModuleType) -> None:
 
 
 def test_whole_heads_fill_the_gpu_once(native: ModuleType) -> None:
-    """A CTA takes all tiles of a head only if nearly all CTAs do, and K and V stay in L2."""
+    """A CTA takes all tiles of a head only if nearly all CTAs do, and K and V stay in L2.
+
+    From 116 of 132 CTAs on and up to 24 MB, by measurement.
+    """
     for tiles, heads, batch, size in itertools.product(
         range(10), (0, 8, 58, 66, 132, 133), (1, 2, 3), (0, 1 << 17, 1 << 18, 1 << 40)
     ):

@@ -14,6 +14,7 @@ import pytest
 from attention_testing import KERNEL_DIMS, VARIANTS, Problem, unsupported_reason
 from compiled import CSRC, NATIVE, python_module
 from test_attention import decoding, few_keys, few_queries, few_tiles
+from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
 PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "variants")]
@@ -82,7 +83,7 @@ def test_what_splits_keep(native: ModuleType) -> None:
     """A result in float32 for each split and row, which a kernel combines; of packed heads without
     splits only where a CTA may have more than one tile."""
     p = problem(native, seqlen_q=70, seqlen_k=131072, heads_q=8, heads_k=8, head_dim=100)
-    for variant, splits in (("fa2", 32), ("fa3", 16)):
+    for variant, splits in (("fa2", 32), ("fa3", 16)):  # chosen by measurement
         plan = p.forward(variant)
         assert plan.num_splits == splits
         rows = splits * 8 * 70
@@ -193,10 +194,26 @@ def test_wide_groups_are_cut(native: ModuleType) -> None:
         assert parts_of(p, sizes(p.backward("fa3"))) == parts
 
 
+def like(native: ModuleType, x: Problem) -> object:
+    """A problem of one of the tests on a GPU."""
+    names = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim")
+    return problem(
+        native,
+        **{name: getattr(x, name) for name in names},
+        head_dim_v=x.dim_v,
+        window_right=x.window[1],
+    )
+
+
+@pytest.mark.parametrize("x", IN_PARTS, ids=str)
+def test_gpu_problems_in_parts_are_cut(x: Problem, native: ModuleType) -> None:
+    p = like(native, x)
+    assert parts_of(p, sizes(p.backward("fa3"))) > 1
+
+
 def test_gpu_problems_of_few_keys_cut_queries(native: ModuleType) -> None:
-    sizes_of = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
     for x in few_keys():
-        p = problem(native, **{name: getattr(x, name) for name in sizes_of})
+        p = like(native, x)
         more_than_groups = parts_of(p, sizes(p.backward("fa3"))) > x.heads_q // x.heads_k
         assert more_than_groups == (x.head_dim <= 128), x
 

@@ -2,9 +2,9 @@
 
 They are for reading and for testing: `tiled` has the papers' algorithms line by line, `fp8` that of
 8-bit inputs, `tiling` cuts a call into tiles, `mask`, `sequences` and `descales` say what is
-visible and what 8-bit numbers stand for, as in standard attention, and `checks` refuses wrong
-arguments. `quantize` is quantization to 8 bits, `sum_rows` adds up what several calls have
-written, `into` writes into given tensors.
+visible and what 8-bit numbers stand for, and `checks` refuses wrong arguments. `quantize` is
+quantization to 8 bits, `sum_rows` adds up what several calls have written, `into` writes into given
+tensors.
 """
 
 from __future__ import annotations

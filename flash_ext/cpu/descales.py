@@ -1,4 +1,4 @@
-"""The numbers that FP8 tensors stand for, x = FP8 x · descale: for standard attention and the CPU.
+"""The numbers that 8-bit tensors stand for, x = 8-bit x · descale.
 
 A descale is one number for the whole tensor, or one for each batch element and key head, (B, Hk),
 or finer: of q and k for blocks of 128 rows, (B, H, blocks), of v for channels, (B, Hk, Dv).

@@ -1,7 +1,6 @@
 """Sequences of different lengths: where they are in packed and padded tensors.
 
-For code that takes equal lengths, and so runs one length after the other: standard attention and
-the CPU kernels.
+The CPU kernels take equal lengths, and so run one length after the other.
 """
 
 from __future__ import annotations

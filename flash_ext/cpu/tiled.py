@@ -17,8 +17,9 @@ Beyond the pseudocode, in all four:
 - Grouped queries: the rows of a tile are (query, head of the group) pairs, all of which read the
   same K_j, V_j.
 - Matrix products accumulate in float32 (float64 for float64); P and dS are rounded to the input
-  dtype before their products, as on tensor cores. Dropout's factor 1 / (1 − p) comes after
-  these products, of dS its root, because float16 does not hold it for every p.
+  dtype before their products, as on tensor cores. P then has dropout's factor 1 / (1 − p), which
+  Z_ij is (up to 2^15, `Tiling.late_factor`), and dS its root: without it small numbers would
+  lose digits in float16, and dS with all of it could overflow.
 - Where L is so large that its rounding is felt in exp(S − L), S and L are made relative to the
   row's maximum (`_relative_to_maximum`).
 
@@ -63,7 +64,7 @@ class Saved(NamedTuple):
 
 
 def _dropped(tile: Tensor, kept: Tensor | None) -> Tensor:
-    """The tile ∘ Z_ij, without the factor 1 / (1 − p)."""
+    """The tile ∘ Z_ij."""
     return tile if kept is None else tile * kept
 
 
@@ -124,7 +125,7 @@ def fa1_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             old, new = torch.exp(m_i - m_new), torch.exp(m_ij - m_new)
             ell_new = old * ell_i + new * ell_ij
             P_ij = _dropped(P_ij, tile.kept())  # 14
-            PV_ij = (tiling.rounded(P_ij) @ V_j).mul_(tiling.keep_scale)
+            PV_ij = (tiling.rounded(P_ij) @ V_j).mul_(tiling.late_factor)
             O_new = ell_i * old * O_i + new * PV_ij  # 15
             O_i.copy_(O_new.mul_(reciprocal(ell_new)))
             ell_i.copy_(ell_new)  # 16
@@ -158,7 +159,7 @@ def fa2_forward(tiling: Tiling, operands: Operands) -> tuple[Tensor, Tensor]:
             P_ij = _dropped(P_ij, tile.kept())
             O_i.mul_(rescale).add_(tiling.rounded(P_ij) @ V_j)  # 10
             m_i = m_new
-        O_i.mul_(reciprocal(ell_i).mul_(tiling.keep_scale))  # 12, 14
+        O_i.mul_(reciprocal(ell_i).mul_(tiling.late_factor))  # 12, 14
         L[:, rows] = m_i + ell_i.log()  # 13, 15
 
     return Out, L
@@ -184,8 +185,8 @@ def fa1_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
             P_ij = _probabilities(S_ij, saved, tile.rows)  # 14: diag(ℓ_i)⁻¹ exp(S − m_i)
             kept = tile.kept()  # 15
             dV_ij = tiling.rounded(_dropped(P_ij, kept)).mT @ dO_i  # 16
-            dV_j.add_(dV_ij, alpha=tiling.keep_scale)
-            dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.keep_scale)  # 17, 18
+            dV_j.add_(dV_ij, alpha=tiling.late_factor)
+            dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.late_factor)  # 17, 18
             D_i = (dO_i * O_i).sum(dim=-1, keepdim=True) - dL[:, tile.rows]  # 19
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 20
             dS_ij = tiling.rounded(dS_ij.div_(ds_factor))
@@ -216,8 +217,8 @@ def fa2_backward(tiling: Tiling, operands: Operands, saved: Saved) -> tuple[Tens
             P_ij = _probabilities(S_ij, saved, tile.rows)  # 11
             kept = tile.kept()
             dV_ij = tiling.rounded(_dropped(P_ij, kept)).mT @ dO_i  # 12
-            dV_j.add_(dV_ij, alpha=tiling.keep_scale)
-            dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.keep_scale)  # 13
+            dV_j.add_(dV_ij, alpha=tiling.late_factor)
+            dP_ij = _dropped(dO_i @ V_j.mT, kept).mul_(tiling.late_factor)  # 13
             dS_ij = tile.scores_gradient(dP_ij.sub_(D_i).mul_(P_ij))  # 14
             dS_ij = tiling.rounded(dS_ij.div_(ds_factor))
             dQ_i.add_(dS_ij @ K_j, alpha=tiling.scale * ds_factor)  # 15

@@ -130,6 +130,19 @@ class Tiling:
         """1 / (1 − p), the factor of entries that dropout keeps."""
         return keep_scale(self.options.dropout_p)
 
+    @property
+    def p_factor(self) -> float:
+        """The part of `keep_scale` that P has when it is rounded: all of it, up to 2^15.
+
+        Without it, small P would lose digits in float16, which ends at 2^-24, and at 65,504.
+        """
+        return min(self.keep_scale, 2.0**15)
+
+    @property
+    def late_factor(self) -> float:
+        """The rest of `keep_scale`: 1, or up to 2 for p above 1 − 2^-15."""
+        return self.keep_scale / self.p_factor
+
     def sink_rows(self) -> Tensor:
         """The sink of each row of queries, (B·Hk, Sq·G, 1); −∞ without one."""
         if self.options.sink is None:
@@ -235,7 +248,7 @@ class Tile:
         return dS_ij
 
     def kept(self) -> Tensor | None:
-        """(1 − p) Z_ij: 1 where dropout keeps the entry, otherwise 0. None without dropout."""
+        """Z_ij: `p_factor` where dropout keeps the entry, otherwise 0. None without dropout."""
         tiling = self.tiling
         p, rng_state = tiling.options.dropout_p, tiling.options.rng_state
         if p == 0 or rng_state is None:
@@ -243,7 +256,7 @@ class Tile:
         heads = tiling.heads_k * tiling.group
         rows, columns = (self.q0, self.q1), (self.k0, self.k1)
         keep = keep_tile(rng_state, p, tiling.batch, heads, rows, columns, tiling.first_sequence)
-        Z = self._split_heads(keep, 1).transpose(2, 3).to(tiling.dtype)
+        Z = self._split_heads(keep, 1).transpose(2, 3).to(tiling.dtype).mul_(tiling.p_factor)
         return Z.flatten(2, 3).flatten(0, 1)
 
     # --- Scores by head, as standard attention has them: (B, Hk, G, q1 − q0, k1 − k0) ---

@@ -36,7 +36,7 @@ from . import fake as fake
 from . import flops, vmap
 from . import into as into
 from . import quantize as quantize
-from .autograd import meet
+from .autograd import SUBCLASS_MODULES, register_subclasses
 from .binary import Build, checksum_agrees, cuda_build, cuda_missing, cuda_targets
 from .call import autocasts, forward, is_real
 from .schemas import bwd, check, fwd, library
@@ -47,6 +47,7 @@ flops.register(fwd.overloadpacket, flops.fwd_flops)
 flops.register(bwd.overloadpacket, flops.bwd_flops)
 
 __all__ = [
+    "SUBCLASS_MODULES",
     "Build",
     "autocasts",
     "bwd",
@@ -60,6 +61,6 @@ __all__ = [
     "forward",
     "fwd",
     "is_real",
-    "meet",
+    "register_subclasses",
     "sum_rows",
 ]

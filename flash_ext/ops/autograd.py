@@ -7,6 +7,7 @@ autograd.Functions itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -112,16 +113,21 @@ class _Backward(torch.autograd.Function):
 _record_forward, _record_backward = recorder(_Forward), recorder(_Backward)
 
 
-def meet(*tensors: Tensor) -> None:
-    """Register what subclasses of Tensor need, at their first call."""
-    if any(type(x).__module__.startswith("torch.distributed.tensor") for x in tensors):
-        from ..integrations import dtensor  # noqa: F401
+SUBCLASS_MODULES: dict[str, str] = {}
+"""From the package of a subclass of Tensor to the module that registers the ops on it."""
+
+
+def register_subclasses(*tensors: Tensor) -> None:
+    """Register the ops on the subclasses of Tensor among these, at their first call."""
+    for package, module in SUBCLASS_MODULES.items():
+        if any(type(x).__module__.startswith(package) for x in tensors):
+            import_module(module)
 
 
 def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """The Autograd kernel of fwd."""
     if type(q) is not Tensor:
-        meet(q)
+        register_subclasses(q)
     bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
     if needs_grad or in_dual_level():  # tangents are refused

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import node
-from .autograd import autocast_tensors, fwd_autograd, meet
+from .autograd import autocast_tensors, fwd_autograd, register_subclasses
 from .binary import cuda_missing
 from .checks import require_tensors
 from .schemas import fwd
@@ -44,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_lse: bool = True, **options
         return fwd(q, k, v, **options)
     if not (type(q) is type(k) is type(v) is Tensor):
         require_tensors(q=q, k=k, v=v)
-        meet(q, k, v)
+        register_subclasses(q, k, v)
         return fwd(q, k, v, **options)
     autocast = autocasts(q)
     if autocast:
