@@ -17,7 +17,7 @@ from .cpu.fp8 import P_SCALE_LOG2, to_fp8
 from .cpu.mask import band
 from .cpu.sequences import Span, spans
 from .dropout import keep_mask, keep_scale
-from .ops.checks import result_dtype, statistics_dtype
+from .ops.checks import Pair, require_pair, result_dtype, statistics_dtype
 from .ops.options import QK_8_BITS
 
 
@@ -28,7 +28,7 @@ def attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: Pair = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -99,7 +99,7 @@ def attention(
     S = Q @ K.mT * scale
     if softcap > 0:
         S = softcap * torch.tanh(S / softcap)
-    mask = band(seqlen_q, seqlen_k, causal, *window)
+    mask = band(seqlen_q, seqlen_k, causal, *require_pair("window", window))
     tile = (0, seqlen_q, 0, seqlen_k, q.device)
     hidden = ~mask.visible(*tile)
     if alibi_slopes is not None:

@@ -140,7 +140,6 @@ IN_PYTHON_ONLY = {
     "lse": lambda like: {"return_lse": True},
     "dropout": lambda like: {"dropout_p": 0.5},
     "sink": lambda like: {"sink": like.new_zeros(4)},
-    "slopes that want gradients": lambda like: {"alibi_slopes": like.new_ones(4).requires_grad_()},
 }
 
 
