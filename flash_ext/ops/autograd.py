@@ -39,15 +39,19 @@ def refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
     )
 
 
+def _is_zero(x: Tensor) -> bool:
+    return not is_compiling() and is_zero_tensor(x)
+
+
 def as_kernels_take(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of out and lse that autograd passes, with memory and contiguous rows."""
-    if dout is None or is_zero_tensor(dout):
+    if dout is None or _is_zero(dout):
         dout = torch.zeros_like(out)
     elif dout.stride(-1) != 1:
         dout = dout.contiguous()
-    return dout, None if dlse is None or is_zero_tensor(dlse) else dlse.contiguous()
+    return dout, None if dlse is None or _is_zero(dlse) else dlse.contiguous()
 
 
 # In the order of the node of node.py: checkpointing may recompute one in place of the other.
