@@ -96,7 +96,7 @@ def test_a_breach_is_found(tmp_path: Path, file: str, code: str, complaint: str)
 PYTHON_LAYERS = (
     ("deprecation", "ops", "dropout"),
     ("cpu", "functional"),
-    ("reference", "explanation", "flash_attn", "fp8", "integrations"),
+    ("reference", "explanation", "flash_attn", "flash_attn_interface", "fp8", "integrations"),
     ("__init__", "__main__"),
 )
 
