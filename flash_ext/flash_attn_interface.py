@@ -9,7 +9,7 @@ FlashAttention-3's names:
 
     softmax_scale: the factor of the scores; None is 1 / sqrt(D).
     causal: aligned bottom-right, as everywhere in flash_ext.
-    window_size: (left, right), both included; below 0 is unlimited. No other number is, unless it
+    window_size: (left, right), any two integers, both included; below 0 is unlimited. No other number is, unless it
         reaches every key. (flash-attn 2 takes a side of at least Sk as unlimited, which where
         Sq > Sk shows more keys.)
     softcap: 0 or less is none.

@@ -88,6 +88,8 @@ def token_mean(
 ) -> Tensor:
     """The mean over the tokens of each sequence and head: float32 (B, H, D), for `quantize`.
 
+    No gradient passes, as in `quantize`.
+
     Args:
         x: (B, S, H, D) or packed (total, H, D), float16 or bfloat16.
         cu_seqlens: int32 (B + 1), of packed sequences.

@@ -255,14 +255,16 @@ def attention(
         v: values (B, Sk, Hk, Dv); float8_e4m3fn where q is int8. Dv is 1 to 256 and may differ from
             D.
         scale: τ, the factor of the scores, below 2^127 in magnitude, and below 2^127 c with a
-            softcap c; None is 1 / sqrt(D).
+            softcap c; None is 1 / sqrt(D). Numbers may be tensors of one element, which a call
+            waits for on CUDA; they get no gradient, and one that wants it is refused.
         causal: hide the keys after each query. Aligned bottom-right: the last query sees all keys.
         window: (left, right): query i sees keys i + Sk − Sq − left to i + Sk − Sq + right, both
-            included; −1 is unlimited. causal is right = 0.
+            included; −1 is unlimited. causal is right = 0. Any two integers: a tuple, a list, a
+            tensor, a NumPy array.
         softcap: c > 0 bounds the scaled scores to (−c, c) (Gemma 2 report, 2024); 0 does not. At
             least 2^−10 and below 2^127.
         alibi_slopes: (Hq) or (B, Hq): each head's penalty per position of distance (Press et al.,
-            "Train short, test long", 2022). Constants: they get no gradient.
+            "Train short, test long", 2022). Constants: slopes that want a gradient are refused.
         bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,
             float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit.
         sink: (Hq), float32: a score per head that takes part in the softmax, as of a key that comes
@@ -276,7 +278,7 @@ def attention(
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
         q_descale: float32, of 8-bit inputs only; None is 1. One number (0-dim or (1,)); (B, Hk): of
             each batch element and key head; or (B, Hq, ⌈Sq / 128⌉): of blocks of 128 queries. Any
-            strides. A constant: it gets no gradient.
+            strides. A constant: one that wants a gradient is refused.
         k_descale: the same, by blocks (B, Hk, ⌈Sk / 128⌉) of 128 keys.
         v_descale: the same, but by channels (B, Hk, Dv) in place of blocks.
         out_dtype: the dtype of out: with 8-bit inputs bfloat16 (None) or float16, otherwise q's.
