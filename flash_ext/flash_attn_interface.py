@@ -9,18 +9,18 @@ FlashAttention-3's names:
 
     softmax_scale: the factor of the scores; None is 1 / sqrt(D).
     causal: aligned bottom-right, as everywhere in flash_ext.
-    window_size: (left, right), any two integers, both included; below 0 is unlimited. No other number is, unless it
-        reaches every key. (flash-attn 2 takes a side of at least Sk as unlimited, which where
-        Sq > Sk shows more keys.)
+    window_size: (left, right), any two integers, both included; below 0 is unlimited, and so is a
+        side that reaches every key. (flash-attn 2 takes a side of at least Sk as unlimited, which
+        shows more keys where Sq > Sk.)
     softcap: 0 or less is none.
     q_descale, k_descale, v_descale: float32 (B, Hk), of inputs in float8_e4m3fn, whose out is
         bfloat16; or finer, as `flash_ext.attention` has them. FP8 is forward only.
     deterministic: False follows `torch.are_deterministic_algorithms_enabled()`.
     num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q, max_seqlen_k: have no effect
         on the result. flash_ext plans each call itself, and uses all SMs.
-    return_attn_probs: return (out, softmax_lse) instead of out, as FlashAttention-3 does since
-        2025; before, it always did. softmax_lse is float32, (B, Hq, Sq), or (Hq, total_q) of packed
-        sequences; −inf where a query sees no key. Here it is differentiable.
+    return_attn_probs: return (out, softmax_lse) instead of out, which older FlashAttention-3 always
+        did. softmax_lse is float32, (B, Hq, Sq), or (Hq, total_q) of packed sequences; −inf where a
+        query sees no key. Here it is differentiable.
     qv, attention_chunk: not supported: they must be None and 0.
 
 A last dimension that is not contiguous is copied, and autocast casts neither a cache nor inputs
