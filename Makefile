@@ -11,12 +11,13 @@ ARGS ?=
 
 new_torch = from importlib.metadata import version as v; \
     assert tuple(map(int, v("torch").split(".")[:2])) >= (2, 11)
-ifeq ($(shell $(PYTHON) -c '$(new_torch)' 2>/dev/null && echo yes),yes)
-PY := $(PYTHON)
-SCRIPTS := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+# PY is quoted: there may be spaces in the path.
+ifeq ($(shell "$(PYTHON)" -c '$(new_torch)' 2>/dev/null && echo yes),yes)
+PY := "$(PYTHON)"
+SCRIPTS := $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 ENVIRONMENT :=
 else
-PY := $(CURDIR)/.venv/bin/python
+PY := "$(CURDIR)/.venv/bin/python"
 SCRIPTS := $(CURDIR)/.venv/bin
 ENVIRONMENT := .venv/ready
 endif
@@ -82,10 +83,10 @@ help:
 	@echo "make clean     remove what was built"
 
 .venv/ready:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "flash_ext needs Python 3.10 or newer; use: make PYTHON=/path/to/python"; exit 1; }
 	@echo "$(PYTHON) has no torch >= 2.11: making .venv with torch $(TORCH)"
-	$(PYTHON) -m venv .venv
+	"$(PYTHON)" -m venv .venv
 	@touch .venv/made_by_flash_ext
 	$(PY) -m pip install torch==$(TORCH)
 	$(need) $(BUILD) $(TEST) $(LINT) $(DEMO)
@@ -129,7 +130,7 @@ soak: build
 	$(PY) -m pytest tests/test_soak.py --soak $(SOAK) -m gpu -s -o faulthandler_timeout=0 $(ARGS)
 
 sanitize: build
-	PYTHON="$(PY)" bash tests/sanitize.sh $(ARGS)
+	PYTHON=$(PY) bash tests/sanitize.sh $(ARGS)
 
 # A script in benchmarks/ (docs/benchmarks.md lists them); everything.py runs the usual ones.
 BENCH ?= everything
@@ -144,7 +145,7 @@ report: $(ENVIRONMENT)
 LIBRARY ?=
 wheel: $(ENVIRONMENT)
 	$(need) $(BUILD) $(RELEASE)
-	$(PY) distribution/make_wheel.py $(if $(LIBRARY),--library $(LIBRARY)) $(ARGS)
+	$(PY) distribution/make_wheel.py $(if $(LIBRARY),--library "$(LIBRARY)") $(ARGS)
 
 hub: $(ENVIRONMENT)
 	$(PY) distribution/make_hub.py $(ARGS)

@@ -4,6 +4,8 @@
     kernel = get_local_kernel(Path("dist/hub"))
     out = kernel.flash_attn_func(q, k, v, causal=True)  # q, k, v: (batch, seqlen, heads, head_dim)
 
+`kernel.flash_attn_interface` has FlashAttention-3's functions.
+
 The package lies beside this file and is imported as `flash_ext`, since its ops are in the namespace
 torch.ops.flash_ext and a process can define them once. So a `flash_ext` that is imported already
 takes its place, if it has the same version. Nothing is downloaded.
@@ -45,7 +47,12 @@ def _package():
 
 flash_ext = _package()
 
-from flash_ext import attention, attention_varlen, explain  # noqa: E402
+from flash_ext import (  # noqa: E402
+    attention,
+    attention_varlen,
+    explain,
+    flash_attn_interface,
+)
 from flash_ext.flash_attn import (  # noqa: E402
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -62,6 +69,7 @@ __all__ = [
     "attention_varlen",
     "explain",
     "flash_attn_func",
+    "flash_attn_interface",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",

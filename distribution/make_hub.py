@@ -40,7 +40,8 @@ tags: [kernel]
 # flash-ext
 
 Exact attention as hand-written CUDA kernels, with the functions of flash-attn 2.8:
-`flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_with_kvcache` (without paged caches).
+`flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_with_kvcache` (without paged caches),
+and with FlashAttention-3's in `flash_attn_interface`.
 flash_ext {version}, source {digest}, for {targets}, CUDA {cuda}.
 """
 

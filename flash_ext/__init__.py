@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 import sys
 
 from . import dropout, explanation, fp8, ops, reference
+from . import flash_attn_interface as flash_attn_interface
 from .cpu import tiled
 from .explanation import Explanation, explain
 from .flash_attn import bert_padding as bert_padding

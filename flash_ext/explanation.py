@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from . import ops
 from .functional import AttentionOptions, attention_options
-from .ops.checks import require_tensors
+from .ops.checks import require_number, require_tensors
 from .ops.options import VARIANTS
 
 
@@ -145,6 +145,7 @@ def explain(
     require_tensors(q=q, k=k, v=v)
     ops.register_subclasses(q, k, v)
     wanted = options.pop("variant", "auto")
+    require_number("dropout_p", options.get("dropout_p"))
     if options.get("dropout_p", 0.0) != 0.0 and options.get("rng_state") is None:
         # Otherwise one would be drawn, which advances the generator.
         options["rng_state"] = torch.zeros(2, dtype=torch.int64, device=q.device)

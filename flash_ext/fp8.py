@@ -42,13 +42,20 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.fx import Proxy
 from typing_extensions import Unpack
 
 from . import functional
-from .functional import AttentionOptions, attention_options, unknown_option
-from .ops.autograd import autocast_tensors, refuse_tangents
+from .functional import AttentionOptions, attention_options, recorded, unknown_option
+from .ops.autograd import as_kernels_take, autocast_tensors, refuse_tangents
 from .ops.call import is_real
-from .ops.checks import refuse, require_dtype, require_tensors
+from .ops.checks import (
+    refuse,
+    refuse_gradients,
+    require_dtype,
+    require_number,
+    require_tensors,
+)
 from .ops.options import QK_8_BITS
 from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
 from .ops.schemas import bwd
@@ -80,6 +87,8 @@ def token_mean(
     x: Tensor, *, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None
 ) -> Tensor:
     """The mean over the tokens of each sequence and head: float32 (B, H, D), for `quantize`.
+
+    No gradient passes, as in `quantize`.
 
     Args:
         x: (B, S, H, D) or packed (total, H, D), float16 or bfloat16.
@@ -168,10 +177,11 @@ def _make_signs(dim: int, seed: int, device: torch.device) -> Tensor:
 def _seeded_signs(dim: int, seed: int, x: Tensor) -> Tensor:
     """The signs of a seed on x's device, kept from call to call where that is safe.
 
-    A tensor made while a CUDA graph is captured has its values only when that is replayed.
+    A tensor made while a CUDA graph is captured has its values only when that is replayed; one made
+    within a transform of torch.func is a wrapper that dies with it.
     """
     capturing = x.is_cuda and not is_compiling() and torch.cuda.is_current_stream_capturing()
-    if is_compiling() or capturing or not is_real(x):
+    if is_compiling() or capturing or in_transforms() or not is_real(x):
         return _make_signs(dim, seed, x.device)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     key = (dim, seed, x.device, stream)  # on another stream they may not be there yet
@@ -294,6 +304,9 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` and `attention_varlen`, whose options are described there."""
     require_tensors(q=q, k=k, v=v)
+    for name in ("scale", "softcap", "dropout_p"):
+        require_number(name, options.get(name))
+    refuse_gradients(alibi_slopes=options.get("alibi_slopes"))
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast_tensors(q.device.type, q, k, v)
     _check({"q": q, "k": k, "v": v}, cu_seqlens[0] is not None, options)
@@ -394,11 +407,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout, dlse = as_kernels_take(dout, dlse, out)
         dout, out = dout.to(q.dtype), out.to(q.dtype)
-        if dout.stride(-1) != 1:
-            dout = dout.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
         gradients = _bwd if "softcap" in options else _bwd_without_mean
         dq, dk, dv, dsink = gradients(dout, dlse, q, k, v, out, lse, options)
         return dq, dk, dv, dsink.to(ctx.sink_dtype) if ctx.needs_input_grad[3] else None, None, None
@@ -521,6 +531,8 @@ def attention(
     Returns:
         out, or with return_lse the pair (out, lse), as from `flash_ext.attention`.
     """
+    if isinstance(q, Proxy):
+        return recorded(attention, q, k, v, return_lse=return_lse, **options)
     nothing = (None, None)  # given here, so not among the options
     return _attend(
         q, k, v, cu_seqlens=nothing, max_seqlens=nothing, return_lse=return_lse, **options
@@ -550,6 +562,10 @@ def attention_varlen(
 
     The other options are those of `attention`.
     """
+    if isinstance(q, Proxy):
+        packed = (k, v, cu_seqlens_q, cu_seqlens_k)
+        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        return recorded(attention_varlen, q, *packed, return_lse=return_lse, **longest, **options)
     return _attend(
         q,
         k,

@@ -9,10 +9,19 @@ from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from typing_extensions import Unpack
 
 from . import ops
-from .ops.checks import require_dtype, require_pair, require_tensors, statistics_dtype
+from .ops.checks import (
+    Pair,
+    refuse_gradients,
+    require_dtype,
+    require_number,
+    require_pair,
+    require_tensors,
+    statistics_dtype,
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -22,7 +31,7 @@ class AttentionOptions(TypedDict, total=False):
 
     scale: float | None
     causal: bool
-    window: tuple[int, int]
+    window: Pair
     softcap: float
     alibi_slopes: Tensor | None
     bias: Tensor | None
@@ -70,7 +79,7 @@ def attention_options(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: Pair = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -101,15 +110,20 @@ def attention_options(
         require_tensors(q=q)
     options: dict[str, Any] = {}
     if scale is not None:
+        if type(scale) is not float:
+            require_number("scale", scale)
         options["scale"] = scale
     if causal is not False:
         options["causal"] = causal
-    if window != (-1, -1):
+    if type(window) is not tuple or window != (-1, -1):
         options["window_left"], options["window_right"] = require_pair("window", window)
+    if type(softcap) is not float:
+        require_number("softcap", softcap)
     if softcap != 0.0:
         options["softcap"] = softcap
     if alibi_slopes is not None:
         require_tensors(alibi_slopes=alibi_slopes)
+        refuse_gradients(alibi_slopes=alibi_slopes)
         options["alibi_slopes"] = alibi_slopes.to(statistics_dtype(q.dtype)).contiguous()
     if bias is not None:
         require_tensors(bias=bias)
@@ -123,6 +137,8 @@ def attention_options(
         options["cu_seqlens_k"] = cu_seqlens_k
     if seqused_k is not None:
         options["seqused_k"] = seqused_k
+    if type(dropout_p) is not float:
+        require_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         options["dropout_p"] = dropout_p
         if rng_state is None:
@@ -131,12 +147,15 @@ def attention_options(
         options["rng_state"] = rng_state
     if q_descale is not None:
         require_tensors(q_descale=q_descale)
+        refuse_gradients(q_descale=q_descale)
         options["q_descale"] = q_descale.to(torch.float32)
     if k_descale is not None:
         require_tensors(k_descale=k_descale)
+        refuse_gradients(k_descale=k_descale)
         options["k_descale"] = k_descale.to(torch.float32)
     if v_descale is not None:
         require_tensors(v_descale=v_descale)
+        refuse_gradients(v_descale=v_descale)
         options["v_descale"] = v_descale.to(torch.float32)
     if out_dtype is not None:
         options["out_dtype"] = require_dtype("out_dtype", out_dtype)
@@ -157,6 +176,12 @@ def _with_options(function: _F) -> _F:
     signature = inspect.Signature([*tensors, *options, return_lse])
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
+
+
+def recorded(function: Callable[..., Any], q: Proxy, *tensors: Any, **options: Any) -> Any:
+    """A call as a node of the graph, while torch.fx traces it symbolically: a proxy has neither
+    shape nor dtype, by which `attention_options` prepares options."""
+    return q.tracer.create_proxy("call_function", function, (q, *tensors), options)
 
 
 @overload
@@ -230,14 +255,16 @@ def attention(
         v: values (B, Sk, Hk, Dv); float8_e4m3fn where q is int8. Dv is 1 to 256 and may differ from
             D.
         scale: τ, the factor of the scores, below 2^127 in magnitude, and below 2^127 c with a
-            softcap c; None is 1 / sqrt(D).
+            softcap c; None is 1 / sqrt(D). Numbers may be tensors of one element, which a call
+            waits for on CUDA; they get no gradient, and one that wants it is refused.
         causal: hide the keys after each query. Aligned bottom-right: the last query sees all keys.
         window: (left, right): query i sees keys i + Sk − Sq − left to i + Sk − Sq + right, both
-            included; −1 is unlimited. causal is right = 0.
+            included; −1 is unlimited. causal is right = 0. Any two integers: a tuple, a list, a
+            tensor, a NumPy array.
         softcap: c > 0 bounds the scaled scores to (−c, c) (Gemma 2 report, 2024); 0 does not. At
             least 2^−10 and below 2^127.
         alibi_slopes: (Hq) or (B, Hq): each head's penalty per position of distance (Press et al.,
-            "Train short, test long", 2022). Constants: they get no gradient.
+            "Train short, test long", 2022). Constants: slopes that want a gradient are refused.
         bias: added to the scores. Broadcasts to (B, Hq, Sq, Sk), with any strides; q's dtype,
             float32, or bool: False hides the key, like −inf. Its gradient repeats bit by bit.
         sink: (Hq), float32: a score per head that takes part in the softmax, as of a key that comes
@@ -251,7 +278,7 @@ def attention(
             (`flash_ext.dropout.keep_mask`). None draws them from torch's generator of q's device.
         q_descale: float32, of 8-bit inputs only; None is 1. One number (0-dim or (1,)); (B, Hk): of
             each batch element and key head; or (B, Hq, ⌈Sq / 128⌉): of blocks of 128 queries. Any
-            strides. A constant: it gets no gradient.
+            strides. A constant: one that wants a gradient is refused.
         k_descale: the same, by blocks (B, Hk, ⌈Sk / 128⌉) of 128 keys.
         v_descale: the same, but by channels (B, Hk, Dv) in place of blocks.
         out_dtype: the dtype of out: with 8-bit inputs bfloat16 (None) or float16, otherwise q's.
@@ -276,6 +303,8 @@ def attention(
         ValueError, RuntimeError: an argument is wrong; the message names it, what was expected
             and what was given.
     """
+    if isinstance(q, Proxy):
+        return recorded(attention, q, k, v, return_lse=return_lse, **options)
     # Packed sequences are attention_varlen's: given here, they are not among the options.
     given = attention_options(q, cu_seqlens_q=None, cu_seqlens_k=None, **options)
     out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)
@@ -356,6 +385,9 @@ def attention_varlen(
         out (total_q, Hq, Dv), or with return_lse (out, lse), lse (Hq, total_q). In rows that belong
         to no sequence out = 0, lse = −inf, and gradients are 0.
     """
+    if isinstance(q, Proxy):
+        packed = (k, v, cu_seqlens_q, cu_seqlens_k)
+        return recorded(attention_varlen, q, *packed, return_lse=return_lse, **options)
     given = attention_options(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     out, lse = ops.forward(q, k, v, need_lse=return_lse, **given)
     return (out, lse) if return_lse else out

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import keep_mask, keep_scale
-from .ops.checks import result_dtype, statistics_dtype
+from .ops.checks import Pair, require_pair, result_dtype, statistics_dtype
 from .ops.options import QK_8_BITS
 
 P_FACTOR = 2.0**8
@@ -33,7 +33,7 @@ def attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: Pair = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -87,6 +87,12 @@ def attention(
     S = Q @ K.mT * scale
     if softcap > 0:
         S = softcap * torch.tanh(S / softcap)
+<<<<<<< HEAD
+=======
+    mask = band(seqlen_q, seqlen_k, causal, *require_pair("window", window))
+    tile = (0, seqlen_q, 0, seqlen_k, q.device)
+    hidden = ~mask.visible(*tile)
+>>>>>>> h-dropin
     if alibi_slopes is not None:
         S = S - (alibi_slopes[..., None, None] * diagonals.abs()).to(S.dtype)
     if bias is not None and bias.dtype == torch.bool:

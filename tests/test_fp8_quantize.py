@@ -780,6 +780,46 @@ def test_signs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(fp8._known_signs) <= 3
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("first", ("grad", "vmap", "jacrev"))
+def test_signs_outlive_a_transform(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_known_signs", {})
+    q, k, v = (x[:1, :8] for x in attention_inputs())
+
+    def attend(q: Tensor) -> Tensor:
+        return fp8.attention(q, k, v, return_lse=False).float()
+
+    calls: dict[str, Any] = {
+        "grad": lambda: torch.func.grad(lambda q: attend(q).sum())(q),
+        "vmap": lambda: torch.vmap(attend)(q[None]),
+        "jacrev": lambda: torch.func.jacrev(lambda q: attend(q).sum())(q),
+    }
+    calls[first]()
+    want = attend(q)
+    assert_bitwise_equal(attend(q), want)
+    for again in calls.values():
+        again()
+    for signs in fp8._known_signs.values():
+        assert signs.abs().eq(1).all() and not torch._C._functorch.is_functorch_wrapped_tensor(
+            signs
+        )
+
+
+@pytest.mark.parametrize("zero", ("out", "lse"))
+def test_gradients_that_are_zeros_without_memory(zero: str) -> None:
+    leaves = [x.requires_grad_() for x in attention_inputs()]
+    results = dict(zip(("out", "lse"), fp8.attention(*leaves, return_lse=True), strict=True))
+    found = {}
+    for make_zeros in (torch.zeros, torch._efficientzerotensor):
+        douts = {name: torch.ones_like(x) for name, x in results.items()}
+        douts[zero] = make_zeros(douts[zero].shape, dtype=douts[zero].dtype)
+        found[make_zeros] = torch.autograd.grad(
+            list(results.values()), leaves, list(douts.values()), retain_graph=True
+        )
+    for a, b in zip(*found.values(), strict=True):
+        assert_bitwise_equal(a, b)
+
+
 def test_no_gradient_of_a_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in attention_inputs())
     out = fp8.attention(q, k, v)

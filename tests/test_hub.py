@@ -90,10 +90,13 @@ def test_a_library_without_a_record_is_refused(tmp_path: Path) -> None:
 
 
 LOAD = """
-import sys
+import os, sys
 from pathlib import Path
+
+FA3 = "varunneal/flash-attention-3"
+os.environ["LOCAL_KERNELS"] = f"{FA3}={sys.argv[1]}"
 import torch
-from kernels import get_local_kernel
+from kernels import get_kernel, get_local_kernel
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 hub = Path(sys.argv[1])
@@ -112,6 +115,9 @@ out = kernel.flash_attn_varlen_func(*packed, offsets, offsets, 9, 9, causal=True
 torch.testing.assert_close(out, expected.flatten(0, 1))
 out = kernel.flash_attn_with_kvcache(q[:, -1:], k, v, cache_seqlens=9, causal=True)
 torch.testing.assert_close(out, expected[:, -1:])
+fa3 = get_kernel(FA3, version=1).flash_attn_interface
+assert fa3 is kernel.flash_attn_interface
+torch.testing.assert_close(fa3.flash_attn_func(q, k, v, causal=True), expected)
 print(kernel.__version__)
 """
 

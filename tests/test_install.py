@@ -1,6 +1,7 @@
 """An installation without the CUDA kernels: it is asked for, or says why it is one.
 
-Would catch a wrong CUDA_HOME that passes for "no nvcc", and a reason that only `pip -v` shows.
+Would catch a wrong CUDA_HOME that passes for "no nvcc", a reason that only `pip -v` shows, and a
+Makefile that works only in some folders.
 """
 
 from __future__ import annotations
@@ -223,4 +224,40 @@ def test_a_build_is_for_the_gpus_that_are_there(
 ) -> None:
     """And a wheel for all of them."""
     cuda = SimpleNamespace(device_count=lambda: len(gpus), get_device_capability=gpus.__getitem__)
+<<<<<<< HEAD
     assert of_setup("targets_of")["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets
+=======
+    assert found["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("torch_is_new", (False, True))
+def test_make_works_in_a_path_with_spaces(torch_is_new: bool, tmp_path: Path) -> None:
+    """By the active Python, and by the one that make has installed where its torch is too old."""
+    folder = tmp_path / "a b"
+    environment = folder / ".venv/bin"
+    environment.mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", folder)
+    (folder / ".venv/ready").touch()
+    active = folder / "active python"
+    active.write_text(
+        f'#!/bin/sh\n[ {int(torch_is_new)} = 1 ] || exit 1\nexec {sys.executable!r} "$@"\n'
+    )
+    active.chmod(0o755)
+    installed = environment / "python"
+    installed.write_text(f'#!/bin/sh\nexec {sys.executable!r} "$@"\n')
+    installed.chmod(0o755)
+    script = folder / "distribution/make_hub.py"
+    script.parent.mkdir()
+    script.write_text("import os, sys\nprint(os.getcwd(), sys.argv)")
+    done = subprocess.run(
+        ["make", f"PYTHON={active}", "hub", "ARGS=--check"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    ran, printed = done.stdout.splitlines()
+    assert ran == f'"{active if torch_is_new else installed}" distribution/make_hub.py --check'
+    assert printed == f"{folder} ['distribution/make_hub.py', '--check']"
+>>>>>>> h-dropin

@@ -113,7 +113,7 @@ def test_a_name_is_of_one_type() -> None:
 PYTHON_LAYERS = (
     ("deprecation", "ops", "dropout"),
     ("cpu", "functional"),
-    ("reference", "explanation", "flash_attn", "fp8", "integrations"),
+    ("reference", "explanation", "flash_attn", "flash_attn_interface", "fp8", "integrations"),
     ("__init__", "__main__"),
 )
 

@@ -233,6 +233,25 @@ def test_gradient_of_lse_in_any_layout(variant: str, device: str) -> None:
             assert_bitwise_equal(actual, expected)
 
 
+@pytest.mark.parametrize("zero", ("out", "lse", "both"))
+def test_gradients_that_are_zeros_without_memory(zero: str, variant: str, device: str) -> None:
+    """Autograd's own tensor for zeros, which has strides but no elements."""
+    inputs = make_inputs(Problem(2, 70, 90, 4, 2, 64), device)
+    leaves = (inputs.q, inputs.k, inputs.v)
+    out, lse = flash_ext.attention(*leaves, deterministic=True, variant=variant, return_lse=True)
+
+    def gradients(make_zeros) -> tuple[torch.Tensor, ...]:
+        given = [
+            make_zeros(x.shape, device=device, dtype=x.dtype) if zero in (name, "both") else dx
+            for name, x, dx in (("out", out, inputs.dout), ("lse", lse, inputs.dlse))
+        ]
+        return torch.autograd.grad((out, lse), leaves, given, retain_graph=True)
+
+    of_zeros = gradients(torch.zeros)
+    for actual, expected in zip(gradients(torch._efficientzerotensor), of_zeros, strict=True):
+        assert_bitwise_equal(actual, expected)
+
+
 def test_gradients_of_broadcast_keys_add_up(variant: str, device: str) -> None:
     """k and v expanded over heads in the graph: autograd sums what bwd returns per head."""
     generator = torch.Generator().manual_seed(0)

@@ -28,6 +28,7 @@ from flash_ext.ops.options import ABOUT, FIELDS, TENSOR_OPTIONS, VARIANTS, table
         ("flash_ext.flash_attn", "flash_attn_func"),
         ("flash_ext.flash_attn.bert_padding", "index_first_axis_residual"),
         ("flash_ext.flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
+        ("flash_ext.flash_attn_interface", "flash_attn_combine"),
         ("flash_ext.functional", "attention_varlen"),
         ("flash_ext.integrations.sdpa", "activate"),
         ("flash_ext.ops", "cuda_missing"),

@@ -20,10 +20,14 @@ H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shar
 PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "variants")]
 
 
+def plan_module(name: str, *flags: str) -> ModuleType:
+    flags = (f"-I{NATIVE / 'fake_cuda'}", f"-DMODULE={name}", *flags)
+    return python_module(name, [NATIVE / "plan.cpp", *PLAN], flags)
+
+
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
-    flags = [f"-I{NATIVE / 'fake_cuda'}", "-DFLASH_EXT_SM90A"]
-    return python_module("flash_ext_plan", [NATIVE / "plan.cpp", *PLAN], flags)
+    return plan_module("flash_ext_plan", "-DFLASH_EXT_SM90A")
 
 
 def problem(native: ModuleType, **fields: object) -> object:
@@ -390,6 +394,17 @@ def test_fa2_stands_in_for_fa3(fields: dict[str, object], why: str, native: Modu
     variant, reason = p.choose_backward("fa3")
     assert variant == "fa2" and reason == f"variant 'fa3' {why}".replace("of 128", "of 64")
     assert p.choose_backward("fa2") == ("fa2", "")
+
+
+@pytest.mark.parametrize("fp8", (False, True))
+def test_a_build_without_fa3_says_first_what_no_build_changes(fp8: bool) -> None:
+    p = problem(plan_module("plan_without_fa3"), seqlen_q=100, seqlen_k=100, fp8=fp8)
+    for gpu, why in (
+        (H200, "was not built: add 90a to FLASH_EXT_CUDA_ARCHS"),
+        (A100, "needs a Hopper GPU (compute capability 9.0), this one has 8.0"),
+    ):
+        p.gpu = gpu
+        assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why}")
 
 
 @pytest.mark.parametrize(("batch", "fits"), [(999, True), (1000, False)])

@@ -35,13 +35,13 @@ void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes
 
 // The only GPUs with attention in FP8.
 void check_hopper(const Tensor& x) {
-#ifndef FLASH_EXT_SM90A
-    fail("quantization to FP8 was not built: add 90a to FLASH_EXT_CUDA_ARCHS");
-#endif
     const Device& device = device_of(x);
     if (device.major != 9)
         refuse("the GPU", "a Hopper GPU (compute capability 9.0), as for attention in FP8",
                std::to_string(device.major) + "." + std::to_string(device.minor));
+#ifndef FLASH_EXT_SM90A
+    fail("quantization to FP8 was not built: add 90a to FLASH_EXT_CUDA_ARCHS");
+#endif
 }
 
 // Everything of the params but the results.

@@ -187,14 +187,14 @@ cudaError_t run_fa2_backward(const BackwardParams& params, cudaStream_t stream) 
 constexpr double kMaxFa3Softcap = 2048;
 
 std::string fa3_unsupported_reason(const Call& call, Pass pass) {
+    if (call.device.major != 9)
+        return "needs a Hopper GPU (compute capability 9.0), this one has " +
+               std::to_string(call.device.major) + "." + std::to_string(call.device.minor);
 #ifndef FLASH_EXT_SM90A
     return "was not built: add 90a to FLASH_EXT_CUDA_ARCHS";
 #endif
     const Sizes& sizes = call.sizes;
     const bool backward = pass == Pass::kBackward;
-    if (call.device.major != 9)
-        return "needs a Hopper GPU (compute capability 9.0), this one has " +
-               std::to_string(call.device.major) + "." + std::to_string(call.device.minor);
     if (call.has_8_bits() && backward) return "has no backward for 8-bit inputs";
     if (call.has_dropout) return "has no dropout";
     if (call.has_bias) return "has no bias";

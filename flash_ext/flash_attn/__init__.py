@@ -6,11 +6,12 @@
 Shapes, dtypes and options are those of `flash_ext.attention` and `flash_ext.attention_varlen`, with
 flash-attn's names for them:
 
-    softmax_scale: the factor of the scores; None is 1 / sqrt(D).
+    softmax_scale: the factor of the scores; None is 1 / sqrt(D). A tensor that requires a gradient
+        is refused, for this as for other numbers and for alibi_slopes: flash-attn loses it.
     causal: aligned bottom-right, as everywhere in flash_ext.
-    window_size: (left, right), both included; below 0 is unlimited, and so is a side of at least Sk
-        (max_seqlen_k of packed sequences, the length of a cache). So where Sq > Sk the right side
-        may reach further than its number says.
+    window_size: (left, right), any two integers, both included; below 0 is unlimited, and so is a
+        side of at least Sk (max_seqlen_k of packed sequences, the length of a cache). So where
+        Sq > Sk the right side may reach further than its number says.
     softcap: 0 or less is none.
     alibi_slopes: (Hq) or (B, Hq).
     dropout_p: the masks come from torch's generator, but differ from flash-attn's.
@@ -28,8 +29,10 @@ cache nor inputs that are all float16 or all bfloat16. It casts others, which fl
 What is not supported raises NotImplementedError before anything runs; wrong arguments raise
 ValueError or RuntimeError.
 
-`flash_attn_interface` also has flash-attn's `_flash_attn_forward`, `_flash_attn_backward` and their
-varlen forms, below autograd, as ring-flash-attn calls them: `flash_ext.flash_attn.low_level`.
+`flash_ext.flash_attn_interface` has FlashAttention-3's functions.
+`flash_ext.flash_attn.flash_attn_interface` also has flash-attn's `_flash_attn_forward`,
+`_flash_attn_backward` and their varlen forms, below autograd, as ring-flash-attn calls them:
+`flash_ext.flash_attn.low_level`.
 
 `__version__` is that of the flash-attn with these names, for code that checks it.
 """

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.checks import require_pair, require_tensors
+from ..functional import attention, attention_varlen
+from ..ops.checks import Pair, require_number, require_pair, require_tensors
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -26,22 +27,56 @@ def refuse_given(**unsupported: object) -> None:
             raise NotImplementedError(f"flash_ext: {name} is not supported: it must be None")
 
 
+def unpack(name: str, x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
+    """The q, k and v, or k and v, that are stacked along a dimension."""
+    require_tensors(**{name: x})
+    if x.dim() != dim + 3 or x.shape[dim] != parts:
+        before = "batch, seqlen" if dim == 2 else "total"
+        wanted = f"of shape ({before}, {parts}, heads, head_dim)"
+        raise ValueError(f"flash_ext: {name} must be {wanted}, got {tuple(x.shape)}")
+    return x.unbind(dim)
+
+
+def _one_half_type(*tensors: Tensor) -> bool:
+    """Whether all are float16, or all bfloat16."""
+    return {x.dtype for x in tensors} in ({torch.float16}, {torch.bfloat16})
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+    return_lse: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    """`flash_ext.attention`, or with cu_seqlens `attention_varlen`, with flash-attn's rules for
+    columns that are not contiguous and for autocast."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    with no_autocast(q) if ops.autocasts(q) and _one_half_type(q, k, v) else AS_IT_IS:
+        if cu_seqlens is None:
+            return attention(q, k, v, return_lse=return_lse, **options)
+        return attention_varlen(q, k, v, *cu_seqlens, return_lse=return_lse, **options)
+
+
 def options_of(
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int, int],
+    window_size: Pair,
     softcap: float,
     alibi_slopes: Tensor | None,
     seqlen_k: int | None,
 ) -> dict[str, Any]:
     """The options of flash_ext. A side of the window of at least seqlen_k is unlimited."""
-    if window_size != (-1, -1):
+    if type(window_size) is not tuple or window_size != (-1, -1):
         left, right = require_pair("window_size", window_size)
         if left < 0 or (seqlen_k is not None and left >= seqlen_k):
             left = -1
         if right < 0 or (seqlen_k is not None and right >= seqlen_k):
             right = -1
         window_size = left, right
+    require_number("softmax_scale", softmax_scale)
+    require_number("softcap", softcap)
     return {
         "scale": softmax_scale,
         "causal": causal,

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import node
-from .options import QK_8_BITS, TENSOR_OPTIONS
+from .checks import refuse_gradients
+from .options import CONSTANTS, QK_8_BITS, TENSOR_OPTIONS
 from .schemas import bwd, fwd, library
 from .torch_private import (
     any_requires_grad,
@@ -23,6 +24,7 @@ from .torch_private import (
     below_autograd,
     entry,
     in_dual_level,
+    is_zero_tensor,
     recorder,
     register_autograd_kernel,
 )
@@ -36,6 +38,21 @@ def refuse_tangents(ctx: Any, *tangents: Any) -> NoReturn:
         "flash_ext: forward-mode derivatives (jvp, jacfwd, hessian) are not supported; "
         "flash_ext.reference.attention has them"
     )
+
+
+def _is_zero(x: Tensor) -> bool:
+    return not is_compiling() and is_zero_tensor(x)
+
+
+def as_kernels_take(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of out and lse that autograd passes, with memory and contiguous rows."""
+    if dout is None or _is_zero(dout):
+        dout = torch.zeros_like(out)
+    elif dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    return dout, None if dlse is None or _is_zero(dlse) else dlse.contiguous()
 
 
 # In the order of the node of node.py: checkpointing may recompute one in place of the other.
@@ -80,12 +97,7 @@ class _Forward(torch.autograd.Function):
         if saved:
             *_, need_dbias, need_dsink = ctx.needs_input_grad
             options = options | saved | {"need_dbias": need_dbias}
-        if dout is None:
-            dout = torch.zeros_like(out)
-        elif dout.stride(-1) != 1:
-            dout = dout.contiguous()
-        if dlse is not None:
-            dlse = dlse.contiguous()
+        dout, dlse = as_kernels_take(dout, dlse, out)
         if torch.is_grad_enabled() or is_compiling():
             dq, dk, dv, dbias, dsink = bwd(dout, dlse, q, k, v, out, lse, **options)
         else:
@@ -96,9 +108,10 @@ class _Forward(torch.autograd.Function):
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Callable[..., Any], options: dict[str, Any], *tensors: Any) -> Any:
+    def forward(ctx: Any, call: Callable[[], Any], *tensors: Any) -> Any:
+        """tensors: what the call of an op reads, for autograd to see."""
         with below_autograd():
-            return op(*tensors, **options)
+            return call()
 
     jvp = staticmethod(refuse_tangents)
 
@@ -127,8 +140,17 @@ def register_subclasses(*tensors: Tensor) -> None:
 def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """The Autograd kernel of fwd."""
     if type(q) is not Tensor:
+<<<<<<< HEAD
         register_subclasses(q)
     bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
+=======
+        meet(q)
+    bias = sink = None
+    if options:
+        bias, sink = options.get("bias"), options.get("sink")
+        if not CONSTANTS.isdisjoint(options):
+            refuse_gradients(**{name: options.get(name) for name in CONSTANTS})
+>>>>>>> h-dropin
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
     if needs_grad or in_dual_level():  # tangents are refused
         if needs_grad and q.dtype in QK_8_BITS:
@@ -139,8 +161,9 @@ def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 
 def _bwd_autograd(*tensors: Any, **options: Any) -> Any:
-    if (torch.is_grad_enabled() and any_requires_grad(*tensors)) or in_dual_level():
-        return _record_backward(_bwd, options, *tensors)
+    every = (*tensors, *(x for x in options.values() if isinstance(x, Tensor)))
+    if (torch.is_grad_enabled() and any_requires_grad(*every)) or in_dual_level():
+        return _record_backward(lambda: _bwd(*tensors, **options), *every)
     with below_autograd():
         return _bwd(*tensors, **options)
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from .options import QK_8_BITS
+from .torch_private import in_dual_level
+
+Pair = Sequence[int] | Tensor
+"""Two integers, for type checkers; `require_pair` takes NumPy arrays too."""
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,7 +49,7 @@ def require_tensors(**arguments: Any) -> None:
             if x.is_nested:
                 hint = "a jagged one's values() and offsets() are for attention_varlen"
                 refuse(name, f"a dense tensor ({hint})", "a nested tensor")
-        elif not hasattr(x, "__torch_function__"):  # which the proxies of torch.fx have
+        else:
             refuse(name, "a tensor", None if x is None else f"a value of type {type(x).__name__}")
 
 
@@ -52,16 +60,49 @@ def require_dtype(argument: str, dtype: Any) -> torch.dtype:
     return dtype
 
 
-def require_pair(argument: str, window: Any) -> tuple[int, int]:
-    """The two sides of a window.
+def refuse_gradients(**constants: Any) -> None:
+    """Refuse tensors that want a gradient where there is none: it would be lost in silence."""
+    for name, x in constants.items():
+        if not isinstance(x, Tensor):
+            continue
+        wants = x.requires_grad and torch.is_grad_enabled()
+        if not wants and not is_compiling() and in_dual_level():
+            wants = forward_ad.unpack_dual(x).tangent is not None
+        if wants:
+            wanted = "a constant, since it gets no gradient (detach it)"
+            refuse(name, wanted, "a tensor that requires one")
+
+
+def require_number(name: str, x: Any) -> None:
+    """Refuse a tensor of several elements for a number, and one that wants a gradient."""
+    if isinstance(x, Tensor):
+        refuse_gradients(**{name: x})
+        if x.numel() != 1:
+            refuse(name, "a number", f"a tensor of shape {tuple(x.shape)}")
+
+
+def require_pair(argument: str, window: Pair) -> tuple[int, int]:
+    """The two sides of a window: integers of any kind in a sequence, a tensor or a NumPy array.
+
+    A tensor on a GPU is waited for.
 
     Raises:
-        ValueError: it is not a pair.
+        ValueError: it is not a pair of integers.
     """
-    if not isinstance(window, tuple | list) or len(window) != 2 or None in window:
+    try:
+        if isinstance(window, Tensor):
+            left, right = window.tolist()
+        elif isinstance(window, Sequence) or hasattr(window, "__array__"):
+            left, right = window
+        else:
+            raise TypeError
+        return _integer(left), _integer(right)
+    except (TypeError, ValueError):
         refuse(argument, "a pair of ints (left, right), -1 for unlimited", repr(window))
-    left, right = window
-    return left, right
+
+
+def _integer(x: Any) -> Any:
+    return x if isinstance(x, int | torch.SymInt) else operator.index(x)
 
 
 def require_device(argument: str, tensor: Tensor, q: Tensor) -> None:

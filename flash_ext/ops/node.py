@@ -70,7 +70,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
         return any_requires_grad(q, k, v)
     for name in TENSOR_OPTIONS & options.keys():
         x = options[name]
-        if type(x) is not Tensor or not x.is_cuda or (x.requires_grad and name != "bias"):
+        if type(x) is not Tensor or not x.is_cuda:
             return False
     return any_requires_grad(q, k, v, options.get("bias"))
 
@@ -104,7 +104,7 @@ def _bwd_fake(dout: Tensor, *tensors: Any, **options: Any) -> Any:
 
 
 def define(library: Library, record: Callable[..., Any]) -> None:
-    """Define the ops above. `record` calls an op with arguments, and records the refusing node."""
+    """Define the ops above. `record` makes a call, and records the refusing node of its tensors."""
     library.define(f"node_options_CUDA({schema_options()}) -> float")
     arguments = _BACKWARD_SCHEMA.partition("(")[2]
     for name in ("node_bwd", "node_bwd_recorded"):
@@ -113,7 +113,7 @@ def define(library: Library, record: Callable[..., Any]) -> None:
     library.impl("node_bwd", fallthrough_kernel, "Autograd")
     library.impl(
         "node_bwd_recorded",
-        lambda *tensors, **options: record(entry(below), options, *tensors),
+        lambda *tensors, **options: record(lambda: entry(below)(*tensors, **options), *tensors),
         "CompositeImplicitAutograd",
     )
     register_fake("flash_ext::node_bwd", _bwd_fake, lib=library)

@@ -178,6 +178,9 @@ ABOUT: dict[str, About] = {name: x.metadata["about"] for name, x in FIELDS.items
 TENSOR_OPTIONS = frozenset(name for name, x in FIELDS.items() if "Tensor" in str(x.type))
 """The names of those that are tensors."""
 
+CONSTANTS = frozenset(("alibi_slopes", "q_descale", "k_descale", "v_descale"))
+"""Those of floating dtype that get no gradient."""
+
 
 def dim_of(name: str, dims: int, what: str) -> int | None:
     """Which dimension of an option, a tensor with `dims` dimensions, is "batch" or "heads"."""

@@ -79,6 +79,10 @@ is_fake: Callable[[Tensor], bool] = _find("torch._subclasses.fake_tensor.is_fake
 """Whether a tensor is a compiler's, without values."""
 
 
+is_zero_tensor: Callable[[Tensor], bool] = _find("torch.Tensor._is_zerotensor") or (lambda x: False)
+"""Whether a tensor is autograd's for zeros, which has no memory. Unknown, our kernels refuse it."""
+
+
 # --- Ops ---
 
 

@@ -312,16 +312,16 @@ struct Problem {
 }  // namespace
 }  // namespace flash_ext
 
-PYBIND11_MODULE(flash_ext_plan, m) {
+PYBIND11_MODULE(MODULE, m) {
     using flash_ext::Planned;
     using flash_ext::Problem;
-    py::class_<Planned>(m, "Planned")
+    py::class_<Planned>(m, "Planned", py::module_local())
         .def_readonly("regions", &Planned::regions)
         .def_readonly("bytes", &Planned::bytes)
         .def_readonly("launches", &Planned::launches)
         .def_readonly("num_splits", &Planned::num_splits)
         .def_readonly("pack_gqa_log2", &Planned::pack_gqa_log2);
-    py::class_<Problem>(m, "Problem")
+    py::class_<Problem>(m, "Problem", py::module_local())
         .def(py::init<>())
         .def_readwrite("gpu", &Problem::gpu)
         .def_readwrite("batch", &Problem::batch)

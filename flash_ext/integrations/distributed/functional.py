@@ -307,9 +307,10 @@ def attention(
         deterministic=deterministic,
         variant=variant,
     )
+    window = require_pair("window", window)
     groups = groups_of(group)
     documents = on_host(cu_seqlens)
-    mask = Mask.of(causal, require_pair("window", window), documents)
+    mask = Mask.of(causal, window, documents)
     named = "seqlen"
     if seqlen is None:
         named = "seqlen (which must be given where ranks have unequal numbers of rows)"
@@ -321,7 +322,7 @@ def attention(
         "method": method,
         "transport": transport,
         "causal": causal,
-        "window": tuple(window),
+        "window": window,
         "cu_seqlens": documents,
     }
     agree(

@@ -1,0 +1,316 @@
+"""The names and signatures of FlashAttention-3's module `flash_attn_interface`.
+
+    from flash_ext.flash_attn_interface import flash_attn_func  # was: from flash_attn_interface
+
+(`flash_ext.flash_attn.flash_attn_interface` is flash-attn 2's module of this name.) The functions
+run whichever variant is fastest, as `flash_ext.attention` does, so on other GPUs and on CPUs too.
+Shapes, dtypes and options are those of `flash_ext.attention` and `flash_ext.attention_varlen`, with
+FlashAttention-3's names:
+
+    softmax_scale: the factor of the scores; None is 1 / sqrt(D).
+    causal: aligned bottom-right, as everywhere in flash_ext.
+    window_size: (left, right), any two integers, both included; below 0 is unlimited, and so is a
+        side that reaches every key. (flash-attn 2 takes a side of at least Sk as unlimited, which
+        shows more keys where Sq > Sk.)
+    softcap: 0 or less is none.
+    q_descale, k_descale, v_descale: float32 (B, Hk), of inputs in float8_e4m3fn, whose out is
+        bfloat16; or finer, as `flash_ext.attention` has them. FP8 is forward only.
+    deterministic: False follows `torch.are_deterministic_algorithms_enabled()`.
+    num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q, max_seqlen_k: have no effect
+        on the result. flash_ext plans each call itself, and uses all SMs.
+    return_attn_probs: return (out, softmax_lse) instead of out, which older FlashAttention-3 always
+        did. softmax_lse is float32, (B, Hq, Sq), or (Hq, total_q) of packed sequences; −inf where a
+        query sees no key. Here it is differentiable.
+    qv, attention_chunk: not supported: they must be None and 0.
+
+A last dimension that is not contiguous is copied, and autocast casts neither a cache nor inputs
+that are all float16 or all bfloat16. What is not supported raises NotImplementedError before
+anything runs; wrong arguments raise ValueError or RuntimeError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .flash_attn.cache import attend_to_cache, check_cache
+from .flash_attn.shared import attend, refuse_given, unpack
+from .ops.checks import (
+    Pair,
+    refuse,
+    refuse_gradients,
+    require_number,
+    require_pair,
+    require_tensors,
+)
+from .ops.sum_rows import MOST_PARTS
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
+
+_Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _options_of(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Pair,
+    attention_chunk: int,
+    softcap: float,
+    descales: _Descales,
+    seqlen_q: int | None,
+    seqlen_k: int | None,
+) -> dict[str, Any]:
+    """The options of flash_ext. A side of the window that reaches every key is unlimited."""
+    if attention_chunk != 0:
+        raise NotImplementedError("flash_ext: attention_chunk is not supported: it must be 0")
+    if type(window_size) is not tuple or window_size != (-1, -1):
+        left, right = require_pair("window_size", window_size)
+        if left < 0 or (seqlen_k is not None and left >= seqlen_k - 1):
+            left = -1
+        if right < 0 or (seqlen_q is not None and right >= seqlen_q - 1):
+            right = -1
+        window_size = left, right
+    require_number("softmax_scale", softmax_scale)
+    require_number("softcap", softcap)
+    q_descale, k_descale, v_descale = descales
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window_size,
+        "softcap": 0.0 if softcap < 0 else softcap,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Pair = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q (B, Sq, Hq, D) to k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): (B, Sq, Hq, Dv).
+
+    Differentiable in q, k and v. The options are those of `flash_ext.flash_attn_interface`.
+    """
+    refuse_given(qv=qv)
+    if not (type(q) is type(k) is type(v) is Tensor):
+        require_tensors(q=q, k=k, v=v)
+    options = _options_of(
+        softmax_scale, causal, window_size, attention_chunk, softcap,
+        (q_descale, k_descale, v_descale), q.shape[1], k.shape[1],
+    )  # fmt: skip
+    options["deterministic"] = deterministic or None
+    return attend(q, k, v, None, return_attn_probs, options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Pair = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (B, S, 3, H, D); or (B, S, Hq + 2 Hk, D), heads of q, of k and of v in this order.
+        num_heads_q: Hq, of the second form.
+    """
+    require_tensors(qkv=qkv)
+    if qkv.dim() != 4:
+        q, k, v = unpack("qkv", qkv, 3, dim=2)
+    else:
+        heads = qkv.shape[2] - (num_heads_q or 0)
+        if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or heads % 2 != 0:
+            wanted = f"given with qkv of 4 dimensions, {qkv.shape[2]} less an even number"
+            refuse("num_heads_q", wanted, num_heads_q)
+        q, k, v = qkv.split([num_heads_q, heads // 2, heads // 2], dim=2)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Pair = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of packed sequences: q (total_q, Hq, D), out (total_q, Hq, Dv).
+
+    Args:
+        k, v: (total_k, Hk, D) and (total_k, Hk, Dv).
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1), the bounds of the sequences.
+        max_seqlen_q, max_seqlen_k: only window_size is compared with them.
+        seqused_q: not supported.
+        seqused_k: int32 (B): how many of its keys a sequence uses, its first ones.
+    """
+    refuse_given(qv=qv, seqused_q=seqused_q)
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    options = _options_of(
+        softmax_scale, causal, window_size, attention_chunk, softcap,
+        (q_descale, k_descale, v_descale), max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    options |= {"deterministic": deterministic or None, "seqused_k": seqused_k}
+    return attend(q, k, v, (cu_seqlens_q, cu_seqlens_k), return_attn_probs, options)
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of q (B, Sq, Hq, D) to a cache, into which k and v are written first. No gradients.
+
+    k_cache, v_cache, k, v and cache_seqlens are those of
+    `flash_ext.flash_attn.flash_attn_with_kvcache`. qv, the rotary embeddings, cache_batch_idx,
+    cache_leftpad, page_table, cu_seqlens_q and cu_seqlens_k_new are not supported.
+
+    Returns:
+        out (B, Sq, Hq, Dv). With return_softmax_lse (out, softmax_lse, out_accum,
+        softmax_lse_accum), softmax_lse (B, Hq, Sq); the last two, FlashAttention-3's results of
+        splits, are always of shape (0,).
+
+    Raises:
+        NotImplementedError: an argument that is not supported is given.
+        ValueError, RuntimeError: an argument is wrong.
+    """
+    refuse_given(
+        qv=qv,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+    )
+    check_cache(q, k_cache, v_cache, k, v)
+    options = _options_of(
+        softmax_scale, causal, window_size, attention_chunk, softcap,
+        (q_descale, k_descale, v_descale), q.shape[1], k_cache.shape[1],
+    )  # fmt: skip
+    out, lse, _ = attend_to_cache(q, k_cache, v_cache, k, v, cache_seqlens, options)
+    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to all keys, from that to some keys each. No gradients.
+
+    Args:
+        out_partial: (splits, B, S, H, D), float32, contiguous in its last dimension. What a row
+            without a key has (lse_partial = −inf) is not looked at.
+        lse_partial: (splits, B, S, H), float32.
+        out: (B, S, H, D), contiguous in its last dimension: written and returned. None makes one.
+        out_dtype: float32, float16 or bfloat16; None is out's, or without it float32.
+
+    Returns:
+        out (B, S, H, D) and lse (B, S, H), float32; 0 and −inf in rows without any key.
+    """
+    require_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    refuse_gradients(out_partial=out_partial, lse_partial=lse_partial)
+    if out_partial.dim() != 5 or out_partial.shape[0] == 0:
+        refuse("out_partial", "of shape (splits, batch, seqlen, heads, head_dim)",
+               tuple(out_partial.shape))  # fmt: skip
+    if lse_partial.shape != out_partial.shape[:4]:
+        refuse("lse_partial", f"of shape {tuple(out_partial.shape[:4])}", tuple(lse_partial.shape))
+    if out is None:
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
+    elif out_dtype is not None and out.dtype != out_dtype:
+        refuse("out", f"of the dtype out_dtype, {out_dtype}", out.dtype)
+    parts, lses = [*out_partial], [*lse_partial.transpose(2, 3).contiguous()]
+    lse, more = torch.empty_like(lses[0]), MOST_PARTS - 1
+    total = out if len(parts) <= more else torch.empty_like(parts[0])
+    before: tuple[list[Tensor], list[Tensor]] = [], []
+    for i in range(0, len(parts), more):
+        o, of_o = [*before[0], *parts[i : i + more]], [*before[1], *lses[i : i + more]]
+        last = i + more >= len(parts)
+        ops.combine_parts(out if last else total, lse, o, of_o, [0] * len(o))
+        before = [total], [lse]
+    return out, lse.transpose(1, 2)
