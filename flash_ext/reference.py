@@ -75,6 +75,7 @@ def attention(
     seqlen_k, group = k.shape[1], heads // k.shape[2]
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
+    window = require_pair("window", window)
     diagonals, hidden = _mask(seqlen_q, seqlen_k, seqused_k, causal, window, q.device)
     if seqused_k is not None:  # in rows that are not in use there may be anything
         unused = torch.arange(seqlen_k, device=q.device) >= seqused_k[:, None]
@@ -87,12 +88,6 @@ def attention(
     S = Q @ K.mT * scale
     if softcap > 0:
         S = softcap * torch.tanh(S / softcap)
-<<<<<<< HEAD
-=======
-    mask = band(seqlen_q, seqlen_k, causal, *require_pair("window", window))
-    tile = (0, seqlen_q, 0, seqlen_k, q.device)
-    hidden = ~mask.visible(*tile)
->>>>>>> h-dropin
     if alibi_slopes is not None:
         S = S - (alibi_slopes[..., None, None] * diagonals.abs()).to(S.dtype)
     if bias is not None and bias.dtype == torch.bool:

@@ -224,10 +224,7 @@ def test_a_build_is_for_the_gpus_that_are_there(
 ) -> None:
     """And a wheel for all of them."""
     cuda = SimpleNamespace(device_count=lambda: len(gpus), get_device_capability=gpus.__getitem__)
-<<<<<<< HEAD
     assert of_setup("targets_of")["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets
-=======
-    assert found["targets_of"](SimpleNamespace(cuda=cuda), portable) == targets
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -260,4 +257,3 @@ def test_make_works_in_a_path_with_spaces(torch_is_new: bool, tmp_path: Path) ->
     ran, printed = done.stdout.splitlines()
     assert ran == f'"{active if torch_is_new else installed}" distribution/make_hub.py --check'
     assert printed == f"{folder} ['distribution/make_hub.py', '--check']"
->>>>>>> h-dropin

@@ -259,7 +259,8 @@ def test_workspaces_of_sequences_do_not_overlap(
     begins = []
     for head in range(heads):
         rows, count = batch.workspace(head)
-        begins += [(row, row + -(-n // group) * group) for row, n in zip(rows, lengths, strict=True)]
+        ends = [row + -(-n // group) * group for row, n in zip(rows, lengths, strict=True)]
+        begins += zip(rows, ends, strict=True)
     assert all(row % group == 0 for row, _ in begins)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(begins))
     assert begins[-1][1] <= count

@@ -140,17 +140,12 @@ def register_subclasses(*tensors: Tensor) -> None:
 def fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """The Autograd kernel of fwd."""
     if type(q) is not Tensor:
-<<<<<<< HEAD
         register_subclasses(q)
-    bias, sink = (options.get("bias"), options.get("sink")) if options else (None, None)
-=======
-        meet(q)
     bias = sink = None
     if options:
         bias, sink = options.get("bias"), options.get("sink")
         if not CONSTANTS.isdisjoint(options):
             refuse_gradients(**{name: options.get(name) for name in CONSTANTS})
->>>>>>> h-dropin
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, bias, sink)
     if needs_grad or in_dual_level():  # tangents are refused
         if needs_grad and q.dtype in QK_8_BITS:
