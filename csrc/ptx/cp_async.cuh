@@ -1,4 +1,4 @@
-// cp.async: 16-byte copies from global to shared memory that bypass the registers. PTX ISA, "Data
+// cp.async: copies from global to shared memory that bypass the registers. PTX ISA, "Data
 // movement and conversion instructions: cp.async".
 #pragma once
 
@@ -11,6 +11,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
     const int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
                  "l"(global), "r"(bytes)
+                 : "memory");
+}
+
+// The same with 8 bytes.
+__device__ __forceinline__ void cp_async_8(uint32_t shared, const void* global, bool valid) {
+    const int bytes = valid ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
+                 "r"(bytes)
                  : "memory");
 }
 

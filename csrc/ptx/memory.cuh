@@ -5,17 +5,14 @@
 
 namespace flash_ext::ptx {
 
-// *p += v for four consecutive floats (16-byte aligned), without returning the old values.
-__device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
+// *p += v for two consecutive floats (8-byte aligned), without returning the old values.
+__device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x),
-                 "f"(y), "f"(z), "f"(w)
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y)
                  : "memory");
 #else
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(y) : "memory");
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 2), "f"(z) : "memory");
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 3), "f"(w) : "memory");
 #endif
 }
 

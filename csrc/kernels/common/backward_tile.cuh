@@ -85,8 +85,7 @@ struct BackwardConfig {
     static constexpr int kSharedBytes = sizeof(SharedStorage);
 
     // dQ is computed in slices of columns where a warp's columns do not fit in registers together
-    // with dK and dV. A tile of dq_accum is in fragment order, 8 queries after another, so that it
-    // ends with its last query: [8 queries][warp_n][slice][16 columns][lane][2 x 2].
+    // with dK and dV.
     static constexpr int kDQSlices = kTuning.dq_slices;
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
 
@@ -95,37 +94,41 @@ struct BackwardConfig {
     static_assert(kHeadDim % (16 * kWarpsN * kDQSlices) == 0 && kBlockQ % (16 * kWarpsD) == 0);
 };
 
-// A warp's part of a slice of a Q tile in dq_accum.
+// A warp's part of a slice of a Q tile in dq_accum. Queries lie there in blocks of 8, so that the
+// tile ends with its last query, and in fragment order: [warp_n][slice][8 columns][lane][2].
 template <class Config>
 struct DQAccum {
     using DQ = typename Config::DQ;
 
-    float* first;  // this lane's first four floats
-    int rows;      // of the warp's, that are stored
+    float* first;    // this lane's first two floats
+    int last_block;  // of 8 queries that is stored, counted from the warp's first
 
     __device__ __forceinline__ DQAccum(const BackwardParams& params, const Sequence& sequence,
                                        int head, int q_tile, int slice) {
-        const int thread = ptx::not_hoisted(threadIdx.x);  // registers are short over the loop
+        // At d 64 no register is left for it over the loop.
+        const int thread = Config::kHeadDim == 64 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
         const int query = q_tile * Config::kBlockQ + warp / Config::kWarpsN * DQ::kRows;
         first = params.dq_accum + workspace_row(params, sequence, head, query) * Config::kHeadDim +
                 (warp % Config::kWarpsN * Config::kDQSlices + slice) * (DQ::kCols * 8) +
-                thread % 32 * 4;
-        rows = sequence.seqlen_q - query;
+                thread % 32 * 2;
+        last_block = ceil_div(sequence.seqlen_q - query, 8) - 1;
     }
 
-    // visit(m, i, n, this lane's four floats of row block (m, i) and column blocks n and n + 1): of
-    // rdQ.v[m] the elements [n][2 i], [n][2 i + 1], [n + 1][2 i], [n + 1][2 i + 1].
+    // visit(m, i, n, two floats, are they stored?), for rdQ.v[m][n][2 * i] and the next one.
+    // Otherwise the two are those of the last block: zeros may be added to them.
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
 #pragma unroll
         for (int m = 0; m < DQ::kM; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                if (16 * m + 8 * i < rows)
+            for (int i = 0; i < 2; ++i) {
+                const int block = min_of(2 * m + i, last_block);
+                float* floats = first + block * 8 * Config::kHeadDim;
 #pragma unroll
-                    for (int n = 0; n < DQ::kN; n += 2)
-                        visit(m, i, n, first + (2 * m + i) * 8 * Config::kHeadDim + n * 64);
+                for (int n = 0; n < DQ::kN; ++n)
+                    visit(m, i, n, floats + n * 64, block == 2 * m + i);
+            }
     }
 };
 
@@ -438,12 +441,11 @@ __global__ void __launch_bounds__(Config::kThreads)
         DQ rdQ;
         rdQ.clear();
         DQAccum<Config>(params, sequence, head, q_tile, slice)
-            .for_each([&](int m, int i, int n, const float* accum) {
-                const float4 x = *reinterpret_cast<const float4*>(accum);
+            .for_each([&](int m, int i, int n, const float* accum, bool stored) {
+                if (!stored) return;
+                const float2 x = *reinterpret_cast<const float2*>(accum);
                 rdQ.v[m][n][2 * i] = x.x;
                 rdQ.v[m][n][2 * i + 1] = x.y;
-                rdQ.v[m][n + 1][2 * i] = x.z;
-                rdQ.v[m][n + 1][2 * i + 1] = x.w;
             });
         rdQ.scale(params.gradient_scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(

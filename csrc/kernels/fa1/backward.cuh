@@ -42,11 +42,11 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
     load_statistics<Config>(cta, walk);
 }
 
-// Where four floats of this lane's old dQ_i are in shared memory.
+// Where two floats of this lane's old dQ_i are in shared memory.
 template <class Config>
-__device__ __forceinline__ float4* old_dq(int m, int i, int n) {
-    return reinterpret_cast<float4*>(dynamic_shared() + Config::kOldDQ) +
-           (m * Config::DQ::kN + i + n) * Config::kThreads + threadIdx.x;
+__device__ __forceinline__ float2* old_dq(int m, int i, int n) {
+    return reinterpret_cast<float2*>(dynamic_shared() + Config::kOldDQ) +
+           ((m * 2 + i) * Config::DQ::kN + n) * Config::kThreads + threadIdx.x;
 }
 
 // Fetches this lane's fragments of the old dQ_i, which no other lane uses, during the matmuls.
@@ -54,8 +54,8 @@ __device__ __forceinline__ float4* old_dq(int m, int i, int n) {
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
     DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0)
-        .for_each([&](int m, int i, int n, const float* accum) {
-            ptx::cp_async_16(ptx::shared_address(old_dq<Config>(m, i, n)), accum, true);
+        .for_each([&](int m, int i, int n, const float* accum, bool stored) {
+            ptx::cp_async_8(ptx::shared_address(old_dq<Config>(m, i, n)), accum, stored);
         });
     ptx::cp_async_commit();
 }
@@ -66,12 +66,12 @@ __device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const
                                           const typename Config::DQ& rdQ, int slice) {
     if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
     DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), slice)
-        .for_each([&](int m, int i, int n, float* accum) {
-            auto* target = reinterpret_cast<float4*>(accum);
+        .for_each([&](int m, int i, int n, float* accum, bool stored) {
+            if (!stored) return;
+            auto* target = reinterpret_cast<float2*>(accum);
             const float* x = &rdQ.v[m][n][2 * i];
-            const float* y = &rdQ.v[m][n + 1][2 * i];
-            const float4 old = Config::kFetchesDQ ? *old_dq<Config>(m, i, n) : *target;
-            *target = make_float4(old.x + x[0], old.y + x[1], old.z + y[0], old.w + y[1]);
+            const float2 old = Config::kFetchesDQ ? *old_dq<Config>(m, i, n) : *target;
+            *target = make_float2(old.x + x[0], old.y + x[1]);
         });
 }
 

@@ -145,10 +145,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
             DQAccum<Config>(params, cta.sequence, walk.head, walk.q_tile(), slice)
-                .for_each([&](int m, int i, int n, float* accum) {
-                    const float* x = &rdQ.v[m][n][2 * i];
-                    const float* y = &rdQ.v[m][n + 1][2 * i];
-                    ptx::red_add_v4(accum, x[0], x[1], y[0], y[1]);
+                .for_each([&](int m, int i, int n, float* accum, bool) {
+                    // dQ is zero past the end of the sequence. A branch or a predicate would keep
+                    // all of it in registers until the last matmul.
+                    ptx::red_add_v2(accum, rdQ.v[m][n][2 * i], rdQ.v[m][n][2 * i + 1]);
                 });
         });
         if (params.deterministic) dq_semaphore.end();
