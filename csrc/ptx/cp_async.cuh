@@ -14,12 +14,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
                  : "memory");
 }
 
-// The same with 8 bytes.
-__device__ __forceinline__ void cp_async_8(uint32_t shared, const void* global, bool valid) {
-    const int bytes = valid ? 8 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
-                 "r"(bytes)
-                 : "memory");
+// Copies 8 bytes.
+__device__ __forceinline__ void cp_async_8(uint32_t shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() {

@@ -105,8 +105,9 @@ struct DQAccum {
 
     __device__ __forceinline__ DQAccum(const BackwardParams& params, const Sequence& sequence,
                                        int head, int q_tile, int slice) {
-        // At d 64 no register is left for it over the loop.
-        const int thread = Config::kHeadDim == 64 ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
+        // There no register is left for it over the loop.
+        constexpr bool kNoRegister = Config::kHeadDim == 64 || Config::kDQSlices > 1;
+        const int thread = kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
         const int query = q_tile * Config::kBlockQ + warp / Config::kWarpsN * DQ::kRows;
         first = params.dq_accum + workspace_row(params, sequence, head, query) * Config::kHeadDim +
@@ -115,20 +116,30 @@ struct DQAccum {
         last_block = ceil_div(sequence.seqlen_q - query, 8) - 1;
     }
 
-    // visit(m, i, n, two floats, are they stored?), for rdQ.v[m][n][2 * i] and the next one.
-    // Otherwise the two are those of the last block: zeros may be added to them.
+    // visit(m, i, n, two floats), for rdQ.v[m][n][2 * i] and the next one, that are stored.
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
 #pragma unroll
-        for (int m = 0; m < DQ::kM; ++m)
+        for (int block = 0; block < DQ::kRows / 8; ++block)
+            if (block <= last_block) visit_block(block, block, visit);
+    }
+
+    // The same without branches, which would keep all of rdQ in registers until all matmuls are
+    // done. Blocks that are not stored have the floats of the last one, to which zeros may be
+    // added.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_or_last(Visit visit) const {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int block = min_of(2 * m + i, last_block);
-                float* floats = first + block * 8 * Config::kHeadDim;
+        for (int block = 0; block < DQ::kRows / 8; ++block)
+            visit_block(block, min_of(block, last_block), visit);
+    }
+
+ private:
+    template <class Visit>
+    __device__ __forceinline__ void visit_block(int block, int place, Visit visit) const {
+        float* floats = first + place * 8 * Config::kHeadDim;
 #pragma unroll
-                for (int n = 0; n < DQ::kN; ++n)
-                    visit(m, i, n, floats + n * 64, block == 2 * m + i);
-            }
+        for (int n = 0; n < DQ::kN; ++n) visit(block / 2, block % 2, n, floats + n * 64);
     }
 };
 
@@ -441,8 +452,7 @@ __global__ void __launch_bounds__(Config::kThreads)
         DQ rdQ;
         rdQ.clear();
         DQAccum<Config>(params, sequence, head, q_tile, slice)
-            .for_each([&](int m, int i, int n, const float* accum, bool stored) {
-                if (!stored) return;
+            .for_each([&](int m, int i, int n, const float* accum) {
                 const float2 x = *reinterpret_cast<const float2*>(accum);
                 rdQ.v[m][n][2 * i] = x.x;
                 rdQ.v[m][n][2 * i + 1] = x.y;

@@ -54,8 +54,8 @@ __device__ __forceinline__ float2* old_dq(int m, int i, int n) {
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
     DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0)
-        .for_each([&](int m, int i, int n, const float* accum, bool stored) {
-            ptx::cp_async_8(ptx::shared_address(old_dq<Config>(m, i, n)), accum, stored);
+        .for_each([&](int m, int i, int n, const float* accum) {
+            ptx::cp_async_8(ptx::shared_address(old_dq<Config>(m, i, n)), accum);
         });
     ptx::cp_async_commit();
 }
@@ -66,12 +66,10 @@ __device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const
                                           const typename Config::DQ& rdQ, int slice) {
     if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
     DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), slice)
-        .for_each([&](int m, int i, int n, float* accum, bool stored) {
-            if (!stored) return;
+        .for_each([&](int m, int i, int n, float* accum) {
             auto* target = reinterpret_cast<float2*>(accum);
-            const float* x = &rdQ.v[m][n][2 * i];
             const float2 old = Config::kFetchesDQ ? *old_dq<Config>(m, i, n) : *target;
-            *target = make_float2(old.x + x[0], old.y + x[1]);
+            *target = make_float2(old.x + rdQ.v[m][n][2 * i], old.y + rdQ.v[m][n][2 * i + 1]);
         });
 }
 

@@ -145,9 +145,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
             DQAccum<Config>(params, cta.sequence, walk.head, walk.q_tile(), slice)
-                .for_each([&](int m, int i, int n, float* accum, bool) {
-                    // dQ is zero past the end of the sequence. A branch or a predicate would keep
-                    // all of it in registers until the last matmul.
+                .for_each_or_last([&](int m, int i, int n, float* accum) {  // dQ is 0 past the end
                     ptx::red_add_v2(accum, rdQ.v[m][n][2 * i], rdQ.v[m][n][2 * i + 1]);
                 });
         });
