@@ -62,28 +62,22 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 
     PartialStatistics partial[kCombineRows];  // of the lane's first split
     float max[kCombineRows];
-    uint32_t marked = 0;  // bit r: of row r
 #pragma unroll
     for (int r = 0; r < kCombineRows; ++r) {
         partial[r] = {-INFINITY, 0.f};
         if (lane < params.num_splits) partial[r] = statistics(lane, r);
         max[r] = partial[r].max;
-        marked |= uint32_t{is_marked(max[r])} << r;
     }
 #pragma unroll 1
     for (int split = lane + 32; split < params.num_splits; split += 32) {
 #pragma unroll
-        for (int r = 0; r < kCombineRows; ++r) {
-            const float split_max = statistics(split, r).max;
-            max[r] = fmaxf(max[r], split_max);
-            marked |= uint32_t{is_marked(split_max)} << r;
-        }
+        for (int r = 0; r < kCombineRows; ++r) max[r] = fmaxf(max[r], statistics(split, r).max);
     }
     RowPlace place[kCombineRows];
 #pragma unroll
     for (int r = 0; r < kCombineRows; ++r) {
         place[r] = place_of_row(params, row_of(r));
-        max[r] = finite_max(warp_max(max[r]));
+        max[r] = warp_max(max[r]);
     }
 
     constexpr int kPairs = ceil_div(kHeadDimV, 64);  // of adjacent columns, that a lane has
@@ -96,8 +90,9 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
 #pragma unroll
         for (int r = 0; r < kCombineRows; ++r) {
             if (first > 0 && lane < splits) partial[r] = statistics(first + lane, r);
-            share[r] =
-                lane < splits ? ptx::ex2((partial[r].max - max[r]) * scale) * partial[r].sum : 0.f;
+            share[r] = lane < splits ? ptx::ex2((partial[r].max - finite_max(max[r])) * scale) *
+                                           partial[r].sum
+                                     : 0.f;
             sum[r] += share[r];
         }
 #pragma unroll 4
@@ -119,11 +114,14 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
             }
         }
     }
+    uint32_t large = 0;  // bit r: row r
 #pragma unroll
     for (int r = 0; r < kCombineRows; ++r) {
         sum[r] = warp_sum(sum[r]);
         const float inverse = sum[r] == 0.f ? 0.f : 1.f / sum[r];
-        if (lane == 0) params.lse[row_of(r)] = log_sum_exp(max[r], sum[r], scale);
+        const float lse = log_sum_exp(max[r], sum[r], scale);
+        if (lane == 0) params.lse[row_of(r)] = lse;
+        large |= uint32_t{needs_recomputing(max[r], lse)} << r;
         auto* const target =
             row_pointer<Element>(params.out, place[r].batch, place[r].row, place[r].head);
 #pragma unroll
@@ -131,13 +129,13 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
             store_pair(target, 2 * (j * 32 + lane), params.head_dim_v,
                        {out[r][j].x * inverse, out[r][j].y * inverse});
     }
-    marked = __reduce_or_sync(0xffffffff, marked);
-    if (marked == 0) [[likely]]
+    // Products with 1 are exact: so are all exponents of the general forms and of 8 bits.
+    if (large == 0 || scale == 1.f) [[likely]]
         return;
     __syncwarp();  // all lanes have written their results
 #pragma unroll 1
     for (int r = 0; r < kCombineRows; ++r) {
-        if (!(marked >> r & 1)) continue;
+        if (!(large >> r & 1)) continue;
         const RowPlace at = place_of_row(params, row_of(r));
         const Sequence sequence = sequence_at(params, at.batch, at.row);
         recompute_rows<Element>(params, sequence, at.head, at.row - sequence.q_begin, 1);

@@ -37,8 +37,9 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
     using Probabilities = RegisterOperand<kCols>;
 
     // From scores to P. Adds to l, and returns the factor of O. `fresh`: m is not known yet.
+    template <class Scale>
     __device__ __forceinline__ Rescaling step(const RegisterTile<16, kCols>& s,
-                                              RegisterOperand<kCols>& p, float scale, bool fresh) {
+                                              RegisterOperand<kCols>& p, Scale scale, bool fresh) {
         Rescaling rescaling;
         float sum[2];
         for (bool proven = false;; proven = true) {
@@ -71,14 +72,15 @@ struct OptimisticSoftmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
+    template <class Scale>
     __device__ __forceinline__ void exponentiate(const RegisterTile<16, kCols>& s,
                                                  RegisterOperand<kCols>& p, float (&sum)[2],
-                                                 float scale) const {
+                                                 Scale scale) const {
         float max_scaled[2];
         float sums[2][2];  // four chains of additions
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            max_scaled[i] = finite_max(row_max[0][i]) * scale;
+            max_scaled[i] = scaled_max(row_max[0][i], scale);
             sums[i][0] = sums[i][1] = 0.f;
         }
 #pragma unroll

@@ -1,8 +1,8 @@
 // Recomputes rows whose scores are too large for P's one FMA (kLargeExponent): from global memory,
 // by one warp, with P = 2^((S - m) scale). Slow, but no working model has such scores.
 //
-// A kernel finds such a row when it stores it. It stores a mark in place of the row's statistics,
-// and recomputes the row after its last tile. Rows of splits are recomputed by the combine kernel.
+// A kernel finds such a row when it stores it. It stores a mark in place of the row's lse, and
+// recomputes the row after its last tile. Rows of splits are recomputed by the combine kernel.
 #pragma once
 
 #include "kernels/common/softmax.cuh"
@@ -17,18 +17,12 @@ namespace flash_ext {
 
 // The mark of a warp: a NaN that no arithmetic produces. A warp recomputes only rows with its own
 // mark, since others may not have been stored yet.
-inline constexpr uint32_t kMark = 0x7fd00000, kMarkWarps = 1 << 16;
+__device__ __forceinline__ float mark_of(int warp) { return __uint_as_float(0x7fd00000 + warp); }
 
-__device__ __forceinline__ float mark_of(int warp) { return __uint_as_float(kMark + warp); }
-
-__device__ __forceinline__ bool is_marked(float statistic) {
-    return __float_as_uint(statistic) - kMark < kMarkWarps;
-}
-
-// Must a row with this maximum and lse be recomputed? Not a row without keys. An infinite or NaN
-// lse may come from an earlier, large maximum.
+// Must a row with this maximum and lse be recomputed? Not a row without keys, nor one that is NaN:
+// recomputing it would change nothing (scaled_max). -inf may be that of a row whose P are all 0.
 __device__ __forceinline__ bool needs_recomputing(float max, float lse) {
-    return !(fabsf(lse) <= kLargeExponent * kLn2) && max != -INFINITY;
+    return fabsf(lse) > kLargeExponent * kLn2 && max != -INFINITY;
 }
 
 // Q K^T of 16 queries and 16 keys, from these two on.
@@ -84,12 +78,6 @@ __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
             gV.data += first_col;
             gemm<Element, 16>(rO, AFromRegisters<Element, decltype(rS)>{rS},
                               BFromGlobalColumns<Element>{gV});
-            // Rows with NaN inputs come here too: they are NaN after a few keys.
-            const auto is_lost = [&](int i) {
-                return softmax.row_sum[0][i] != softmax.row_sum[0][i] ||
-                       !(wanted >> (lane_row() + 8 * i) & 1);
-            };
-            if (__all_sync(0xffffffff, is_lost(0) && is_lost(1))) break;
         }
         softmax.finish();
 #pragma unroll
@@ -160,16 +148,38 @@ __device__ __noinline__ void recompute_marked(const ForwardParams& params, int f
 }
 
 // The same for all rows of the call, after the warp's last tile. Not inlined, so that the kernel
-// keeps its registers.
+// keeps its registers. A lane looks at 16 rows at a time, which takes as long as one.
 template <class Element>
 __device__ __noinline__ void recompute_all_marked(const ForwardParams& params, int warp) {
-    const int heads = params.heads_q * tensor_batches(params);
+    constexpr int kLooks = 16;
+    const float* const lse = params.lse;
+    const uint32_t mark = __float_as_uint(mark_of(warp));
+    const int64_t rows = statistics_rows(params);
 #pragma unroll 1
-    for (int flat_head = 0; flat_head < heads; ++flat_head)
+    for (int64_t first = 0; first < rows; first += kLooks * 32) {
+        uint32_t marked = 0;  // bit i: any of the 32 rows from first + 32 i on
+#pragma unroll
+        for (int i = 0; i < kLooks; ++i) {
+            const int64_t row = first + 32 * i + lane_id();
+            const bool own = row < rows && __float_as_uint(lse[row]) == mark;
+            marked |= uint32_t{own} << i;
+        }
+        marked = __reduce_or_sync(0xffffffff, marked);
 #pragma unroll 1
-        for (int row = 0; row < params.seqlen_q; row += 16)
-            recompute_marked<Element>(params, flat_head, row, min_of(params.seqlen_q - row, 16),
-                                      warp);
+        for (; marked != 0; marked &= marked - 1) {
+            int64_t row = first + 32 * (__ffs(marked) - 1);
+            const int64_t end = min_of(row + 32, rows);
+#pragma unroll 1
+            while (row < end) {  // 16 rows of a head at a time
+                const auto flat_head = static_cast<int>(row / params.seqlen_q);
+                const auto of_head = static_cast<int>(row % params.seqlen_q);
+                const int count =
+                    min_of(min_of(params.seqlen_q - of_head, 16), static_cast<int>(end - row));
+                recompute_marked<Element>(params, flat_head, of_head, count, warp);
+                row += count;
+            }
+        }
+    }
 }
 
 }  // namespace flash_ext

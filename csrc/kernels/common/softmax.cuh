@@ -2,6 +2,8 @@
 // in base 2: e^(scale s - m) = 2^(scale log2(e) s - m log2(e)), one FMA and one ex2 an element.
 #pragma once
 
+#include <type_traits>
+
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
 #include "tile/host_device.h"
@@ -43,11 +45,28 @@ __device__ __forceinline__ float warp_sum(float x) {
 // A row without keys has no maximum; any finite number prevents -inf - max from becoming NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Exponents are one FMA each, s scale - max_scaled. The product max_scaled = max scale is rounded,
-// by up to 2^-24 of itself. Up to this bound, far beyond the scores of a working model, that is an
-// error below 2^-12 in the exponent; for scores in the millions it would give infinities and zeros.
-// Beyond the bound the maximum is subtracted first: (s - max) scale has no such error.
+// Exponents are one FMA each, s scale - scaled_max. The product scaled_max = max scale is rounded,
+// by up to 2^-23 of itself. Up to this bound, far beyond the scores of a working model, that is an
+// error below 2^-11 in the exponent; for scores in the millions it would give zeros. Beyond the
+// bound the maximum is subtracted first: (s - max) scale has no such error.
 inline constexpr float kLargeExponent = 4096.f;
+
+// The scale of scores that include it.
+struct Unscaled {
+    __device__ __forceinline__ constexpr operator float() const { return 1.f; }
+};
+
+// Rounded up: no exponent is above (s - max) scale. So P of finite scores is finite, whatever the
+// maximum, and 0 times it is 0 when a far larger maximum follows. Only NaN and infinite scores make
+// a row NaN.
+template <class Scale>
+__device__ __forceinline__ float scaled_max(float max, Scale scale) {
+    if constexpr (std::is_same_v<Scale, Unscaled>) {
+        return finite_max(max);
+    } else {
+        return __fmul_ru(finite_max(max), scale);
+    }
+}
 
 __device__ __forceinline__ bool is_large(float exponent) {
     return fabsf(exponent) > kLargeExponent;
@@ -99,8 +118,8 @@ struct OnlineSoftmax {
 
     // Replaces scores s by p = 2^(s * scale - row_max * scale), and updates O and the sums.
     // kRelative: with the exponent (s - row_max) * scale, and never with a stale maximum.
-    template <bool kRelative = false, class Scores, class Output>
-    __device__ __forceinline__ void update(Scores& s, Output& o, float scale) {
+    template <bool kRelative = false, class Scores, class Output, class Scale>
+    __device__ __forceinline__ void update(Scores& s, Output& o, Scale scale) {
         float tile_max[kM][2];
         bool rescale = false;
 #pragma unroll
@@ -131,7 +150,7 @@ struct OnlineSoftmax {
         for (int m = 0; m < kM; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float max_scaled = finite_max(row_max[m][i]) * scale;
+                const float max_scaled = scaled_max(row_max[m][i], scale);
 #pragma unroll
                 for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll

@@ -224,10 +224,19 @@ struct Fa2Forward {
         }
     }
 
+    // The general kernel scales the scores before it masks them; the others inside the exponent.
+    __device__ __forceinline__ auto exponent_scale() const {
+        if constexpr (kGeneral) {
+            return Unscaled{};
+        } else {
+            return params.scale_log2;
+        }
+    }
+
     // S becomes P.
     __device__ __forceinline__ void exponentiate(Scores& rS, Output& rO, Softmax& softmax,
-                                                 int kv_tile, float exponent_scale) const {
-        softmax.update(rS, rO, exponent_scale);
+                                                 int kv_tile) const {
+        softmax.update(rS, rO, exponent_scale());
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
                 for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
@@ -247,8 +256,7 @@ struct Fa2Forward {
 
     // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
     // split of the keys, straight from registers. Returns whether rows of this lane are marked.
-    __device__ __forceinline__ bool store(Output& rO, const Softmax& softmax,
-                                          float exponent_scale) const {
+    __device__ __forceinline__ bool store(Output& rO, const Softmax& softmax) const {
         const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
         const bool is_split = has_splits(params);
@@ -267,9 +275,10 @@ struct Fa2Forward {
                     rO.v[m][n][2 * i] *= factor;
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
-                const float lse = softmax.lse(m, i, exponent_scale);
+                const float lse = softmax.lse(m, i, exponent_scale());
                 float statistic = is_split ? softmax.row_max[m][i] : lse;
-                if (!kGeneral && needs_recomputing(softmax.row_max[m][i], lse)) [[unlikely]] {
+                if (!kGeneral && !is_split && needs_recomputing(softmax.row_max[m][i], lse))
+                    [[unlikely]] {
                     statistic = mark_of(0);
                     marked = true;
                 }
@@ -351,10 +360,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Kernel::Output rO;
     rO.clear();
     typename Kernel::Softmax softmax;
-    // The general kernel scales the scores before it masks them; the others inside the exponent.
-    const float exponent_scale = Config::kGeneral ? 1.f : params.scale_log2;
     if (params.sink != nullptr && cta.split() == 0 && cta.sequence.is_owned(params))
-        softmax.begin_with(params.sink[cta.head] * kLog2e / exponent_scale);
+        softmax.begin_with(params.sink[cta.head] * kLog2e / cta.exponent_scale());
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
 
@@ -363,7 +370,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const int kv_tile = kv_tiles.tile(i);
         typename Kernel::Scores rS;
         cta.score(rS, q, kv_tile, stage);
-        cta.exponentiate(rS, rO, softmax, kv_tile, exponent_scale);
+        cta.exponentiate(rS, rO, softmax, kv_tile);
         cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {
@@ -375,7 +382,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     softmax.finish();
-    const bool marked = Kernel::from_shared(params).store(rO, softmax, exponent_scale);
+    const bool marked = Kernel::from_shared(params).store(rO, softmax);
     if constexpr (!Config::kGeneral) {
         if (!__any_sync(0xffffffff, marked)) [[likely]]
             return;

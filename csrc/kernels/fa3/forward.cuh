@@ -272,8 +272,12 @@ struct Fa3Forward : Fa3Cta<Config_> {
         warpgroup_fence(state.rO);
     }
 
-    __device__ __forceinline__ float exponent_scale() const {
-        return Config::kGeneral || kFp8 ? 1.f : params.scale_log2;
+    __device__ __forceinline__ auto exponent_scale() const {
+        if constexpr (Config::kGeneral || kFp8) {
+            return Unscaled{};
+        } else {
+            return params.scale_log2;
+        }
     }
 
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {

@@ -79,9 +79,8 @@ __device__ __forceinline__ void Fa3Forward<Config>::store(Output& rO, Softmax& s
             return split + int64_t{head} * params.seqlen_q + query;
         };
         const int64_t index = index_of(row);
-        float max = softmax.max(0, i);
-        if (is_to_be_marked(max, softmax.lse(0, i, exponent_scale()))) max = mark_of(0);
-        if (has_row && index >= 0) params.statistics_partial[index] = {max, softmax.sum(0, i)};
+        if (has_row && index >= 0)
+            params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
         store_rows(params.o_partial, rO, index_of);
     } else {
         const int first_row = tile.first_query + warp_row();
