@@ -138,8 +138,8 @@ def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:
 
 
 def parts_of(p: object, found: dict[str, int]) -> int:
-    """From the size of the parts' dK."""
-    keys = (1 if p.varlen else p.batch) * p.seqlen_k * p.heads_k * p.head_dim * 2
+    """From the size of the parts' dK, which are in float32: they are rounded once, as a sum."""
+    keys = (1 if p.varlen else p.batch) * p.seqlen_k * p.heads_k * p.head_dim * 4
     return found["dk_parts"] // keys if "dk_parts" in found else 1
 
 
@@ -172,6 +172,15 @@ def test_heads_with_few_tiles_are_cut(
     assert parts_of(p, sizes(plan)) == parts
     assert ("sum_parts" in plan.launches) == (parts > 1)
     assert "dk_parts" not in p.backward("fa2").regions
+
+
+def test_a_part_costs_what_it_stores(native: ModuleType) -> None:
+    """So of as many tokens fewer parts are made where a tile has fewer rows of queries."""
+    for tokens, parts in ((512, 2), (2048, 2), (4096, 4), (8192, 4)):
+        shape = {"batch": 8192 // tokens, "seqlen_q": tokens, "seqlen_k": tokens}
+        dims = {"heads_q": 64, "heads_k": 8, "head_dim": 128, "head_dim_v": 128}
+        p = problem(native, window_right=0, **shape, **dims)
+        assert parts_of(p, sizes(p.backward("fa3"))) == parts
 
 
 def test_wide_groups_are_cut(native: ModuleType) -> None:

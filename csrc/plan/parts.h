@@ -19,6 +19,7 @@ namespace flash_ext {
 // The tiles that are to be cut: of K and V, with whole heads or groups.
 struct TilesToCut {
     int64_t tiles;
+    int64_t rows;  // of Q, of a tile
     int sms;
     bool unequal = false;  // under a mask, or in sequences of several lengths
     // Of unequal tiles:
@@ -29,7 +30,7 @@ struct TilesToCut {
 };
 
 // The time with each tile in so many parts; the unit is the mean time of a tile. A part costs
-// 1.5 %: it reads K and V, and writes its dK and dV.
+// 1.2 %, and the time of 300 rows: it writes its dK and dV in float32, which are then read again.
 //
 // Equal tiles come in waves, which take as long as one. Of unequal ones the longest takes twice the
 // mean, and long ones come first. Under a causal mask the CTAs of a head get out of step, and share
@@ -38,7 +39,7 @@ struct TilesToCut {
 // other, many have too many rows at work. Fitted to the tables in docs/notes/018-few-kv-heads.md.
 constexpr double time_in_parts(const TilesToCut& x, int parts) {
     constexpr double kInL2 = 64 << 20;
-    const double cost = 1 + .015 * parts;
+    const double cost = 1 + parts * (.012 + 300. / static_cast<double>(x.rows));
     if (!x.unequal)
         return cost * static_cast<double>(ceil_div<int64_t>(x.tiles * parts, x.sms)) / parts;
     const double waves = static_cast<double>(x.tiles * parts) / x.sms;
@@ -74,6 +75,7 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
     const bool packed = params.cu_seqlens_q != nullptr;
     const int64_t heads = int64_t{params.heads_k} * tensor_batches(params);
     TilesToCut x{.tiles = key_tiles * heads,
+                 .rows = int64_t{group} * mean_queries(params),
                  .sms = sms,
                  .unequal = is_masked(params) || packed,
                  .waiting = packed ? .5 : .1};
@@ -94,6 +96,7 @@ inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool 
     const int groups = best_parts(x, min_of<int64_t>(most, group), group);
     if (x.unequal || wide || x.tiles * groups >= sms) return {groups, 1};
     x.tiles *= groups;
+    x.rows /= groups;
     // Any number divides the Q tiles well enough.
     return {groups, best_parts(x, min_of<int64_t>(most / groups, sms), 0)};
 }

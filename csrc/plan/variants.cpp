@@ -304,8 +304,7 @@ void split_heads(BackwardPlan& plan, Parts parts) {
     if (params.parts == 1) return;
     params.query_parts = parts.queries;
     params.heads_k *= params.parts;
-    const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_k * params.heads_k *
-                         element_bytes(params.element_type);
+    const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_k * params.heads_k;
     plan.workspace.reserve(params.dk_parts, rows * params.head_dim);
     plan.workspace.reserve(params.dv_parts, rows * params.head_dim_v);
 }
@@ -335,10 +334,10 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
     }
 }
 
-// The gradient of a part, as that of a head.
-TensorView parts_view(const BackwardParams& params, void* parts, int64_t cols) {
-    const int64_t row = params.heads_k * cols;
-    return {parts, params.seqlen_k * row, row, cols};
+// The gradient of a part, as that of a head: a float in the place of two elements.
+TensorView parts_view(const BackwardParams& params, float* parts, int64_t cols) {
+    const int64_t row = params.heads_k * 2 * cols;
+    return {parts, params.seqlen_k * row, row, 2 * cols};
 }
 
 cudaError_t run_fa3_backward(const BackwardParams& call, cudaStream_t stream) {

@@ -191,7 +191,7 @@ struct BackwardParams : AttentionParams {
     const float* lse;   // (B, Hq, Sq)
     const float* dlse;  // (B, Hq, Sq) or null
     TensorView dq;      // (B, Sq, Hq, D)
-    TensorView dk;      // (B, Sk, Hk, D)
+    TensorView dk;      // (B, Sk, Hk, D); in FA3's kernels those of parts, in float32
     TensorView dv;      // (B, Sk, Hk, Dv)
 
     // The square root of keep_scale. With dropout, dS and the P of dV are rounded without this
@@ -237,8 +237,8 @@ struct BackwardParams : AttentionParams {
     // counts the parts. query_parts of them share query heads, and cut the Q tiles.
     int parts = 1;
     int query_parts = 1;
-    void* dk_parts = nullptr;  // (B, Sk, heads_k, D)
-    void* dv_parts = nullptr;  // (B, Sk, heads_k, Dv)
+    float* dk_parts = nullptr;  // (B, Sk, heads_k, D)
+    float* dv_parts = nullptr;  // (B, Sk, heads_k, Dv)
 };
 
 // The query heads of a head of K and V, or of a part.

@@ -228,6 +228,22 @@ __device__ __forceinline__ void store_rows(const GlobalTile<Element>& tile,
     }
 }
 
+// The same in float32.
+template <class Accumulator>
+__device__ __forceinline__ void store_rows(const GlobalTile<float>& tile, const Accumulator& acc) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = lane_row() + 8 * i;
+        float* target = tile.data + row * tile.row_stride + lane_col();
+        const int cols = row < tile.rows ? tile.cols : 0;
+#pragma unroll
+        for (int n = 0; n < Accumulator::kN; ++n)
+            if (8 * n < cols)
+                *reinterpret_cast<float2*>(target + 8 * n) = {acc.v[0][n][2 * i],
+                                                              acc.v[0][n][2 * i + 1]};
+    }
+}
+
 // All of a warp's rows in float32, all columns: to row index_of(row) of `target`, unless that is
 // negative.
 template <class Accumulator, class IndexOf>

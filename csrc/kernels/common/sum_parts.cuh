@@ -1,4 +1,4 @@
-// The sum of dK and dV over the parts of a head (plan/parts.h), in float32 and always in the
+// The sum of dK and dV over the parts of a head (plan/parts.h), which are in float32, always in the
 // same order.
 #pragma once
 
@@ -12,7 +12,7 @@ inline constexpr int kSumThreads = 256;
 
 struct PartsSum {
     TensorView gradient;  // dK or dV
-    const void* parts;    // (B, Sk, Hk, part_count, cols)
+    const float* parts;   // (B, Sk, Hk, part_count, cols)
     int part_count;
     int cols;
     int heads;
@@ -28,20 +28,18 @@ __global__ void __launch_bounds__(kSumThreads)
     if (index >= sum.size) return;
     const int64_t flat_row = index / sum.cols;
     const int64_t col = index % sum.cols;
-    const auto* source =
-        static_cast<const Element*>(sum.parts) + flat_row * sum.part_count * sum.cols + col;
+    const float* source = sum.parts + flat_row * sum.part_count * sum.cols + col;
     float sums[8] = {};
 #pragma unroll 4
-    for (int part = 0; part < sum.part_count; ++part, source += sum.cols) {
-        const uint4 x = __ldcs(reinterpret_cast<const uint4*>(source));
-        const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+    for (int part = 0; part < sum.part_count; ++part, source += sum.cols)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = ptx::unpack<Element>(pairs[i]);
-            sums[2 * i] += pair.x;
-            sums[2 * i + 1] += pair.y;
+        for (int i = 0; i < 8; i += 4) {
+            const float4 x = __ldcs(reinterpret_cast<const float4*>(source + i));
+            sums[i] += x.x;
+            sums[i + 1] += x.y;
+            sums[i + 2] += x.z;
+            sums[i + 3] += x.w;
         }
-    }
     const TensorView& view = sum.gradient;
     const int64_t batch = flat_row / sum.heads / sum.rows;
     const int64_t row = flat_row / sum.heads % sum.rows;
@@ -54,7 +52,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 cudaError_t sum_parts(BackwardParams params, cudaStream_t stream) {
     const int heads = params.heads_k / params.parts;
-    const auto add = [&](const TensorView& gradient, const void* parts, int cols) {
+    const auto add = [&](const TensorView& gradient, const float* parts, int cols) {
         const int64_t size = int64_t{tensor_batches(params)} * params.seqlen_k * heads * cols;
         const PartsSum sum{gradient, parts, params.parts, cols, heads, params.seqlen_k, size};
         return dispatch_element(params.element_type, [&](auto element) {

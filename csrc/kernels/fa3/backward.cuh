@@ -669,8 +669,10 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 v_pipeline.consumer_wait(v);
                 release_and_advance(k_pipeline, k);
                 release_and_advance(v_pipeline, v);
-                store_zeros(gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
-                store_zeros(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
+                store_zero_gradient<Config::kHeadDim>(
+                    params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
+                store_zero_gradient<Config::kHeadDimV>(
+                    params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
             } else {
                 const VisibleTiles full = full_tiles(tile);
                 int iterations = q_tiles.count() * group();
@@ -808,9 +810,12 @@ struct Fa3Backward : Fa3Cta<Config_> {
                 store_dq(rdQ, dq);
                 commit_dq(dq);
                 rdK.scale(params.scale);
-                store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
-                           rdV);
-                store_rows(gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim), rdK);
+                store_gradient(params,
+                               gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
+                               rdV);
+                store_gradient(params,
+                               gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim),
+                               rdK);
             }
         }
     }

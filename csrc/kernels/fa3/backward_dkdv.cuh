@@ -380,7 +380,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             walk.at = {walk.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
             walk.left = walk.q_tiles.count() * group() - 1;
             if (!walk.q_tiles.empty()) return true;
-            store_zeros(gradient_rows<Element>(view, tile, warp_key, cols));
+            store_zero_gradient<Config::kHeadDim>(
+                params, gradient_rows<Element>(view, tile, warp_key, cols));
         }
     }
 
@@ -457,7 +458,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             warpgroup_fence(rdV);
             release(state.dout());
             state.advance();
-            store_rows(gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
+            store_gradient(
+                params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
             end_work_tile(walk.tile);
         }
     }
@@ -542,7 +544,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             release(state.q());
             state.advance();
             rdK.scale(params.scale);
-            store_rows(
+            store_gradient(
+                params,
                 gradient_rows<Element>(params.dk, work_tiles[walk.tile], warp_key, params.head_dim),
                 rdK);
             end_work_tile(walk.tile);

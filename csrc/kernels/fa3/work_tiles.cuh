@@ -180,13 +180,38 @@ __device__ __forceinline__ GlobalTile<Element> gradient_rows(const TensorView& v
                                 cols);
 }
 
-// Writes zeros to a warp's 16 rows of a result.
-template <class Element>
+// Writes zeros to a warp's 16 rows of a result of at most kMostCols columns.
+template <int kMostCols = kMaxHeadDim, class Element>
 __device__ __forceinline__ void store_zeros(const GlobalTile<Element>& g) {
-    static_assert(kMaxHeadDim <= 32 * 8);  // 16 bytes a lane
-    for (int row = 0; row < min_of(16, g.rows); ++row)
-        if (lane_id() * 8 < g.cols)
-            *reinterpret_cast<uint4*>(g.data + row * g.row_stride + lane_id() * 8) = {};
+    constexpr int kCols = 32 * 8;  // at a time, 16 bytes a lane
+    static_assert(kMostCols <= 2 * kCols);
+    const auto store = [&](int row, int col) {
+        if (col < g.cols) *reinterpret_cast<uint4*>(g.data + row * g.row_stride + col) = {};
+    };
+    for (int row = 0; row < min_of(16, g.rows); ++row) {
+        store(row, lane_id() * 8);
+        if constexpr (kMostCols > kCols) store(row, lane_id() * 8 + kCols);
+    }
+}
+
+// Stores dK or dV to rows of gradient_rows(). That of parts is in float32, a number in the place of
+// two elements.
+template <class Element, class Gradient>
+__device__ __forceinline__ void store_gradient(const BackwardParams& params,
+                                               const GlobalTile<Element>& g, const Gradient& x) {
+    if (params.parts > 1) {
+        store_rows(
+            GlobalTile<float>{reinterpret_cast<float*>(g.data), g.row_stride / 2, g.rows, g.cols},
+            x);
+    } else {
+        store_rows(g, x);
+    }
+}
+template <int kMostCols, class Element>
+__device__ __forceinline__ void store_zero_gradient(const BackwardParams& params,
+                                                    GlobalTile<Element> g) {
+    if (params.parts > 1) g.cols *= 2;
+    store_zeros<2 * kMostCols>(g);
 }
 
 }  // namespace flash_ext
