@@ -94,6 +94,7 @@ def visible_part(mask: torch.Tensor, causal: bool) -> torch.Tensor:
 # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
 SPLIT_KEYS = (2, 5, 1100, 4, 2)  # so few tiles of queries that fa2 splits the keys
 SMALL = ((2, 37, 61, 4, 2, 64), (1, 130, 200, 2, 1, 40))
+SQUARE = (1, 1024, 2, 32)  # batch, queries and keys, heads, head_dim
 EXTRACTIONS = [
     *(pytest.param("cpu", shape) for shape in SMALL),
     *(
@@ -217,6 +218,21 @@ def test_almost_everything_dropped(variant: str, device: str) -> None:
     out = flash_ext.attention(*inputs, dropout_p=0.99999, variant=variant)
     grads = torch.autograd.grad(out.float().sum(), inputs)
     assert all(x.isfinite().all() for x in (out, *grads))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_largest_factor(variant: str, dtype: torch.dtype, device: str) -> None:
+    """65,536, which float16 does not hold: out and dv are counts of kept entries, times 64."""
+    state, p, (batch, seqlen, heads, dim) = torch.tensor([8, 9], device=device), 1 - 1e-9, SQUARE
+    kept = keep_mask(state, p, batch, heads, seqlen, seqlen)
+    assert kept.any() and keep_scale(p) == 65536
+    v = torch.ones(SQUARE, device=device, dtype=dtype, requires_grad=True)
+    shape = (batch, seqlen, seqlen, heads, heads, dim)
+    out = uniform_attention(shape, device, dtype, state, p, variant, v, causal=False)
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    for x, rows in ((out, kept.sum(3)), (dv, kept.sum(2))):
+        assert torch.equal(x, (64 * rows.mT[..., None]).to(dtype).expand_as(x))
 
 
 def test_state_is_drawn_from_torchs_generator(device: str) -> None:

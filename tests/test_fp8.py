@@ -467,7 +467,7 @@ def test_small_weights_count(device: str) -> None:
 
 
 def test_a_small_weight_keeps_its_digits() -> None:
-    """1.25 · 2^-14 of the maximum is a normal number after the factor 2^8, and rounded after 2^6.
+    """1.125 · 2^-14 of the maximum is an e4m3 number after the factor 2^8, and rounded after 2^6.
 
     (On a GPU the factor of most rows is smaller, because their maximum may be stale.)
     """
@@ -476,7 +476,7 @@ def test_a_small_weight_keeps_its_digits() -> None:
     k[:, 0] = 8.0
     v = torch.ones(1, 4096, 1, 16)
     v[:, 0] = 0.0
-    weight = 1.25 * 2.0**-14
+    weight = 1.125 * 2.0**-14
     scale = -math.log(weight) / 128
     expected = torch.full((), 4095 * weight / (1 + 4095 * weight))
     for module in (flash_ext, flash_ext.reference):
