@@ -40,11 +40,14 @@ from .flash_attn.cache import attend_to_cache, check_cache
 from .flash_attn.shared import attend, refuse_given, unpack
 from .ops.checks import (
     Pair,
+    dtype_name,
     refuse,
     refuse_gradients,
+    require_dtype,
     require_number,
     require_pair,
     require_tensors,
+    statistics_dtype,
 )
 from .ops.sum_rows import MOST_PARTS
 
@@ -298,12 +301,18 @@ def flash_attn_combine(
     if out_partial.dim() != 5 or out_partial.shape[0] == 0:
         refuse("out_partial", "of shape (splits, batch, seqlen, heads, head_dim)",
                tuple(out_partial.shape))  # fmt: skip
-    if lse_partial.shape != out_partial.shape[:4]:
-        refuse("lse_partial", f"of shape {tuple(out_partial.shape[:4])}", tuple(lse_partial.shape))
     if out is None:
-        out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
-    elif out_dtype is not None and out.dtype != out_dtype:
-        refuse("out", f"of the dtype out_dtype, {out_dtype}", out.dtype)
+        dtype = out_partial.dtype if out_dtype is None else require_dtype("out_dtype", out_dtype)
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype)
+    require_tensors(out=out)
+    statistics = statistics_dtype(out_partial.dtype)
+    for name, x, shape, dtype in (
+        ("lse_partial", lse_partial, out_partial.shape[:4], statistics),
+        ("out", out, out_partial.shape[1:], out_dtype or out.dtype),
+    ):
+        if x.shape != shape or x.dtype != dtype:
+            wanted = f"{dtype_name(dtype)} of shape {tuple(shape)}"
+            refuse(name, wanted, f"{dtype_name(x.dtype)} of shape {tuple(x.shape)}")
     parts, lses = [*out_partial], [*lse_partial.transpose(2, 3).contiguous()]
     lse, more = torch.empty_like(lses[0]), MOST_PARTS - 1
     total = out if len(parts) <= more else torch.empty_like(parts[0])

@@ -10,6 +10,7 @@ def calls(x: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
     both = tuple[Tensor, Tensor]
     assert_type(flash_ext.attention(x, x, x), Tensor)
     assert_type(flash_ext.attention(x, x, x, causal=True, window=(3, 0), return_lse=False), Tensor)
+    assert_type(flash_ext.attention(x, x, x, window=[3, 0]), Tensor)
     assert_type(flash_ext.attention(x, x, x, sink=x, return_lse=True), both)
     assert_type(flash_ext.attention(x, x, x, return_lse=flag), Tensor | both)
     packed = (x, x, x, cu_seqlens, cu_seqlens)
