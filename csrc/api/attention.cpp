@@ -102,8 +102,8 @@ Descale descale_of(const std::optional<Tensor>& tensor, bool of_queries) {
 }
 
 // Everything but the tensors of the pass.
-void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
-                 const Options& options) {
+void fill_params(AttentionParams& params, const Call& call, const Tensor& q, const Options& options,
+                 float max_p_factor) {
     const Sizes& sizes = call.sizes;
     const int64_t kUnlimited = BandMask::kUnlimited;
     const ScalarType dtype = q.scalar_type();
@@ -145,7 +145,9 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q,
         params.rng_state = data_of<int64_t>(options.rng_state);
         params.keep_threshold = static_cast<uint32_t>(
             std::max(1.0, std::nearbyint((1.0 - options.dropout_p) * 65536.0)));
-        params.keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+        const float keep_scale = 65536.f / static_cast<float>(params.keep_threshold);
+        params.p_factor = std::min(keep_scale, max_p_factor);
+        params.late_factor = keep_scale / params.p_factor;
     }
     params.aligned = std::all_of(call.operands.begin(), call.operands.end(),
                                  [](const Operand& x) { return x.is_aligned(); });
@@ -216,7 +218,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     const Options options = readable(given);
     debug_seqlens(sizes, options, stream);
     ForwardParams& params = plan.params;
-    fill_params(params, call, q, options);
+    fill_params(params, call, q, options, 0x1p7f);  // P is up to 2^8, see kRescaleThreshold
 
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     Tensor out = into;
@@ -252,8 +254,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Options options = readable(given);
     debug_seqlens(sizes, options, stream);
     BackwardParams& params = plan.params;
-    fill_params(params, call, q, options);
-    params.ds_factor = std::sqrt(params.keep_scale);
+    fill_params(params, call, q, options, 0x1p15f);  // P is up to 1
+    params.ds_factor = std::sqrt(params.p_factor * params.late_factor);
     params.inverse_ds_factor = 1.f / params.ds_factor;
     params.gradient_scale = params.scale * params.ds_factor;
     params.deterministic = options.deterministic && q.numel() > 0;  // otherwise nothing is added

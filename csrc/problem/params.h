@@ -81,7 +81,11 @@ struct AttentionParams {
     // Dropout, see dropout.cuh. A keep_threshold of 65536 drops nothing.
     const int64_t* rng_state = nullptr;  // (2): seed, offset
     uint32_t keep_threshold = 1u << 16;
-    float keep_scale = 1.f;
+    // The factor of entries that are kept, 1 / (1 - p), is the product of these. P has the first
+    // one when it is rounded: without it, small P would lose digits in fp16, with all of it the
+    // largest could overflow.
+    float p_factor = 1.f;
+    float late_factor = 1.f;
 
     // Does every row of every tensor start and end on a 16-byte boundary? (So head dims are
     // multiples of 8.) Then tiles are copied 16 bytes at a time.
@@ -194,9 +198,9 @@ struct BackwardParams : AttentionParams {
     TensorView dk;      // (B, Sk, Hk, D); in FA3's kernels those of parts, in float32
     TensorView dv;      // (B, Sk, Hk, Dv)
 
-    // The square root of keep_scale. With dropout, dS and the P of dV are rounded without this
-    // factor: with all of keep_scale their largest values could overflow fp16, with none of it
-    // their smallest could underflow.
+    // The square root of 1 / (1 - p). With dropout, dS is rounded without this factor: with all of
+    // 1 / (1 - p) its largest values could overflow fp16, with none of it its smallest could
+    // underflow.
     float ds_factor;
     float inverse_ds_factor;
     float gradient_scale;  // scale * ds_factor: the factor from dS K and dS^T Q to dQ and dK

@@ -295,8 +295,8 @@ struct BackwardTile {
             return;
         }
         // With dropout Z / (1 - p), dS = P * (Z dP / (1 - p) - delta) and dV = (P Z)^T dO / (1 -
-        // p). A part of each factor comes before the rounding of dS and P, the other part at the
-        // end (BackwardParams::ds_factor).
+        // p). P and dS have a part of their factors when they are rounded (p_factor, ds_factor),
+        // and the other part comes at the end.
         const int first_query = walk.q_tile() * Config::kBlockQ + warp_query();
         uint32_t dropped[Scores::kM][ceil_div(Scores::kN, 8)] = {};
         if (params.rng_state != nullptr) {
@@ -325,7 +325,7 @@ struct BackwardTile {
                     for (int i = 0; i < 4; ++i)
                         rP.v[m][n][i] = dropped[m][n / 8] >> (n % 8 * 4 + i) & 1
                                             ? 0.f
-                                            : rP.v[m][n][i] * params.ds_factor;
+                                            : rP.v[m][n][i] * params.p_factor;
         }
     }
 
@@ -376,7 +376,7 @@ struct BackwardTile {
     __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
-        if constexpr (kGeneral) rdV.scale(params.ds_factor);
+        if constexpr (kGeneral) rdV.scale(params.late_factor);
         store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
         store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete

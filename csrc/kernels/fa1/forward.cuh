@@ -281,7 +281,8 @@ struct Fa1Forward {
                                       q_tile * Config::kBlockQ,
                                       kv_tile * Config::kBlockKV + warp * Config::kKeysPerWarp,
                                       [&](int m, int n, int i, bool keep) {
-                                          if (!keep) rS.v[m][n][i] = 0.f;
+                                          float& x = rS.v[m][n][i];
+                                          x = keep ? x * params.p_factor : 0.f;
                                       });
             }
         }
@@ -390,7 +391,7 @@ struct Fa1Forward {
             const float sum = old_share + new_share * tile_sum;
             const float inverse = sum == 0.f ? 0.f : ptx::rcp(sum);
             old_factor.v[m][i] = old_share * inverse;
-            new_factor.v[m][i] = new_share * inverse * (kGeneral ? params.keep_scale : 1.f);
+            new_factor.v[m][i] = new_share * inverse * (kGeneral ? params.late_factor : 1.f);
             row_max.v[m][i] = new_max;
             row_sum.v[m][i] = sum;
         });

@@ -242,7 +242,8 @@ struct Fa2Forward {
                 for_each_keep<Scores>(dropout_mask(params, sequence, head), first_query + warp_row,
                                       kv_tile * Config::kBlockKV,
                                       [&](int m, int n, int i, bool keep) {
-                                          if (!keep) rS.v[m][n][i] = 0.f;
+                                          float& x = rS.v[m][n][i];
+                                          x = keep ? x * params.p_factor : 0.f;
                                       });
             }
         }
@@ -269,7 +270,7 @@ struct Fa2Forward {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float factor = softmax.inverse_sum(m, i);
-                if constexpr (kGeneral) factor *= params.keep_scale;
+                if constexpr (kGeneral) factor *= params.late_factor;
 #pragma unroll
                 for (int n = 0; n < Output::kN; ++n) {
                     rO.v[m][n][2 * i] *= factor;
