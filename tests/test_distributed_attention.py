@@ -104,6 +104,27 @@ def check_uses(ranks: int, device: str) -> None:
         torch.testing.assert_close(joined, whole[0])
 
 
+def check_default_device(ranks: int, device: str) -> None:
+    """Another default device moves no tensor of a call, and none that a cache keeps for later."""
+    heads = {"heads_q": 2 * ranks, "heads_k": ranks}
+    documents = (0, 2, 9, 33)  # of no other check: what is kept is made here
+    for method, layout in itertools.product(cp.METHODS, cp.LAYOUTS):
+        common = {"options": {"causal": True}, "sink": True, **heads}
+        for more in ({"rows": 27}, {"rows": 33, "documents": documents}):
+            if layout == "document_zigzag" and "documents" not in more:
+                continue
+            case = Case(method, layout, **common, **more)
+            whole = distributed_cases.Whole(case, torch.float64, device)
+            with torch.device("meta"):
+                found = distributed_cases.split_call(whole, None)
+                where = {"layout": layout, "cu_seqlens": case.documents}
+                assert cp.position_ids(case.rows, device=device, **where).device.type == device
+            again = distributed_cases.split_call(whole, None)
+            for name, x in whole.expected(torch.float64).items():
+                for result in (found[name], again[name]):
+                    torch.testing.assert_close(result, x, rtol=0, atol=distributed_cases.EXACT)
+
+
 def raises(message: str, *tensors: torch.Tensor, **options: Any) -> None:
     with pytest.raises(ValueError, match=message):
         cp.attention(*tensors, **options)
@@ -255,8 +276,8 @@ def test_copies_are_equal_to_the_whole(ranks: int) -> None:
 def test_two_ranks() -> None:
     """Here also the uses, and what is refused."""
     run_ranks(
-        2, "cpu", check_cases, check_batch, check_uses, check_refusals, check_disagreement,
-        check_benchmark, check_a_missing_rank,
+        2, "cpu", check_default_device, check_cases, check_batch, check_uses, check_refusals,
+        check_disagreement, check_benchmark, check_a_missing_rank,
     )  # fmt: skip
 
 

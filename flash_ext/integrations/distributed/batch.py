@@ -102,9 +102,9 @@ def position_ids(
         device: of the result.
     """
     groups, shards = _shards(group, seqlen, layout, cu_seqlens)
-    rows = torch.tensor(shards.positions(groups.rank), dtype=torch.int64)
+    rows = torch.tensor(shards.positions(groups.rank), dtype=torch.int64, device="cpu")
     documents = on_host(cu_seqlens)
     if documents is not None:
-        starts = torch.tensor(documents, dtype=torch.int64)
+        starts = torch.tensor(documents, dtype=torch.int64, device="cpu")
         rows = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
     return rows.to(device)

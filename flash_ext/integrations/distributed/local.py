@@ -29,7 +29,7 @@ def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def _on_device(
     numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int
 ) -> Tensor:
-    return _moved(torch.tensor(numbers, dtype=dtype), device)
+    return _moved(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 def stream_of(device: torch.device) -> int:
@@ -50,9 +50,10 @@ def orders(shards: Sharding, device: torch.device) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=16)
 def _orders(shards: Sharding, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     spans = itertools.chain(*shards.spans)
-    rows = torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in spans])
+    like: Any = {"dtype": torch.int32, "device": "cpu"}  # whatever the default device is
+    rows = torch.cat([torch.arange(a, b, **like) for a, b in spans])
     places = torch.empty_like(rows)
-    places[rows.long()] = torch.arange(shards.rows, dtype=torch.int32)
+    places[rows.long()] = torch.arange(shards.rows, **like)
     return _moved(rows, device), _moved(places, device)
 
 
