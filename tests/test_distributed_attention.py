@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
+from flash_ext.integrations.distributed import cost, methods, symmetric
 
 
 def check_cases(ranks: int, device: str) -> None:
@@ -181,6 +183,24 @@ def check_refusals(ranks: int, device: str) -> None:
     raises("seqlen|number of rows", q, k, v, seqlen=8 * ranks + 2 * ranks)
 
 
+def check_hosts(ranks: int, device: str) -> None:
+    """Context parallel across hosts, of each of which the group has one rank, say beside tensor
+    parallel within: the links are those between hosts, however many processes a host has."""
+    machines = []
+    for host in ("one", f"number {dist.get_rank()}"):
+        group = dist.new_group()
+        said = mock.patch.object(symmetric, "_host", return_value=host)
+        torchrun = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8")
+        exchanges = mock.patch.object(symmetric, "_every", side_effect=symmetric._every)
+        with said, torchrun, exchanges as exchange:
+            for _ in range(3):
+                machines.append(methods.machine_of(torch.device("cuda"), group, False))
+            assert exchange.call_count == 1
+            assert methods.machine_of(torch.device("cuda"), group, True) == cost.ENGINES
+            assert methods.machine_of(torch.device("cpu"), group, False) == cost.CPU
+    assert machines == 3 * [cost.ONE_HOST] + 3 * [cost.MANY_HOSTS]
+
+
 def check_benchmark(ranks: int, device: str) -> None:
     """benchmarks/distributed.py runs, with a number for everything that it promises."""
     import distributed as benchmark
@@ -277,7 +297,7 @@ def test_two_ranks() -> None:
     """Here also the uses, and what is refused."""
     run_ranks(
         2, "cpu", check_default_device, check_cases, check_batch, check_uses, check_refusals,
-        check_disagreement, check_benchmark, check_a_missing_rank,
+        check_disagreement, check_hosts, check_benchmark, check_a_missing_rank,
     )  # fmt: skip
 
 

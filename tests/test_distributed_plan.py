@@ -20,9 +20,12 @@ if not torch.distributed.is_available():
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations.distributed import cost, local, methods, plan
 from flash_ext.integrations.distributed.agree import ERROR, disagreement
+from flash_ext.integrations.distributed.gather import Gather
 from flash_ext.integrations.distributed.plan import Call, Mask
 from flash_ext.integrations.distributed.ring import _Results
 from flash_ext.integrations.distributed.sharding import LAYOUTS, edges
+from flash_ext.integrations.distributed.transport import Pending
+from flash_ext.integrations.distributed.ulysses import Ulysses
 
 DOCUMENTS = (None, (0, 3, 3, 20, 29, 30), (0, 1, 2, 40), (0, 17), (0, 5, 31))
 SIDES = ((None, None), (None, 0), (3, 0), (0, 0), (2, 5), (None, 4), (7, None), (100, 100))
@@ -317,6 +320,92 @@ def test_costs_are_plausible() -> None:
     many = llama(2**15, 8, heads_k=32)
     assert cost.choose(many, cost.MANY_HOSTS) == "ulysses"
     assert cost.choose(llama(2**20, 4), cost.ONE_HOST, ("ring",)) == "ring"
+
+
+class Counting:
+    """Rank 0 of so many, without the others: counts the bytes that it would receive from them, of
+    q, k, v and out. (The cost model leaves out lse.)"""
+
+    needs_sms, rank = True, 0
+
+    def __init__(self, shards: cp.Sharding) -> None:
+        self.shards, self.ranks, self.received = shards, shards.ranks, 0
+
+    def _arrive(self, whole: torch.Tensor, mine: int) -> torch.Tensor:
+        if whole.dim() == 4:
+            self.received += (whole.numel() - mine) * whole.element_size()
+        return whole
+
+    def gather(self, pieces, what):  # type: ignore[no-untyped-def]
+        def begin(i: int) -> Pending:
+            wholes = [
+                self._arrive(x.new_zeros(x.shape[0], self.shards.rows, *x.shape[2:]), x.numel())
+                for x in pieces[i]
+            ]
+            return Pending(what, [], lambda: tuple(wholes))
+
+        return begin
+
+    def to_heads(self, tensors, what):  # type: ignore[no-untyped-def]
+        wholes = []
+        for x in tensors:
+            shape = (x.shape[0], self.shards.rows, x.shape[2] // self.ranks, *x.shape[3:])
+            wholes.append(self._arrive(x.new_zeros(shape), x.numel() // self.ranks))
+        return Pending(what, [], lambda: tuple(wholes))
+
+    def to_rows(self, tensors, into, what):  # type: ignore[no-untyped-def]
+        for x in into:
+            self._arrive(x, x.numel() // self.ranks)
+        return Pending(what, [], lambda: None)
+
+
+@pytest.mark.parametrize("heads_k", [2, 8])
+def test_ratios_are_those_of_the_bytes_that_travel(
+    heads_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a method's kernels over that of what it asks of its transport, counted: how many
+    heads are in a piece depends on nothing else."""
+    ranks, rows, heads_q, dim, dim_v = 4, 256, 16, 8, 24
+    shards, mask = cp.sharding(rows, ranks), Mask(None, 0)
+    machine = cost.Machine(forward=3e9, link=7e6)
+    q, k, v = (
+        torch.zeros(2, shards.lengths[0], h, d)
+        for h, d in ((heads_q, dim), (heads_k, dim), (heads_k, dim_v))
+    )
+    call = cost.Call(2, rows, heads_q, heads_k, dim, dim_v, ranks, 4, **methods.work(shards, mask))
+    flops = 0
+
+    def forward(call, q, k, v, options, into=None):  # type: ignore[no-untyped-def]
+        nonlocal flops
+        pairs = int(computed(call).sum())
+        flops += 2 * pairs * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3])
+        out = q.new_zeros(q.shape[0], call.q[1] - call.q[0], q.shape[2], v.shape[3])
+        return out, out[..., 0].mT
+
+    monkeypatch.setattr(local, "forward", forward)
+    gather = Gather(Counting(shards), plan.gathered(shards, 0, mask))
+    whole = Gather(None, plan.gathered(cp.sharding(rows, 1), 0, mask))
+    copies = max(1, ranks // heads_k)
+    heads_each = heads_k * copies // ranks
+    ulysses = Ulysses(Counting(shards), whole, copies, (heads_each,))
+    for method, ratio in ((gather, cost.gathering_ratio), (ulysses, cost.ulysses_ratio)):
+        flops = 0
+        method.forward(q, k, v, {})
+        counted = flops / machine.forward / (method.transport.received / machine.link)
+        assert ratio(call, machine) == pytest.approx(counted)
+
+
+def test_machines() -> None:
+    """By the hosts of a group, not by its size."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for hosts, engines, machine in (
+        (1, False, cost.ONE_HOST),
+        (2, False, cost.MANY_HOSTS),
+        (9, False, cost.MANY_HOSTS),
+        (1, True, cost.ENGINES),
+    ):
+        assert cost.machine_of(gpu, hosts, engines) == machine
+        assert cost.machine_of(cpu, hosts, engines) == cost.CPU
 
 
 def test_unequal_work_counts_where_ranks_keep_their_rows() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -173,7 +174,13 @@ def choose_method(
         refuse("method", "one that runs this call", "; ".join(map(str, reasons.values())))
     call = call_of(groups, q, k, v, shards, mask)
     engines = symmetric.has_engines(transport, groups.across, q.device)
-    return cost.choose(call, cost.machine_of(q.device, groups.ranks, engines), allowed)
+    return cost.choose(call, machine_of(q.device, groups.across, engines), allowed)
+
+
+def machine_of(device: torch.device, group: ProcessGroup, engines: bool) -> cost.Machine:
+    """The machine of a group, whose ranks all call this."""
+    hosts = 1 if engines or device.type == "cpu" else symmetric.hosts(group)
+    return cost.machine_of(device, hosts, engines)
 
 
 MakeTransport = Callable[[ProcessGroup, Sharding], Transport]
@@ -202,29 +209,31 @@ def build(
     make = partial(symmetric.make, "auto", q.device) if transport is None else transport
     call = call_of(groups, q, k, v, shards, mask)
 
-    def machine(moves: Transport | None) -> cost.Machine:
-        engines = moves is not None and not moves.needs_sms
-        return cost.machine_of(q.device, groups.ranks, engines)
+    def machine(moves: Transport | None, group: ProcessGroup) -> cost.Machine:
+        return machine_of(q.device, group, moves is not None and not moves.needs_sms)
+
+    def exchanging(group: ProcessGroup, shards: Sharding, inner: Core, call: cost.Call) -> Core:
+        exchange = make(group, shards)
+        ratio = cost.ulysses_ratio(call, machine(exchange, group))
+        return _ulysses(exchange, inner, q, k, ratio)
 
     if method == "ulysses":
         whole = sharding(shards.rows, 1, "contiguous")
         inner: Core = Gather(None, plan.gathered(whole, 0, mask))
-        exchange = make(groups.across, shards)
-        return _ulysses(exchange, inner, q, k, cost.ulysses_ratio(call, machine(exchange)))
+        return exchanging(groups.across, shards, inner, call)
     outer = outer_of(groups, shards)
     rank = dist.get_rank(groups.across)
     if method == "ring":
         core: Core = Ring(make(groups.across, outer), outer, mask)
     else:
         across = make(groups.across, outer) if outer.ranks > 1 else None
-        ratio = cost.gathering_ratio(call, machine(across))
+        ratio = cost.gathering_ratio(call, machine(across, groups.across))
         core = Gather(across, plan.gathered(outer, rank, mask), ratio)
     if groups.within is None:
         return core
     rows = sharding(outer.lengths[rank], groups.within_size, "contiguous")
     call = replace(call, heads_q=q.shape[2], heads_k=k.shape[2], ranks=groups.within_size)
-    exchange = make(groups.within, rows)
-    return _ulysses(exchange, core, q, k, cost.ulysses_ratio(call, machine(exchange)))
+    return exchanging(groups.within, rows, core, call)
 
 
 def _ulysses(transport: Transport, inner: Core, q: Tensor, k: Tensor, ratio: float) -> Ulysses:
