@@ -50,7 +50,7 @@ from timing import balanced_orders
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, functional, local, plan, symmetric
+from flash_ext.integrations.distributed import cost, functional, local, methods, plan, symmetric
 from flash_ext.integrations.distributed.engines import CopyEngines
 from flash_ext.integrations.distributed.staging import Copy, Staging
 from flash_ext.integrations.distributed.transport import Collectives, Pending, Transport
@@ -564,7 +564,7 @@ def machine_with(
     kernels: dict[str, float], cell: Cell, device: torch.device, engines: bool = False
 ) -> cost.Machine:
     """The cost model's machine, with the kernels' measured speeds."""
-    machine = cost.machine_of(device, cell.ranks, engines)
+    machine = methods.machine_of(device, dist.group.WORLD, engines)
     forward = cell.flops / cell.ranks / kernels["forward"]
     backward = 2.5 * cell.flops / cell.ranks / kernels.get("backward", math.inf)
     return replace(machine, forward=forward, backward=backward or machine.backward)

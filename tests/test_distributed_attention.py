@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
+from flash_ext.integrations.distributed import cost, methods, symmetric
 
 
 def check_cases(ranks: int, device: str) -> None:
@@ -104,6 +106,27 @@ def check_uses(ranks: int, device: str) -> None:
         torch.testing.assert_close(joined, whole[0])
 
 
+def check_default_device(ranks: int, device: str) -> None:
+    """Another default device moves no tensor of a call, and none that a cache keeps for later."""
+    heads = {"heads_q": 2 * ranks, "heads_k": ranks}
+    documents = (0, 2, 9, 33)  # of no other check: what is kept is made here
+    for method, layout in itertools.product(cp.METHODS, cp.LAYOUTS):
+        common = {"options": {"causal": True}, "sink": True, **heads}
+        for more in ({"rows": 27}, {"rows": 33, "documents": documents}):
+            if layout == "document_zigzag" and "documents" not in more:
+                continue
+            case = Case(method, layout, **common, **more)
+            whole = distributed_cases.Whole(case, torch.float64, device)
+            with torch.device("meta"):
+                found = distributed_cases.split_call(whole, None)
+                where = {"layout": layout, "cu_seqlens": case.documents}
+                assert cp.position_ids(case.rows, device=device, **where).device.type == device
+            again = distributed_cases.split_call(whole, None)
+            for name, x in whole.expected(torch.float64).items():
+                for result in (found[name], again[name]):
+                    torch.testing.assert_close(result, x, rtol=0, atol=distributed_cases.EXACT)
+
+
 def raises(message: str, *tensors: torch.Tensor, **options: Any) -> None:
     with pytest.raises(ValueError, match=message):
         cp.attention(*tensors, **options)
@@ -158,6 +181,24 @@ def check_refusals(ranks: int, device: str) -> None:
     raises("sink must be", q, k, v, sink=torch.zeros(3))
     raises("window must be", q, k, v, window=3)
     raises("seqlen|number of rows", q, k, v, seqlen=8 * ranks + 2 * ranks)
+
+
+def check_hosts(ranks: int, device: str) -> None:
+    """Context parallel across hosts, of each of which the group has one rank, say beside tensor
+    parallel within: the links are those between hosts, however many processes a host has."""
+    machines = []
+    for host in ("one", f"number {dist.get_rank()}"):
+        group = dist.new_group()
+        said = mock.patch.object(symmetric, "_host", return_value=host)
+        torchrun = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8")
+        exchanges = mock.patch.object(symmetric, "_every", side_effect=symmetric._every)
+        with said, torchrun, exchanges as exchange:
+            for _ in range(3):
+                machines.append(methods.machine_of(torch.device("cuda"), group, False))
+            assert exchange.call_count == 1
+            assert methods.machine_of(torch.device("cuda"), group, True) == cost.ENGINES
+            assert methods.machine_of(torch.device("cpu"), group, False) == cost.CPU
+    assert machines == 3 * [cost.ONE_HOST] + 3 * [cost.MANY_HOSTS]
 
 
 def check_benchmark(ranks: int, device: str) -> None:
@@ -255,8 +296,8 @@ def test_copies_are_equal_to_the_whole(ranks: int) -> None:
 def test_two_ranks() -> None:
     """Here also the uses, and what is refused."""
     run_ranks(
-        2, "cpu", check_cases, check_batch, check_uses, check_refusals, check_disagreement,
-        check_benchmark, check_a_missing_rank,
+        2, "cpu", check_default_device, check_cases, check_batch, check_uses, check_refusals,
+        check_disagreement, check_hosts, check_benchmark, check_a_missing_rank,
     )  # fmt: skip
 
 

@@ -20,9 +20,13 @@ if not torch.distributed.is_available():
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations.distributed import cost, local, methods, plan
 from flash_ext.integrations.distributed.agree import ERROR, disagreement
-from flash_ext.integrations.distributed.plan import Call, Mask
+from flash_ext.integrations.distributed.calls import Call, Mask
+from flash_ext.integrations.distributed.gather import Gather
 from flash_ext.integrations.distributed.ring import _Results
+from flash_ext.integrations.distributed.rows import join, split
 from flash_ext.integrations.distributed.sharding import LAYOUTS, edges
+from flash_ext.integrations.distributed.transport import Pending
+from flash_ext.integrations.distributed.ulysses import Ulysses
 
 DOCUMENTS = (None, (0, 3, 3, 20, 29, 30), (0, 1, 2, 40), (0, 17), (0, 5, 31))
 SIDES = ((None, None), (None, 0), (3, 0), (0, 0), (2, 5), (None, 4), (7, None), (100, 100))
@@ -46,24 +50,31 @@ def computed(call: Call) -> torch.Tensor:
     if call.batch_step is not None:
         found = torch.zeros(shape, dtype=torch.int32)
         half = shape[0] // 2
-        for i, used in enumerate(call.seqused_k):
+        for i, used in enumerate(call.used):
             keys = slice(i * call.batch_step, i * call.batch_step + used)
             found[i * half : (i + 1) * half, keys] = dense_mask(half, used, False, call.window)
         return found
-    if call.cu_seqlens_q is None:
-        assert call.cu_seqlens_k is None and call.seqused_k is None
+    if call.packed is None:
         return dense_mask(*shape, False, call.window).int()
     found = torch.zeros(shape, dtype=torch.int32)
-    bounds = zip(
-        itertools.pairwise(call.cu_seqlens_q), itertools.pairwise(call.cu_seqlens_k), strict=True
-    )
+    of_q, of_k, used = offsets(call)
+    bounds = zip(itertools.pairwise(of_q), itertools.pairwise(of_k), strict=True)
     for number, ((a, b), (c, d)) in enumerate(bounds):
-        if call.seqused_k is not None:
-            assert call.seqused_k[number] <= d - c
-            d = c + call.seqused_k[number]
+        if used is not None:
+            assert used[number] <= d - c
+            d = c + used[number]
         found[a:b, c:d] += dense_mask(b - a, d - c, False, call.window).int()
-    assert call.cu_seqlens_q[-1] == shape[0] and call.cu_seqlens_k[-1] == shape[1]
+    assert of_q[-1] == shape[0] and of_k[-1] == shape[1]
     return found
+
+
+def offsets(call: Call) -> tuple[list[int], list[int], list[int] | None]:
+    """cu_seqlens of q and k, and seqused_k, of a call of packed sequences."""
+    options = call.packed.on(torch.device("cpu"))
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in options.values())
+    used = options.get("seqused_k")
+    of_q, of_k = (options[f"cu_seqlens_{name}"].tolist() for name in "qk")
+    return of_q, of_k, None if used is None else used.tolist()
 
 
 def check_plan(shards: cp.Sharding, mask: Mask) -> None:
@@ -74,7 +85,7 @@ def check_plan(shards: cp.Sharding, mask: Mask) -> None:
     own_ring = own.clone()
     everything = torch.arange(shards.rows)
     for rank in range(shards.ranks):
-        q_rows = torch.tensor(shards.positions(rank), dtype=torch.long)
+        q_rows = shards.positions(rank)
         met = torch.zeros(len(q_rows), dtype=torch.int32)
         for call in plan.gathered(shards, rank, mask):
             place(by_gather, call, q_rows, everything)
@@ -85,8 +96,8 @@ def check_plan(shards: cp.Sharding, mask: Mask) -> None:
             place(by_batches, call, q_rows, everything)
         for t in range(plan.ring_steps(shards, mask)):
             source = (rank - t) % shards.ranks
-            k_rows = torch.tensor(shards.positions(source), dtype=torch.long)
-            for call in plan.step(shards, rank, source, mask):
+            k_rows = shards.positions(source)
+            for call in plan.ring(shards, rank, mask)[t]:
                 place(by_ring, call, q_rows, k_rows)
                 own_ring[q_rows[slice(*call.q)]] += call.own
                 assert not (source != rank and call.own)
@@ -107,10 +118,11 @@ def place(total: torch.Tensor, call: Call, q_rows: torch.Tensor, k_rows: torch.T
     if call.batch_step is not None:
         half = len(q_rows) // 2
         ends = [((i + 1) * half, i * call.batch_step + used)
-                for i, used in enumerate(call.seqused_k)]  # fmt: skip
-    elif call.cu_seqlens_q is not None:
-        used = call.seqused_k or [d - c for c, d in itertools.pairwise(call.cu_seqlens_k)]
-        firsts = zip(call.cu_seqlens_q[1:], call.cu_seqlens_k, used, strict=False)
+                for i, used in enumerate(call.used)]  # fmt: skip
+    elif call.packed is not None:
+        of_q, of_k, used = offsets(call)
+        used = used or [d - c for c, d in itertools.pairwise(of_k)]
+        firsts = zip(of_q[1:], of_k, used, strict=False)
         ends = [(b, c + keys) for b, c, keys in firsts if keys > 0]
     else:
         ends = [(len(q_rows), len(k_rows))]
@@ -134,9 +146,9 @@ def test_at_two_levels() -> None:
     for layout, inner in itertools.product(("zigzag", "contiguous"), (1, 2, 3)):
         nested = cp.sharding(37, 2, layout).nested(inner)
         assert nested.ranks == 2 * inner
-        assert sorted(row for r in range(nested.ranks) for row in nested.positions(r)) == list(
-            range(37)
-        )
+        every = torch.cat([nested.positions(r) for r in range(nested.ranks)])
+        assert every.sort().values.tolist() == list(range(37))
+        assert nested.outer is cp.sharding(37, 2, layout)
         check_plan(nested, Mask(None, 0))
 
 
@@ -195,7 +207,7 @@ def test_two_chunks_are_one_batch() -> None:
             (call,) = plan.as_batch(plan.gathered(shards, rank, mask))
             assert call.batch_step is not None and call.own and call.aligned
     call = plan.as_batch(plan.gathered(shards, 1, Mask(None, 0)))[0]
-    assert (call.seqused_k, call.batch_step, call.window) == ((16, 56), 0, (-1, 0))
+    assert (call.used, call.batch_step, call.window) == ((16, 56), 0, (-1, 0))
     q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (16, 64, 64))
     slopes = torch.rand(1, 2, dtype=torch.float64)
     for options in ({}, {"alibi_slopes": slopes}, {"alibi_slopes": slopes[0]}):
@@ -217,19 +229,6 @@ def test_many_documents_are_few_calls() -> None:
         assert max(len(plan.step(shards, 1, s, mask)) for s in range(4)) <= 4
 
 
-def test_segments_are_those_of_a_search_through_all_documents() -> None:
-    draw = random.Random(0)
-    for _ in range(50):
-        edges = (0, *sorted(draw.choices(range(60), k=draw.randrange(1, 9))), 60)
-        a, b = sorted(draw.sample(range(61), 2))
-        found = [(s.at, s.first, s.last, s.document) for s in plan._segments([(a, b)], edges)]
-        assert found == [
-            (max(a, c) - a, max(a, c), min(b, d), i)
-            for i, (c, d) in enumerate(itertools.pairwise(edges))
-            if max(a, c) < min(b, d)
-        ]
-
-
 def test_a_short_window_needs_one_neighbour() -> None:
     assert plan.ring_steps(cp.sharding(64, 4, "contiguous"), Mask(8, 0)) == 2
     assert plan.ring_steps(cp.sharding(64, 4, "contiguous"), Mask(None, 0)) == 4
@@ -241,12 +240,12 @@ def test_shards_hold_every_row_once(rows: int, ranks: int) -> None:
     x = torch.arange(rows * 2).view(rows, 2)
     for layout in ("zigzag", "contiguous"):
         shards = cp.sharding(rows, ranks, layout)
-        parts = shards.split(x)
+        parts = split(shards, x)
         for rank in range(ranks):
             mine = shards.of_rank(x, rank, 0)
-            assert torch.equal(mine[:, 0] // 2, torch.tensor(shards.positions(rank)).long())
+            assert torch.equal(mine[:, 0] // 2, shards.positions(rank))
             assert torch.equal(parts[rank, : len(mine)], mine)
-        assert torch.equal(shards.join(parts), x)
+        assert torch.equal(join(shards, parts), x)
 
 
 def test_contiguous_is_as_torch_cuts() -> None:
@@ -260,7 +259,7 @@ def test_zigzag_is_balanced() -> None:
     """Under a causal mask, the pairs of each rank, where the length divides and where not."""
     for rows, bound in ((4096, 1.0), (4099, 1.01)):
         shards = cp.sharding(rows, 4)
-        pairs = [sum(row + 1 for row in shards.positions(rank)) for rank in range(4)]
+        pairs = [int((shards.positions(rank) + 1).sum()) for rank in range(4)]
         assert max(pairs) / (sum(pairs) / 4) <= bound
     assert edges(10, 4, equal=True) == [0, 2, 5, 7, 10]
     assert edges(10, 4, equal=False) == [0, 3, 6, 9, 10]
@@ -276,14 +275,15 @@ def test_wrong_layouts_are_refused() -> None:
 def test_orders_are_of_all_ranks() -> None:
     packed = cp.sharding(37, 2, "document_zigzag", (0, 1, 9, 9, 37))
     for shards in (cp.sharding(29, 3), packed, packed.nested(2)):
-        rows, places = local.orders(shards, torch.device("cpu"))
-        expected = [row for rank in range(shards.ranks) for row in shards.positions(rank)]
+        rows, places = shards.orders(torch.device("cpu"))
+        expected = torch.cat([shards.positions(rank) for rank in range(shards.ranks)]).tolist()
         assert rows.tolist() == expected
         assert [expected[place] for place in places] == list(range(shards.rows))
         lined_up = shards.one_by_one
         assert lined_up.lengths == shards.lengths and lined_up.in_order
-        same = cp.Sharding(shards.rows, shards.spans)
+        same = cp.Sharding.of_spans(shards.rows, shards.spans)
         assert same == shards and hash(same) == hash(shards)
+        assert same != cp.Sharding.of_spans(shards.rows, shards.spans[::-1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -293,6 +293,7 @@ def test_visible_pairs_are_counted(layout: str) -> None:
         shards = cp.sharding(rows, 3, layout, documents or (0, rows))
         mask = Mask(left, right, documents)
         exact = [int(visible(rows, mask)[shards.positions(rank)].sum()) for rank in range(3)]
+        assert plan.share(rows, mask) == sum(exact) / rows**2
         assert plan.visible_pairs(shards, mask) == exact
         work = methods.work(shards, mask)
         assert work["share"] == pytest.approx(sum(exact) / rows**2)
@@ -317,6 +318,92 @@ def test_costs_are_plausible() -> None:
     many = llama(2**15, 8, heads_k=32)
     assert cost.choose(many, cost.MANY_HOSTS) == "ulysses"
     assert cost.choose(llama(2**20, 4), cost.ONE_HOST, ("ring",)) == "ring"
+
+
+class Counting:
+    """Rank 0 of so many, without the others: counts the bytes that it would receive from them, of
+    q, k, v and out. (The cost model leaves out lse.)"""
+
+    needs_sms, rank = True, 0
+
+    def __init__(self, shards: cp.Sharding) -> None:
+        self.shards, self.ranks, self.received = shards, shards.ranks, 0
+
+    def _arrive(self, whole: torch.Tensor, mine: int) -> torch.Tensor:
+        if whole.dim() == 4:
+            self.received += (whole.numel() - mine) * whole.element_size()
+        return whole
+
+    def gather(self, pieces, what):  # type: ignore[no-untyped-def]
+        def begin(i: int) -> Pending:
+            wholes = [
+                self._arrive(x.new_zeros(x.shape[0], self.shards.rows, *x.shape[2:]), x.numel())
+                for x in pieces[i]
+            ]
+            return Pending(what, [], lambda: tuple(wholes))
+
+        return begin
+
+    def to_heads(self, tensors, what):  # type: ignore[no-untyped-def]
+        wholes = []
+        for x in tensors:
+            shape = (x.shape[0], self.shards.rows, x.shape[2] // self.ranks, *x.shape[3:])
+            wholes.append(self._arrive(x.new_zeros(shape), x.numel() // self.ranks))
+        return Pending(what, [], lambda: tuple(wholes))
+
+    def to_rows(self, tensors, into, what):  # type: ignore[no-untyped-def]
+        for x in into:
+            self._arrive(x, x.numel() // self.ranks)
+        return Pending(what, [], lambda: None)
+
+
+@pytest.mark.parametrize("heads_k", [2, 8])
+def test_ratios_are_those_of_the_bytes_that_travel(
+    heads_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a method's kernels over that of what it asks of its transport, counted: how many
+    heads are in a piece depends on nothing else."""
+    ranks, rows, heads_q, dim, dim_v = 4, 256, 16, 8, 24
+    shards, mask = cp.sharding(rows, ranks), Mask(None, 0)
+    machine = cost.Machine(forward=3e9, link=7e6)
+    q, k, v = (
+        torch.zeros(2, shards.lengths[0], h, d)
+        for h, d in ((heads_q, dim), (heads_k, dim), (heads_k, dim_v))
+    )
+    call = cost.Call(2, rows, heads_q, heads_k, dim, dim_v, ranks, 4, **methods.work(shards, mask))
+    flops = 0
+
+    def forward(call, q, k, v, options, into=None):  # type: ignore[no-untyped-def]
+        nonlocal flops
+        pairs = int(computed(call).sum())
+        flops += 2 * pairs * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3])
+        out = q.new_zeros(q.shape[0], call.q[1] - call.q[0], q.shape[2], v.shape[3])
+        return out, out[..., 0].mT
+
+    monkeypatch.setattr(local, "forward", forward)
+    gather = Gather(Counting(shards), plan.gathered(shards, 0, mask))
+    whole = Gather(None, plan.gathered(cp.sharding(rows, 1), 0, mask))
+    copies = max(1, ranks // heads_k)
+    heads_each = heads_k * copies // ranks
+    ulysses = Ulysses(Counting(shards), whole, copies, (heads_each,))
+    for method, ratio in ((gather, cost.gathering_ratio), (ulysses, cost.ulysses_ratio)):
+        flops = 0
+        method.forward(q, k, v, {})
+        counted = flops / machine.forward / (method.transport.received / machine.link)
+        assert ratio(call, machine) == pytest.approx(counted)
+
+
+def test_machines() -> None:
+    """By the hosts of a group, not by its size."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for hosts, engines, machine in (
+        (1, False, cost.ONE_HOST),
+        (2, False, cost.MANY_HOSTS),
+        (9, False, cost.MANY_HOSTS),
+        (1, True, cost.ENGINES),
+    ):
+        assert cost.machine_of(gpu, hosts, engines) == machine
+        assert cost.machine_of(cpu, hosts, engines) == cost.CPU
 
 
 def test_unequal_work_counts_where_ranks_keep_their_rows() -> None:

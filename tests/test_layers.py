@@ -222,3 +222,28 @@ def test_a_private_name_is_found(code: str) -> None:
 def test_other_names_are_not() -> None:
     code = "from .vmap import _rule; self._mesh; x._asdict(); q.__class__; from torch import nn"
     assert list(private_names(code)) == []
+
+
+FACTORIES = {
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+"""Functions of torch that make tensors on the default device if the call names none."""
+
+
+def placed_by_default(code: str) -> Iterator[str]:
+    """The calls of factories that leave the device to `torch.set_default_device`."""
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Call) or any(x.arg == "device" for x in node.keywords):
+            continue
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        if owner == "torch" and name in FACTORIES and not any(x.arg is None for x in node.keywords):
+            yield ast.unparse(node)
+
+
+def test_every_factory_names_its_device() -> None:
+    """The caller's default device is for the caller's tensors."""
+    found = {path.name: list(placed_by_default(path.read_text())) for path in PACKAGE.rglob("*.py")}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+    code = "torch.zeros(3); torch.ones(2, device=d); x.new_zeros(1); torch.empty(2, **like)"
+    assert list(placed_by_default(code)) == ["torch.zeros(3)"]

@@ -58,8 +58,8 @@ def _sum_rows_cpu(
     rows = out.shape[1]
     if index is not None:
         _require("index", index, out, (rows,), (torch.int32,))
-    source = torch.arange(rows) if index is None else index.long()
-    total = torch.zeros(out.shape, dtype=statistics_dtype(out.dtype))
+    source = torch.arange(rows, device=out.device) if index is None else index.long()
+    total = torch.zeros(out.shape, dtype=statistics_dtype(out.dtype), device=out.device)
     for x, first in zip(parts, firsts, strict=True):
         has = (source >= first) & (source < first + x.shape[1])
         total[:, has] += x[:, source[has] - first]
@@ -82,7 +82,7 @@ def _combine_parts_cpu(
         place, mine = slice(a, max(a, b)), slice(a - first, max(a, b) - first)
         places.append((place, x[:, mine], of_x[..., mine]))
         whole[..., place] = torch.logaddexp(whole[..., place], of_x[..., mine])
-    total = torch.zeros(out.shape, dtype=lse.dtype)
+    total = torch.zeros(out.shape, dtype=lse.dtype, device=out.device)
     for place, x, of_x in places:  # without any key there may be anything in x
         has_key = (of_x != -torch.inf).mT[..., None]
         weight = torch.exp(of_x - whole[..., place]).mT[..., None]

@@ -147,7 +147,7 @@ class Tiling:
         """The sink of each row of queries, (B·Hk, Sq·G, 1); −∞ without one."""
         if self.options.sink is None:
             shape = (self.batch * self.heads_k, self.band.seqlen_q * self.group, 1)
-            return torch.full(shape, -math.inf, dtype=self.dtype)
+            return torch.full(shape, -math.inf, dtype=self.dtype, device="cpu")
         sink = self.options.sink.unsqueeze(-1)
         return self.to_rows(sink.expand(self.batch, self.band.seqlen_q, *sink.shape))
 

@@ -38,8 +38,8 @@ from torch.library import register_torch_dispatch
 
 from .. import ops
 from ..ops.options import ABOUT, QK_8_BITS, BackwardTensors, dim_of
+from .distributed.calls import Mask
 from .distributed.methods import Groups, build, unsupported_reason
-from .distributed.plan import Mask
 from .distributed.sharding import Sharding, sharding
 from .distributed.ulysses import Core
 

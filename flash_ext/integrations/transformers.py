@@ -67,7 +67,7 @@ def _variables(function: Any, code: Any) -> dict[str, Any]:
 
 
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
-_PACKED = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
+_PACKED = masking_utils.packed_sequence_mask_function(torch.empty(0, device="cpu")).__code__
 
 
 def _packed_ids(mask_function: Callable[..., Any]) -> Tensor | None:

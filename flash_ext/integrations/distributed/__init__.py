@@ -13,13 +13,17 @@
     batch       `shard`, `unshard`, `position_ids`
     methods     methods by name, and what "auto" takes by the model in `cost`
     gather, ring, ulysses   the methods
-    plan        the mask of the whole sequence as local calls: the one place with positions
+    plan, packing   the mask of the whole sequence as local calls, of one sequence and of packed
+                documents: the one place with positions
+    calls       what a plan is made of: the mask, and a call
     sharding    which rows a rank has
     local       a call of the plan, on tensors
     rows        copies and sums of rows
     transport   every communication, and how collectives do it
     engines     how copies between GPUs do it: staging, and symmetric memory
-    agree       ranks that disagree raise instead of waiting
+    agree, watch    ranks that disagree raise instead of waiting
+    kept        caches, bounded in bytes
+    on_device   numbers of the host on a device
 """
 
 import torch.distributed

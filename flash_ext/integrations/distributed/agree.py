@@ -4,16 +4,26 @@ Before the first call of every new signature the ranks of a group exchange it: s
 options. Later calls of the same signature exchange nothing. So where a call is new to some ranks
 and known to others, the former wait for an exchange that the latter do not enter, until the group's
 timeout.
+
+Packed documents and their number of rows are compared in that exchange, but are no part of the
+signature: they change with every step, whose host must not wait. Afterwards a rank checks only its
+own, and `watch` compares a digest of all of them now and then. With FLASH_EXT_DEBUG=1 every call
+with documents has an exchange, which names at once what differs.
 """
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from .watch import watch
 
 Signature = dict[str, Any]
 """What must be the same on every rank, by name. Values compare and have a hash."""
@@ -22,16 +32,30 @@ ERROR = "error"
 """The name under which a rank says that its own arguments are wrong."""
 
 MOST_KNOWN = 4096
-"""Signatures that are remembered: with cu_seqlens every batch has its own."""
+"""Signatures that are remembered."""
 
-_agreed: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()
+MOST_CHECKED = 64
+"""Packings that are remembered."""
+
+
+class _Known:
+    """What a group has agreed on."""
+
+    def __init__(self) -> None:
+        self.signatures: set[Hashable] = set()
+        self.checked: OrderedDict[Hashable, None] = OrderedDict()  # with packings; the newest last
+
+
+_known: WeakKeyDictionary[ProcessGroup, _Known] = WeakKeyDictionary()
 
 
 def agree(
     groups: Sequence[ProcessGroup],
     signature: Signature,
-    here: Hashable = None,
-    check: Callable[[], object] = lambda: None,
+    packing: Signature,
+    here: Hashable,
+    check: Callable[[], object],
+    device: torch.device,
 ) -> None:
     """Return if every rank has this signature.
 
@@ -39,19 +63,42 @@ def agree(
         groups: one group; or the groups of a mesh of which this rank is part, the last dimension's
             first. All their ranks call this.
         signature: what must be the same on every rank.
+        packing: the same of packed documents; empty without any.
         here: what else makes the call a new one, and may differ between ranks.
         check: raises ValueError or RuntimeError for arguments that are wrong on this rank. Called
-            only if the signature is new.
+            only if the signature, or the packing, is new.
+        device: of the tensors.
 
     Raises:
         ValueError: on every rank, naming the ranks, what differs and the values; or what is wrong
-            on one of them.
+            on one of them. If only the packing is new: what is wrong on this rank.
         RuntimeError: a rank did not come before the group's timeout.
     """
-    known = _agreed.setdefault(groups[-1], set())
-    key = (tuple(signature.items()), here)
-    if key in known:
-        return
+    known = _known.setdefault(groups[-1], _Known())
+    this = tuple(packing.values()), here
+    key = tuple(signature.items()), None if packing else here
+    checked = key, this
+    debugs = packing and os.environ.get("FLASH_EXT_DEBUG", "0") not in ("", "0")
+    if debugs or key not in known.signatures:
+        _exchange_all(groups, signature | packing, check)
+        if len(known.signatures) == MOST_KNOWN:  # on every rank, so all forget at the same call
+            known.signatures.clear()
+        known.signatures.add(key)
+    elif packing and checked not in known.checked:
+        check()
+    if packing:
+        known.checked[checked] = None
+        known.checked.move_to_end(checked)
+        if len(known.checked) > MOST_CHECKED:
+            known.checked.popitem(last=False)
+        for group in groups:
+            watch(group, hash(tuple(packing.values())), device)
+
+
+def _exchange_all(
+    groups: Sequence[ProcessGroup], signature: Signature, check: Callable[[], object]
+) -> None:
+    """Raise if ranks differ, or if something is wrong on one of them."""
     try:
         check()
     except (ValueError, RuntimeError) as error:
@@ -61,9 +108,6 @@ def agree(
         found = _exchange(group, found)
     if difference := disagreement(found):
         raise ValueError(f"flash_ext: {difference}")
-    if len(known) == MOST_KNOWN:  # the same on every rank, so all forget at the same call
-        known.clear()
-    known.add(key)
 
 
 def _exchange(group: ProcessGroup, mine: list[Signature]) -> list[Signature]:

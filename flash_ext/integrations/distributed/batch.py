@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.checks import refuse
-from .functional import Group, groups_of, on_host, shards_of
+from .functional import Group, groups_of, on_host, require_documents, shards_of
 from .methods import Groups, outer_of
+from .on_device import moved
 from .sharding import Sharding, sharding
 from .transport import Collectives
 
@@ -18,8 +19,10 @@ from .transport import Collectives
 def _shards(
     group: Group, seqlen: int, layout: str, cu_seqlens: Tensor | Sequence[int] | None
 ) -> tuple[Groups, Sharding]:
-    groups = groups_of(group)
-    return groups, shards_of(groups, seqlen, layout, on_host(cu_seqlens))
+    groups, documents = groups_of(group), on_host(cu_seqlens)
+    if documents is not None:
+        require_documents(documents, seqlen)
+    return groups, shards_of(groups, seqlen, layout, documents)
 
 
 def shard(
@@ -102,9 +105,9 @@ def position_ids(
         device: of the result.
     """
     groups, shards = _shards(group, seqlen, layout, cu_seqlens)
-    rows = torch.tensor(shards.positions(groups.rank), dtype=torch.int64)
+    rows = shards.positions(groups.rank)
     documents = on_host(cu_seqlens)
     if documents is not None:
-        starts = torch.tensor(documents, dtype=torch.int64)
+        starts = documents.offsets
         rows = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
-    return rows.to(device)
+    return rows if device is None else moved(rows, torch.device(device))

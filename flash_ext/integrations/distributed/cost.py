@@ -19,7 +19,6 @@ pairs. Numbers of a machine are a `Machine`; H200 was measured.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -241,16 +240,17 @@ def choose(call: Call, machine: Machine, allowed: tuple[str, ...] = METHODS) -> 
     return min(allowed, key=lambda method: estimate(method, call, machine).total)
 
 
-def machine_of(device: torch.device, ranks: int, engines: bool = False) -> Machine:
-    """The machine of a group of ranks, by its device and by whether one host holds them all.
+def machine_of(device: torch.device, hosts: int, engines: bool = False) -> Machine:
+    """The machine of a group of ranks. The arguments are the same on every rank, so all choose
+    alike.
 
-    With `engines`, transfers are copies by copy engines, on one host. Otherwise torchrun says in
-    LOCAL_WORLD_SIZE how many ranks a host has; without it all are on one. Both are the same on
-    every rank, so all choose alike.
+    Args:
+        device: of the tensors.
+        hosts: how many hosts the group's ranks are on (`symmetric.hosts`).
+        engines: transfers are copies by copy engines, on one host.
     """
     if device.type == "cpu":
         return CPU
     if engines:
         return ENGINES
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return ONE_HOST if ranks <= per_host else MANY_HOSTS
+    return ONE_HOST if hosts == 1 else MANY_HOSTS

@@ -24,16 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from . import local, rows
+from . import rows
 from .lanes import Lanes
 from .rows import Parts, Rows
-from .sharding import Sharding, Span, joined
+from .sharding import FEW_SPANS, Sharding, Span, joined
 from .staging import ALIGNMENT, Copy, Region, Staging, Window
 from .transport import Begin, Pending
-
-FEW_SPANS = 4
-"""How many spans of a rank are copied one by one. Each copy costs some microseconds of the host and
-of the engine; with more of them a pass over the tensors costs less."""
 
 Like = tuple[tuple[int, ...], torch.dtype]
 """The shape and the dtype of a block."""
@@ -101,7 +97,7 @@ class CopyEngines:
     def __init__(self, staging: Staging, shards: Sharding, rank: int) -> None:
         self.staging, self.shards, self.rank, self.ranks = staging, shards, rank, shards.ranks
         # Every rank reads what others have laid out: all have one order, whoever has many spans.
-        self._reordered = max(len(spans) for spans in shards.spans) > FEW_SPANS
+        self._reordered = shards.most_spans > FEW_SPANS
         self._spans = (shards.one_by_one if self._reordered else shards).spans
         staging.abandon()
 
@@ -109,7 +105,7 @@ class CopyEngines:
         """Rows `span`, as they lie while they travel, of the sequence x (S, …)."""
         a, b = span
         if self._reordered:
-            rows.pick(out, x, local.orders(self.shards, x.device)[0][a:b])
+            rows.pick(out, x, self.shards.orders(x.device)[0][a:b])
         else:
             rows.copy(out, x[a:b])
 
@@ -118,7 +114,7 @@ class CopyEngines:
         if not self._reordered:
             return x
         out = torch.empty_like(x)
-        rows.pick(out, x, local.orders(self.shards, x.device)[1])
+        rows.pick(out, x, self.shards.orders(x.device)[1])
         if x.is_cuda:  # of another stream, maybe, and nobody keeps it
             x.record_stream(torch.cuda.current_stream(x.device))
         return out
@@ -240,7 +236,7 @@ class CopyEngines:
             nonlocal written
             places = rows.apart(mine, dims)
             if self._reordered:
-                rows.total(parts, places, local.orders(self.shards, mine.device)[0])
+                rows.total(parts, places, self.shards.orders(mine.device)[0])
             else:
                 rows.add_in_place(parts, places)
             written = mine  # what was another tensor is free

@@ -20,10 +20,10 @@ from ...ops.checks import dtype_name, refuse, require_device, require_pair, requ
 from ...ops.options import QK_8_BITS
 from ...ops.torch_private import below_in_place
 from .agree import agree
+from .calls import Mask
 from .local import Options
 from .methods import Groups, build, choose_method, unsupported_reason
-from .plan import Mask
-from .sharding import Sharding, sharding
+from .sharding import Documents, Sharding, documents_of, sharding
 from .symmetric import TRANSPORTS, make, require
 from .ulysses import Core
 
@@ -48,19 +48,28 @@ def groups_of(group: Group) -> Groups:
     return Groups(whole)
 
 
-def shards_of(
-    groups: Groups, rows: int, layout: str, documents: tuple[int, ...] | None
-) -> Sharding:
+def shards_of(groups: Groups, rows: int, layout: str, documents: Documents | None) -> Sharding:
     """The rows of every rank; with two dimensions rank (i, j) is number i · (size of j) + j."""
     shards = sharding(rows, groups.across_size, layout, documents)
     return shards if groups.within is None else shards.nested(groups.within_size)
 
 
-def on_host(cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+def on_host(cu_seqlens: Tensor | Sequence[int] | None) -> Documents | None:
     """cu_seqlens as numbers of the host."""
     if cu_seqlens is None:
         return None
-    return tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+    return documents_of(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+
+
+def require_documents(documents: Documents, rows: int) -> None:
+    """Refuse what cannot be cu_seqlens of so many rows."""
+    ordered = bool((documents.offsets.diff() >= 0).all())
+    if not documents or documents[0] != 0 or not ordered or documents[-1] > rows:
+        refuse(
+            "cu_seqlens",
+            f"from 0 on, never decreasing, up to the sequence's {rows} rows",
+            tuple(documents),
+        )
 
 
 class _Attention(torch.autograd.Function):
@@ -105,43 +114,37 @@ def _check(
     k: Tensor,
     v: Tensor,
     options: Options,
-    documents: tuple[int, ...] | None,
-    shards: Sharding,
-    rank: int,
+    documents: Documents | None,
+    rows: int,
+    layout: str,
     method: str,
     groups: Groups,
     mask: Mask,
     transport: str,
 ) -> None:
-    """Refuse what is wrong on this rank, before anything travels."""
+    """Refuse what is wrong on this rank, before anything travels. `rows`: of the sequence."""
     dims = 4 if documents is None else 3
+    if documents is not None:
+        require_documents(documents, rows)
+    shards, rank = shards_of(groups, rows, layout, documents), groups.rank
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != dims:
             wanted = "(batch, rows, heads, dim)" if dims == 4 else "(rows, heads, dim)"
             with_documents = "" if dims == 4 else " with cu_seqlens"
             refuse(name, f"of shape {wanted}{with_documents}", tuple(x.shape))
         require_device(name, x, q)
-        rows = x.shape[dims - 3]
-        if rows != shards.lengths[rank]:
+        if x.shape[dims - 3] != shards.lengths[rank]:
             refuse(
                 f"{name}'s number of rows on rank {rank}",
-                f"{shards.lengths[rank]} of the sequence's {shards.rows} (pass seqlen where the"
+                f"{shards.lengths[rank]} of the sequence's {rows} (pass seqlen where the"
                 " ranks' numbers of rows are not equal)",
-                rows,
+                x.shape[dims - 3],
             )
     slopes = options.get("alibi_slopes")
     if documents is not None and slopes is not None and slopes.dim() != 1:
         refuse("alibi_slopes", "of shape (heads_q) with cu_seqlens", tuple(slopes.shape))
     if q.dtype in QK_8_BITS:
         refuse("q", "of more than 8 bits", dtype_name(q.dtype))
-    if documents is not None:
-        ordered = all(a <= b for a, b in zip(documents, documents[1:], strict=False))
-        if not documents or documents[0] != 0 or not ordered or documents[-1] > shards.rows:
-            refuse(
-                "cu_seqlens",
-                f"from 0 on, never decreasing, up to the sequence's {shards.rows} rows",
-                documents,
-            )
     if method != "auto" and (
         reason := unsupported_reason(method, groups, q, k, shards, mask, options)
     ):
@@ -315,24 +318,25 @@ def attention(
     if seqlen is None:
         named = "seqlen (which must be given where ranks have unequal numbers of rows)"
         seqlen = documents[-1] if documents else q.shape[-3] * groups.ranks
-    shards = shards_of(groups, seqlen, layout, documents)
     more = {
-        named: seqlen,
         "layout": layout,
         "method": method,
         "transport": transport,
         "causal": causal,
         "window": window,
-        "cu_seqlens": documents,
+        "with cu_seqlens": documents is not None,
     }
+    packing: dict[str, Any] = {} if documents is None else {"cu_seqlens": documents}
+    (more if documents is None else packing)[named] = seqlen
     agree(
         groups.last_first,
         _signature(q, k, v, given, more),
+        packing,
         tuple(tuple(x.shape) for x in (q, k, v)),
-        partial(
-            _check, q, k, v, given, documents, shards, groups.rank, method, groups, mask, transport
-        ),
+        partial(_check, q, k, v, given, documents, seqlen, layout, method, groups, mask, transport),
+        q.device,
     )
+    shards = shards_of(groups, seqlen, layout, documents)
     require(transport, groups.last_first, q.device)
     if documents is not None:
         q, k, v = (x[None] for x in (q, k, v))

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ...ops.checks import statistics_dtype
 from . import local
+from .calls import Call
 from .cost import pieces_of
 from .lanes import Lanes
 from .local import Options
-from .plan import Call, as_batch
+from .plan import as_batch
 from .rows import Rows, add_in_place
 from .sharding import Span
 from .transport import Pending, Transport
@@ -126,7 +127,7 @@ class Gather:
     def _beside_each_other(self, calls: Sequence[Call], options: Options) -> bool:
         """Whether the calls of a piece are on two streams by turns: those of documents, whose last
         tiles are of unequal lengths. Others were no faster (docs/notes/020)."""
-        packed = all(call.cu_seqlens_q is not None for call in calls)
+        packed = all(call.packed is not None for call in calls)
         return self._beside and packed and "sink" not in options  # dsink is added up on one stream
 
     def backward(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,47 +12,11 @@ from torch import Tensor
 from ... import ops
 from ...ops.into import bwd_into, fits, fwd_into
 from . import rows
-from .plan import Call
-from .sharding import Sharding
+from .calls import Call
+from .on_device import on_device
 
 Options = dict[str, Any]
 """Options of the ops, without masks and sequences."""
-
-
-def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on a device, which does not wait for them. The same ones are kept."""
-    return _on_device(numbers, dtype, device, stream_of(device))
-
-
-@lru_cache(maxsize=256)
-def _on_device(
-    numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int
-) -> Tensor:
-    return _moved(torch.tensor(numbers, dtype=dtype), device)
-
-
-def stream_of(device: torch.device) -> int:
-    """What a tensor that is kept is kept for: on another stream it may not be there yet."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
-
-
-def orders(shards: Sharding, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The row of the sequence of each row of all ranks, one rank after the other, and the inverse:
-    where each row of the sequence is then. On a device, which the host does not wait for."""
-    return _orders(shards, device, stream_of(device))
-
-
-@lru_cache(maxsize=16)
-def _orders(shards: Sharding, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    spans = itertools.chain(*shards.spans)
-    rows = torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in spans])
-    places = torch.empty_like(rows)
-    places[rows.long()] = torch.arange(shards.rows, dtype=torch.int32)
-    return _moved(rows, device), _moved(places, device)
 
 
 def of_heads(options: Options, first: int, last: int) -> Options:
@@ -85,10 +48,10 @@ def _options_of(call: Call, options: Options, device: torch.device) -> Options:
         chosen["window_left"] = left
     if right >= 0:
         chosen["window_right"] = right
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
-        numbers = getattr(call, name)
-        if numbers is not None:
-            chosen[name] = on_device(numbers, torch.int32, device)
+    if call.packed is not None:
+        chosen |= call.packed.on(device)
+    if call.used is not None:
+        chosen["seqused_k"] = on_device(call.used, device)
     return chosen
 
 
@@ -115,7 +78,7 @@ def forward(
         halves = None if into is None else _halves(into)
         out, lse = _forward(*_batch_of_two(call, q, k, v, options), options, halves)
         return out.flatten(0, 1)[None], lse.transpose(0, 1).flatten(1)[None]
-    if call.cu_seqlens_q is None:
+    if call.packed is None:
         return _forward(q, k, v, options, into)
     packed = None if into is None else into.squeeze(0)
     out, lse = _forward(q.squeeze(0), k.squeeze(0), v.squeeze(0), options, packed)
@@ -142,10 +105,10 @@ def _batch_of_two(
     call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two halves of the queries (1, 2 m, Hq, D) as a batch, whose keys are views of the same."""
-    assert call.seqused_k is not None and call.batch_step is not None
+    assert call.used is not None and call.batch_step is not None
     if options.get("alibi_slopes", q).dim() == 2:
         options["alibi_slopes"] = options["alibi_slopes"].expand(2, -1)
-    keys, values = (_overlapping(x[0], call.seqused_k[1], call.batch_step) for x in (k, v))
+    keys, values = (_overlapping(x[0], call.used[1], call.batch_step) for x in (k, v))
     return _halves(q), keys, values
 
 
@@ -201,7 +164,7 @@ def backward(
         written = _halves(dq), *of_halves
     lse_here, dlse_here = (None if x is None else x.contiguous() for x in statistics)
     tensors: tuple[Any, ...] = dout, dlse_here, q, k, v, out, lse_here
-    if call.cu_seqlens_q is not None:
+    if call.packed is not None:
         tensors = tuple(None if x is None else x.squeeze(0) for x in tensors)
         written = tuple(x.squeeze(0) for x in gradients)
     if fits(*written):
@@ -211,11 +174,11 @@ def backward(
         for x, gradient in zip(written, found, strict=True):
             x.copy_(gradient)
     if call.batch_step is not None:
-        assert call.seqused_k is not None
+        assert call.used is not None
         firsts = 0, call.batch_step
         halves = [
             ((first, first + used), tuple(x[i : i + 1, :used] for x in of_halves))
-            for i, (first, used) in enumerate(zip(firsts, call.seqused_k, strict=True))
+            for i, (first, used) in enumerate(zip(firsts, call.used, strict=True))
         ]
         rows.total(halves, (dk, dv))
     return dq, dk, dv, dsink if "sink" in options else None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...ops.checks import refuse
 from . import cost, plan, symmetric
+from .calls import Mask
 from .gather import Gather
+from .kept import kept
 from .local import Options
-from .plan import Mask
 from .ring import Ring
-from .sharding import Sharding, joined, sharding
+from .sharding import Sharding, sharding
 from .transport import Transport
 from .ulysses import Core, Ulysses, key_head_copies
 
@@ -89,37 +91,37 @@ def unsupported_reason(
             f"Ulysses divides the heads over {parted} ranks: their number must divide q's heads,"
             f" and divide k's heads or be a multiple of them, got {heads_q} and {heads_k}"
         )
-    if "alibi_slopes" in options and method != "ulysses":
-        outer = outer_of(groups, shards)
-        ranks = range(outer.ranks)
-        if method == "all_gather":
-            calls = [call for r in ranks for call in plan.gathered(outer, r, mask)]
-        else:
-            calls = [c for r in ranks for s in ranks for c in plan.step(outer, r, s, mask)]
-        if not all(call.aligned for call in calls):
-            others = "'ulysses', or 'all_gather' with causal" if method == "ring" else "'ulysses'"
-            return (
-                f"alibi_slopes need method {others} here: with {method!r} a rank's queries meet"
-                " keys at distances that the local call does not know"
-            )
-    return None
+    if "alibi_slopes" not in options or method == "ulysses":
+        return None
+    if _keeps_distances(method, outer_of(groups, shards), mask):
+        return None
+    others = "'ulysses', or 'all_gather' with causal" if method == "ring" else "'ulysses'"
+    return (
+        f"alibi_slopes need method {others} here: with {method!r} a rank's queries meet"
+        " keys at distances that the local call does not know"
+    )
+
+
+@kept()
+def _keeps_distances(method: str, shards: Sharding, mask: Mask) -> bool:
+    """Whether local calls know how far keys are from queries, as ALiBi needs."""
+    ranks = range(shards.ranks)
+    if method == "ring":
+        plans = (plan.step(shards, r, s, mask) for r in ranks for s in ranks)
+    else:  # under a causal mask, always
+        plans = (plan.gathered(shards, r, mask) for r in ranks if mask.right != 0)
+    return all(call.aligned for calls in plans for call in calls)
 
 
 def outer_of(groups: Groups, shards: Sharding) -> Sharding:
     """The rows of the groups across, where `shards` has those of every rank."""
     if groups.within is None:
         return shards
-    size = groups.within_size
-    return Sharding(
-        shards.rows,
-        tuple(
-            tuple(joined([x for spans in shards.spans[i : i + size] for x in spans]))
-            for i in range(0, shards.ranks, size)
-        ),
-    )
+    assert shards.outer is not None
+    return shards.outer
 
 
-@lru_cache(maxsize=256)
+@kept()
 def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = plan.visible_pairs(shards, mask)
@@ -134,21 +136,21 @@ def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
 
 
 def call_of(
-    groups: Groups, q: Tensor, k: Tensor, v: Tensor, shards: Sharding, mask: Mask
+    groups: Groups, q: Tensor, k: Tensor, v: Tensor, rows: int, facts: dict[str, Any]
 ) -> cost.Call:
-    """The sizes for the cost model: of the ranks across, where there are two levels."""
+    """The sizes for the cost model: of the ranks across, where there are two levels. `facts`: what
+    is said of the visible pairs."""
     within = groups.within_size
-    outer = outer_of(groups, shards)
     return cost.Call(
         batch=q.shape[0],
-        rows=shards.rows,
+        rows=rows,
         heads_q=q.shape[2] // within,
         heads_k=max(1, k.shape[2] // within),
         dim=q.shape[3],
         dim_v=v.shape[3],
-        ranks=outer.ranks,
+        ranks=groups.across_size,
         bytes=q.element_size(),
-        **work(outer, mask),
+        **facts,
     )
 
 
@@ -171,11 +173,18 @@ def choose_method(
     allowed = tuple(method for method, reason in reasons.items() if reason is None)
     if not allowed:
         refuse("method", "one that runs this call", "; ".join(map(str, reasons.values())))
-    call = call_of(groups, q, k, v, shards, mask)
+    call = call_of(groups, q, k, v, shards.rows, work(outer_of(groups, shards), mask))
     engines = symmetric.has_engines(transport, groups.across, q.device)
-    return cost.choose(call, cost.machine_of(q.device, groups.ranks, engines), allowed)
+    return cost.choose(call, machine_of(q.device, groups.across, engines), allowed)
 
 
+def machine_of(device: torch.device, group: ProcessGroup, engines: bool) -> cost.Machine:
+    """The machine of a group, whose ranks all call this."""
+    hosts = 1 if engines or device.type == "cpu" else symmetric.hosts(group)
+    return cost.machine_of(device, hosts, engines)
+
+
+Ratio = Callable[[cost.Call, cost.Machine], float]
 MakeTransport = Callable[[ProcessGroup, Sharding], Transport]
 """From a group, and the rows of each of its ranks, to what moves rows in it."""
 
@@ -200,31 +209,32 @@ def build(
         transport: what moves rows; without, that of "auto" in each group.
     """
     make = partial(symmetric.make, "auto", q.device) if transport is None else transport
-    call = call_of(groups, q, k, v, shards, mask)
+    outer = outer_of(groups, shards)
+    rank = dist.get_rank(groups.across)
 
-    def machine(moves: Transport | None) -> cost.Machine:
+    def ratio(of: Ratio, moves: Transport | None, group: ProcessGroup, **changed: Any) -> float:
+        facts = {"share": plan.share(shards.rows, mask)}
+        call = replace(call_of(groups, q, k, v, shards.rows, facts), **changed)
         engines = moves is not None and not moves.needs_sms
-        return cost.machine_of(q.device, groups.ranks, engines)
+        return of(call, machine_of(q.device, group, engines))
 
     if method == "ulysses":
         whole = sharding(shards.rows, 1, "contiguous")
-        inner: Core = Gather(None, plan.gathered(whole, 0, mask))
         exchange = make(groups.across, shards)
-        return _ulysses(exchange, inner, q, k, cost.ulysses_ratio(call, machine(exchange)))
-    outer = outer_of(groups, shards)
-    rank = dist.get_rank(groups.across)
+        inner = Gather(None, plan.gathered(whole, 0, mask))
+        return _ulysses(exchange, inner, q, k, ratio(cost.ulysses_ratio, exchange, groups.across))
     if method == "ring":
         core: Core = Ring(make(groups.across, outer), outer, mask)
     else:
         across = make(groups.across, outer) if outer.ranks > 1 else None
-        ratio = cost.gathering_ratio(call, machine(across))
-        core = Gather(across, plan.gathered(outer, rank, mask), ratio)
+        calls = plan.gathered(outer, rank, mask)
+        core = Gather(across, calls, ratio(cost.gathering_ratio, across, groups.across))
     if groups.within is None:
         return core
-    rows = sharding(outer.lengths[rank], groups.within_size, "contiguous")
-    call = replace(call, heads_q=q.shape[2], heads_k=k.shape[2], ranks=groups.within_size)
-    exchange = make(groups.within, rows)
-    return _ulysses(exchange, core, q, k, cost.ulysses_ratio(call, machine(exchange)))
+    exchange = make(groups.within, sharding(outer.lengths[rank], groups.within_size, "contiguous"))
+    all_heads = {"heads_q": q.shape[2], "heads_k": k.shape[2], "ranks": groups.within_size}
+    between = ratio(cost.ulysses_ratio, exchange, groups.within, **all_heads)
+    return _ulysses(exchange, core, q, k, between)
 
 
 def _ulysses(transport: Transport, inner: Core, q: Tensor, k: Tensor, ratio: float) -> Ulysses:

@@ -1,4 +1,5 @@
-"""From a mask of the whole sequence to local calls: the only place that knows about positions.
+"""From a mask of the whole sequence to local calls: here alone, and in `packing` for documents,
+positions are known.
 
 A rank has some rows of the queries and some of the keys, all of them spans of one sequence. The
 plan is a list of calls of the local op that together compute every visible pair once. It is plain
@@ -15,117 +16,34 @@ Keys that no query sees, and queries that see no key, are cut off first: then ne
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from . import packing
+from .calls import Call as Call
+from .calls import Mask as Mask
+from .kept import kept
+from .packing import share as share
+from .packing import visible_pairs as visible_pairs
 from .sharding import Sharding, Span
 
 
 @dataclass(frozen=True)
-class Mask:
-    """What is visible in the whole sequence."""
-
-    left: int | None = None
-    """How many keys before its own a query sees; None: all."""
-
-    right: int | None = None
-    """How many after its own; None: all. Causal is 0."""
-
-    documents: tuple[int, ...] | None = None
-    """cu_seqlens: nothing is visible beyond a document, nor in rows after the last."""
-
-    @staticmethod
-    def of(causal: bool, window: tuple[int, int], documents: tuple[int, ...] | None) -> Mask:
-        """From the options of `flash_ext.attention`."""
-        left, right = (None if side == -1 else side for side in window)
-        return Mask(left, 0 if causal else right, documents)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the local op: rows of the rank's queries against rows of the keys at hand."""
-
-    q: Span
-    k: Span
-
-    window: tuple[int, int] = (-1, -1)
-    """As the op has it: bottom-right aligned, -1 is unlimited."""
-
-    own: bool = False
-    """Whether the keys at the queries' own positions are among the keys. Over all calls of a
-    forward pass that is so exactly once for every query: this call takes the sink."""
-
-    cu_seqlens_q: tuple[int, ...] | None = None
-    """Of several sequences in one call, counted from the first row of q."""
-
-    cu_seqlens_k: tuple[int, ...] | None = None
-    seqused_k: tuple[int, ...] | None = None
-
-    batch_step: int | None = None
-    """Of two halves of q as a batch of two, in one call: the second half's keys begin so many rows
-    after the first's. seqused_k are their numbers of keys; k is from the first half's first key to
-    the second half's last."""
-
-    aligned: bool = True
-    """Whether the last query and the last key of each sequence have one position: then distances,
-    of ALiBi, are those of the whole sequence."""
-
-
-@dataclass(frozen=True)
 class _Segment:
-    """A part of a span within one document: its rows here, and those of the whole sequence."""
+    """A span: its first row here, and its rows of the whole sequence."""
 
     at: int
     first: int
     last: int
-    document: int
 
 
-def _segments(spans: Sequence[Span], documents: tuple[int, ...] | None) -> Iterator[_Segment]:
-    at = 0
-    for a, b in spans:
-        bounds = documents if documents is not None else (min(a, 0), b)
-        number = max(bisect_right(bounds, a) - 1, 0)  # the document of row a
-        while number + 1 < len(bounds) and bounds[number] < b:
-            low, high = max(a, bounds[number]), min(b, bounds[number + 1])
-            if low < high:
-                yield _Segment(at + low - a, low, high, number)
-            number += 1
-        at += b - a
-
-
-def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
-    """How many pairs (query, key) are visible to each rank's queries."""
-    bounds = (0, shards.rows) if mask.documents is None else mask.documents
-
-    def of_first(queries: int, length: int) -> int:  # of a document of this length
-        after = _before(length, mask.right) - _before(length - queries, mask.right)
-        return queries + _before(queries, mask.left) + after
-
-    lengths = (b - a for a, b in itertools.pairwise(bounds))
-    whole = [0, *itertools.accumulate(of_first(length, length) for length in lengths)]
-
-    def until(row: int) -> int:  # of all queries before this row
-        number = bisect_right(bounds, row) - 1
-        if number == len(bounds) - 1:
-            return whole[-1]
-        start, end = bounds[number], bounds[number + 1]
-        return whole[number] + of_first(row - start, end - start)
-
-    return [sum(until(b) - until(a) for a, b in spans) for spans in shards.spans]
-
-
-def _before(queries: int, side: int | None) -> int:
-    """Pairs of a document's first queries with keys before their own, at most `side` for each."""
-    if side is None or queries <= side:
-        return queries * (queries - 1) // 2
-    return side * (side + 1) // 2 + (queries - side - 1) * side
+def _segments(spans: Sequence[Span]) -> list[_Segment]:
+    starts = itertools.accumulate((b - a for a, b in spans), initial=0)
+    return [_Segment(at, a, b) for at, (a, b) in zip(starts, spans, strict=False)]
 
 
 def _meet(q: _Segment, k: _Segment, mask: Mask) -> Call | None:
-    """The call of two segments of one document; None where nothing is visible."""
+    """The call of two segments; None where nothing is visible."""
     a, b, c, d = q.first, q.last, k.first, k.last
     if mask.right is not None:
         a = max(a, c - mask.right)
@@ -155,7 +73,7 @@ def _meet(q: _Segment, k: _Segment, mask: Mask) -> Call | None:
 
 def _as_one(x: Call, y: Call) -> Call | None:
     """Two calls that hide nothing as one, where their rows are next to each other."""
-    if x.window != (-1, -1) or y.window != (-1, -1) or x.cu_seqlens_q or y.cu_seqlens_q:
+    if x.window != (-1, -1) or y.window != (-1, -1):
         return None
     aligned = x.aligned and y.aligned
     if x.q == y.q and x.k[1] == y.k[0]:
@@ -177,42 +95,6 @@ def _fold(calls: list[Call]) -> list[Call]:
     return folded if len(folded) == len(calls) else _fold(folded)
 
 
-def _pack(calls: list[Call]) -> Call:
-    """Calls on consecutive rows, with one window, as one call of packed sequences."""
-    if len(calls) == 1:
-        return calls[0]
-    q, k = (calls[0].q[0], calls[-1].q[1]), (calls[0].k[0], calls[-1].k[1])
-    starts = [x.k[0] - k[0] for x in calls]
-    used = tuple(x.k[1] - x.k[0] for x in calls)
-    offsets = (*starts, k[1] - k[0])
-    complete = all(b - a == n for (a, b), n in zip(itertools.pairwise(offsets), used, strict=True))
-    return Call(
-        q,
-        k,
-        calls[0].window,
-        calls[0].own,
-        (*(x.q[0] - q[0] for x in calls), q[1] - q[0]),
-        offsets,
-        None if complete else used,
-        aligned=all(x.aligned for x in calls),
-    )
-
-
-def _packed(calls: list[Call]) -> list[Call]:
-    """Calls of many documents as few calls of packed sequences."""
-    runs: list[list[Call]] = []
-    for call in calls:
-        for run in runs:
-            last = run[-1]
-            alike = (last.window, last.own) == (call.window, call.own)
-            if alike and last.q[1] == call.q[0] and last.k[1] <= call.k[0]:
-                run.append(call)
-                break
-        else:
-            runs.append([call])
-    return [_pack(run) for run in runs]
-
-
 def _same_order(calls: list[Call], mask: Mask, rows: int) -> list[Call]:
     """A rank's own spans under a causal mask: their rows in order have a causal mask again."""
     if mask.left is None and mask.right == 0 and len(calls) > 1:
@@ -221,41 +103,22 @@ def _same_order(calls: list[Call], mask: Mask, rows: int) -> list[Call]:
 
 
 def calls_of(q: Sequence[Span], k: Sequence[Span], mask: Mask) -> tuple[Call, ...]:
-    """The calls for queries and keys that are these spans, one after the other."""
-    by_document: dict[int, list[_Segment]] = {}
-    for segment in _segments(k, mask.documents):
-        by_document.setdefault(segment.document, []).append(segment)
-    met = (
-        _meet(x, y, mask)
-        for x in _segments(q, mask.documents)
-        for y in by_document.get(x.document, [])
-    )
+    """The calls for queries and keys that are these spans, one after the other; of one document."""
+    met = (_meet(x, y, mask) for x in _segments(q) for y in _segments(k))
     calls = [call for call in met if call is not None]
-    if mask.documents is not None:
-        # Windows that hide nothing differ by segment; in one call of packed sequences the mask's
-        # own does for all whose keys end with their queries.
-        calls = [_general(call, mask) for call in calls]
-        calls.sort(key=lambda call: (not call.own, call.q, call.k))
-        return tuple(_packed(calls))
     if tuple(q) == tuple(k) and list(q) == sorted(q):
         calls = _same_order(calls, mask, sum(b - a for a, b in q))
     return tuple(_fold(calls))
 
 
-def _general(call: Call, mask: Mask) -> Call:
-    if not call.aligned:
-        return call
-    left, right = (-1 if side is None else side for side in (mask.left, mask.right))
-    return replace(call, window=(left, right))
-
-
-@lru_cache(maxsize=1024)
+@kept()
 def gathered(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
     """A rank's calls against the keys of the whole sequence. Every query is in at most one."""
+    if mask.documents is not None:
+        return packing.of_the_whole(shards, rank, mask)
     return calls_of(shards.spans[rank], [(0, shards.rows)] if shards.rows else [], mask)
 
 
-@lru_cache(maxsize=1024)
 def as_batch(calls: tuple[Call, ...]) -> tuple[Call, ...]:
     """The two chunks of a zigzag under a causal mask, with a window or without, as one call: a
     batch of two with its numbers of keys, so that one grid has all tiles. Other calls as they are.
@@ -264,8 +127,8 @@ def as_batch(calls: tuple[Call, ...]) -> tuple[Call, ...]:
         return calls
     x, y = calls
     if (
-        x.cu_seqlens_q is not None
-        or y.cu_seqlens_q is not None
+        x.packed is not None
+        or y.packed is not None
         or x.own != y.own
         or x.q[1] != y.q[0]
         or x.q[1] - x.q[0] != y.q[1] - y.q[0]
@@ -278,7 +141,7 @@ def as_batch(calls: tuple[Call, ...]) -> tuple[Call, ...]:
         return calls
     q, k = (x.q[0], y.q[1]), (x.k[0], y.k[1])
     aligned = x.aligned and y.aligned
-    return (Call(q, k, window, x.own, seqused_k=used, batch_step=step, aligned=aligned),)
+    return (Call(q, k, window, x.own, batch_step=step, used=used, aligned=aligned),)
 
 
 def _one_window(x: Call, keys_x: int, y: Call, keys_y: int) -> tuple[int, int] | None:
@@ -297,15 +160,27 @@ def _one_window(x: Call, keys_x: int, y: Call, keys_y: int) -> tuple[int, int] |
     return found[0], found[1]
 
 
-@lru_cache(maxsize=4096)
 def step(shards: Sharding, rank: int, source: int, mask: Mask) -> tuple[Call, ...]:
     """A rank's calls against the keys that `source` holds."""
+    if mask.documents is not None:
+        return packing.of_sources(shards, rank, [source], mask)[0]
     return calls_of(shards.spans[rank], shards.spans[source], mask)
 
 
-@lru_cache(maxsize=256)
+@kept()
+def ring(shards: Sharding, rank: int, mask: Mask) -> list[tuple[Call, ...]]:
+    """A rank's calls in each step of a ring: of all that see anything on any rank."""
+    sources = [(rank - t) % shards.ranks for t in range(ring_steps(shards, mask))]
+    if mask.documents is not None:
+        return packing.of_sources(shards, rank, sources, mask)
+    return [step(shards, rank, source, mask) for source in sources]
+
+
+@kept()
 def ring_steps(shards: Sharding, mask: Mask) -> int:
     """How many steps of a ring see anything: all of them, but where windows are short."""
+    if mask.documents is not None:
+        return packing.ring_steps(shards, mask)
     n = shards.ranks
     for t in range(n - 1, 0, -1):
         if any(step(shards, rank, (rank - t) % n, mask) for rank in range(n)):

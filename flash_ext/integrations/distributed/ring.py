@@ -21,9 +21,9 @@ from torch import Tensor
 from ... import ops
 from ...ops.checks import statistics_dtype
 from . import local, plan
+from .calls import Mask
 from .gather import Gradients, Saved
 from .local import Options
-from .plan import Mask
 from .rows import Rows, Sum, many
 from .sharding import Sharding, Span
 from .transport import Pending, Transport
@@ -34,9 +34,7 @@ class Ring:
 
     def __init__(self, transport: Transport, shards: Sharding, mask: Mask) -> None:
         self.transport = transport
-        rank, ranks = transport.rank, transport.ranks
-        count = plan.ring_steps(shards, mask)
-        self.steps = [plan.step(shards, rank, (rank - t) % ranks, mask) for t in range(count)]
+        self.steps = plan.ring(shards, transport.rank, mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import ops
 from ...ops.checks import statistics_dtype
 from ...ops.sum_rows import MOST_OUTS, MOST_PARTS
-from .sharding import Span
+from .sharding import FEW_SPANS, Sharding, Span
 
 AT_ONCE = 4
 """How many results of all rows are kept until they are added up, or more of some rows each."""
@@ -82,6 +82,44 @@ def pick(out: Tensor, x: Tensor, index: Tensor) -> None:
     if out.numel() > 0:
         out, x = _widened(out, x)
         torch.index_select(x, 0, index, out=out)
+
+
+def join(shards: Sharding, parts: Tensor) -> Tensor:
+    """The whole sequence (S, …) from all ranks' rows (n, most, …), the rest being padding."""
+    if shards.in_order and shards.rows == shards.ranks * shards.most:
+        return parts.reshape(shards.rows, *parts.shape[2:])
+    if shards.rows == 0:
+        return parts.new_empty((0, *parts.shape[2:]))
+    if shards.most_spans > FEW_SPANS:
+        whole = parts.new_empty((shards.rows, *parts.shape[2:]))
+        pick(whole, parts.flatten(0, 1), shards.orders(parts.device, padded=True)[1])
+        return whole
+    pieces = []
+    for part, spans in zip(parts, shards.spans, strict=True):
+        at = 0
+        for a, b in spans:
+            pieces.append((a, part[at : at + b - a]))
+            at += b - a
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda x: x[0])])
+
+
+def split(shards: Sharding, x: Tensor) -> Tensor:
+    """All ranks' rows (n, most, …) of the whole sequence x (S, …), padded with anything."""
+    whole = shards.rows == shards.ranks * shards.most
+    shape = shards.ranks, shards.most, *x.shape[1:]
+    if shards.in_order and whole:
+        return x.view(shape)
+    if shards.most_spans > FEW_SPANS:
+        found = x.new_empty((shards.ranks * shards.most, *x.shape[1:]))
+        pick(found, x, shards.orders(x.device, padded=True)[0])
+        return found.view(shape)
+    padding = None if whole else x.new_zeros((shards.most, *x.shape[1:]))
+    parts = []
+    for spans, length in zip(shards.spans, shards.lengths, strict=True):
+        parts += [x[a:b] for a, b in spans]
+        if padding is not None and length < shards.most:
+            parts.append(padding[length:])
+    return torch.cat(parts).view(shape)
 
 
 def sections(x: Tensor, spans: Sequence[Span]) -> Iterator[tuple[Tensor, Span]]:

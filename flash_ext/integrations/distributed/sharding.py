@@ -17,20 +17,78 @@ chunks are torch.chunk's. So ranks may hold unequal numbers of rows, and of a sh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ...ops.checks import refuse
+from .kept import AN_INTEGER, bytes_of, kept
+from .on_device import ON_HOST, captures, moved, numbers, stream_of
 
 LAYOUTS = ("zigzag", "contiguous", "document_zigzag")
 """The names of the layouts; the first is the default."""
 
+FEW_SPANS = 4
+"""Of a rank: so many are copied one by one. With more of them, as of packed documents, a pass over
+the rows costs less than the host's work for each."""
+
 Span = tuple[int, int]
 """Rows [first, last) of the whole sequence."""
+
+
+class Documents(tuple[int, ...]):
+    """cu_seqlens, numbers of the host."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        """Found once: caches ask for it in every call."""
+        return self._hash
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 (documents + 1)."""
+        return numbers(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, about."""
+        return (AN_INTEGER + 8) * len(self)
+
+
+@kept()
+def _documents(offsets: tuple[int, ...]) -> Documents:
+    return Documents(offsets)
+
+
+def documents_of(offsets: Sequence[int]) -> Documents:
+    """One object for equal numbers, while they are in use."""
+    return offsets if isinstance(offsets, Documents) else _documents(tuple(offsets))
+
+
+class Cells:
+    """The parts of spans that are in one document each: rows [first, last) of the whole sequence,
+    and `at`, the row of the rank where they begin; int64 (ranks, m, documents).
+
+    Where a rank has fewer than m parts of a document the others have first = last. Along a rank's
+    rows all parts with a lower index come first, and of one index those of earlier documents.
+    """
+
+    def __init__(self, first: Tensor, last: Tensor, at: Tensor) -> None:
+        self.first, self.last, self.at = first, last, at
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Cells:
+        """The same of each of the three."""
+        return Cells(*map(function, (self.first, self.last, self.at)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return bytes_of((self.first, self.last, self.at))
 
 
 def edges(rows: int, chunks: int, equal: bool) -> list[int]:
@@ -54,33 +112,60 @@ def _cut(span: Span, chunks: int, equal: bool) -> list[Span]:
     return [(span[0] + a, span[0] + b) for a, b in itertools.pairwise(bounds)]
 
 
-@dataclass(frozen=True)
 class Sharding:
-    """The rows of every rank."""
+    """The rows of every rank.
 
-    rows: int
-    """S, of the whole sequence."""
+    Attributes:
+        rows: S, of the whole sequence.
+        first, last: int64 (spans), of the spans of all ranks, one rank's after the other's, and of
+            a rank in the order of its rows. None is empty.
+        begins: int64 (spans), where they begin in the rows of all ranks, one after the other.
+        counts: how many spans each rank has.
+        lengths: how many rows each rank has.
+        outer: where several ranks share what one rank of another Sharding has: that one.
+        documents, cells: of a layout by documents, those, and the parts of them; the rows after the
+            last one are one more.
+    """
 
-    spans: tuple[tuple[Span, ...], ...]
-    """For each rank its spans, none empty, in the order of its rows."""
+    outer: Sharding | None = None
+    documents: Documents | None = None
+    cells: Cells | None = None
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.rows, self.spans))
+    def __init__(self, rows: int, first: Tensor, last: Tensor, counts: Sequence[int]) -> None:
+        self.rows, self.first, self.last, self.counts = rows, first, last, tuple(counts)
+        ends = torch.cat([torch.zeros(1, **ON_HOST), (last - first).cumsum(0)])
+        self.begins = ends[:-1]
+        reached: list[int] = ends[[0, *itertools.accumulate(counts)]].tolist()
+        self.lengths = tuple(b - a for a, b in itertools.pairwise(reached))
+
+    @staticmethod
+    def of_spans(rows: int, spans: Sequence[Sequence[Span]]) -> Sharding:
+        """With the spans of each rank."""
+        flat = list(itertools.chain(*spans))
+        first, last = (numbers([span[i] for span in flat]) for i in (0, 1))
+        return Sharding(rows, first, last, [len(of_rank) for of_rank in spans])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sharding):
+            return NotImplemented
+        return self is other or (
+            (self.rows, self.counts) == (other.rows, other.counts)
+            and torch.equal(self.first, other.first)
+            and torch.equal(self.last, other.last)
+        )
 
     def __hash__(self) -> int:
-        """Found once: caches ask for it in every call, and there may be thousands of spans."""
-        return self._hash
+        return hash((self.rows, self.lengths))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return bytes_of((self.first, self.last, self.begins, self.cells))
 
     @property
     def ranks(self) -> int:
         """n."""
-        return len(self.spans)
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """How many rows each rank holds."""
-        return tuple(sum(b - a for a, b in spans) for spans in self.spans)
+        return len(self.counts)
 
     @cached_property
     def most(self) -> int:
@@ -88,85 +173,136 @@ class Sharding:
         return max(self.lengths)
 
     @cached_property
-    def in_order(self) -> bool:
-        """Whether the ranks' rows, one rank after the other, are the whole sequence in order."""
-        return all(a <= b for (_, a), (b, _) in itertools.pairwise(itertools.chain(*self.spans)))
+    def most_spans(self) -> int:
+        """The most spans of a rank."""
+        return max(self.counts)
 
     @cached_property
-    def _pieces(self) -> list[tuple[int, int, int, int]]:
-        """(first global row, rank, first local row, rows) of each span, in the sequence's order."""
-        found = []
-        for rank, spans in enumerate(self.spans):
-            at = 0
-            for a, b in spans:
-                found.append((a, rank, at, b - a))
-                at += b - a
-        return sorted(found)
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank its spans: for where they are few."""
+        every = iter(zip(self.first.tolist(), self.last.tolist(), strict=True))
+        return tuple(tuple(itertools.islice(every, count)) for count in self.counts)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks' rows, one rank after the other, are the whole sequence in order."""
+        return bool((self.last[:-1] <= self.first[1:]).all())
 
     @cached_property
     def one_by_one(self) -> Sharding:
         """The ranks of as many rows each, where the ranks' rows, one rank after the other, are the
         sequence: one span each."""
         bounds = itertools.pairwise((0, *itertools.accumulate(self.lengths)))
-        return Sharding(self.rows, tuple(tuple(joined([span])) for span in bounds))
+        return Sharding.of_spans(self.rows, [list(joined([span])) for span in bounds])
 
-    def positions(self, rank: int) -> list[int]:
-        """The row of the whole sequence of each of a rank's rows."""
-        return [row for a, b in self.spans[rank] for row in range(a, b)]
+    def positions(self, rank: int) -> Tensor:
+        """The row of the whole sequence of each of a rank's rows: int64 (rows), of the host."""
+        before = sum(self.counts[:rank])
+        first, last, begins = (
+            x[before : before + self.counts[rank]] for x in (self.first, self.last, self.begins)
+        )
+        at = torch.arange(self.lengths[rank], **ON_HOST) + sum(self.lengths[:rank])
+        return at + (first - begins).repeat_interleave(last - first)
+
+    def orders(self, device: torch.device, padded: bool = False) -> tuple[Tensor, Tensor]:
+        """The row of the sequence of each row of all ranks, one rank after the other, and the
+        inverse: where each row of the sequence is then. int32, on a device, which the host does not
+        wait for. With `padded` each rank has as many rows as the longest, the last of them any."""
+        padded = padded and self.rows != self.ranks * self.most
+        make = _orders.function if captures(device) else _orders
+        return make(self, device, stream_of(device), padded)
 
     def of_rank(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """A rank's rows of the whole sequence x; a view where they are one span."""
+        if self.counts[rank] > FEW_SPANS:
+            order, _ = self.orders(x.device)
+            return x.index_select(dim, order.split(self.lengths)[rank])
         parts = [x.narrow(dim, a, b - a) for a, b in self.spans[rank]]
         if not parts:
             return x.narrow(dim, 0, 0)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def join(self, parts: Tensor) -> Tensor:
-        """The whole sequence (S, …) from all ranks' rows (n, most, …), the rest being padding."""
-        if self.in_order and self.rows == self.ranks * self.most:
-            return parts.reshape(self.rows, *parts.shape[2:])
-        if self.rows == 0:
-            return parts.new_empty((0, *parts.shape[2:]))
-        return torch.cat([parts[rank, at : at + rows] for _, rank, at, rows in self._pieces])
-
-    def split(self, x: Tensor) -> Tensor:
-        """All ranks' rows (n, most, …) of the whole sequence x (S, …), padded with anything."""
-        whole = self.rows == self.ranks * self.most
-        if self.in_order and whole:
-            return x.view(self.ranks, self.most, *x.shape[1:])
-        padding = None if whole else x.new_zeros((self.most, *x.shape[1:]))
-        parts = []
-        for spans, length in zip(self.spans, self.lengths, strict=True):
-            parts += [x[a:b] for a, b in spans]
-            if padding is not None and length < self.most:
-                parts.append(padding[length:])
-        return torch.cat(parts).view(self.ranks, self.most, *x.shape[1:])
-
     def nested(self, inner: int) -> Sharding:
         """The rows of n · inner ranks: rank (i, j) has part j of what rank i has here."""
-        return Sharding(
-            self.rows,
-            tuple(
-                tuple(_section(spans, a, b))
-                for spans, length in zip(self.spans, self.lengths, strict=True)
-                for a, b in itertools.pairwise(edges(length, inner, equal=False))
-            ),
-        )
+        return _nested(self, inner)
 
 
-def _section(spans: Sequence[Span], first: int, last: int) -> Iterator[Span]:
-    """Rows [first, last), counted along the spans."""
-    at = 0
-    for a, b in spans:
-        low, high = max(first - at, 0), min(last - at, b - a)
-        if low < high:
-            yield a + low, a + high
-        at += b - a
+@kept(most_bytes=32 << 20)
+def _orders(
+    shards: Sharding, device: torch.device, stream: int, padded: bool
+) -> tuple[Tensor, Tensor]:
+    starts = [0, *itertools.accumulate(shards.lengths)][:-1]
+    paddings = [rank * shards.most - start for rank, start in enumerate(starts)]
+    of_spans = shards.first - shards.begins, shards.last - shards.first
+    host = torch.cat([*of_spans, numbers(paddings), numbers(shards.lengths)])
+    sizes = [x.numel() for x in of_spans] + 2 * [shards.ranks]
+    shift, size, padding, length = moved(host.int(), device).split(sizes)
+    count = shards.rows  # or else the device would be asked
+    at = torch.arange(count, dtype=torch.int32, device=device)
+    rows = at + shift.repeat_interleave(size, output_size=count)
+    places = torch.empty_like(rows)
+    if not padded:
+        return rows, places.scatter_(0, rows.long(), at)
+    at = at + padding.repeat_interleave(length, output_size=count)
+    every = rows.new_zeros(shards.ranks * shards.most).scatter_(0, at.long(), rows)
+    return every, places.scatter_(0, rows.long(), at)
 
 
-@lru_cache(maxsize=256)
+@kept()
+def _nested(shards: Sharding, inner: int) -> Sharding:
+    starts = (0, *itertools.accumulate(shards.lengths))
+    cuts = [
+        start + edge
+        for start, length in zip(starts, shards.lengths, strict=False)
+        for edge in edges(length, inner, equal=False)[:-1]
+    ]
+    begins, new, firsts = shards.begins, numbers([]), len(cuts) * [0]
+    if starts[-1] > 0:
+        # A cut within a span makes two of it. Where the cuts are among all these parts:
+        of_cuts = torch.searchsorted(begins, numbers(cuts), right=True) - 1
+        inserted: dict[int, int] = {}
+        for i, (cut, span, begin) in enumerate(
+            zip(cuts, of_cuts.tolist(), begins[of_cuts].tolist(), strict=True)
+        ):
+            if begin < cut < starts[-1]:
+                inserted.setdefault(cut, span + 1 + len(inserted))
+            firsts[i] = inserted.get(cut, span + (cut == starts[-1]) + len(inserted))
+        new = numbers(list(inserted.values()))
+    span = torch.arange(len(begins) + len(new), **ON_HOST)
+    span -= torch.zeros_like(span).index_fill_(0, new, 1).cumsum(0)
+    at = begins[span]
+    at[new] = numbers(list(inserted)) if len(new) else new
+    size = torch.cat([at[1:], numbers(starts[-1:])]) - at if len(at) else at
+    first = shards.first[span] + at - begins[span]
+    counts = [b - a for a, b in itertools.pairwise((*firsts, len(at)))]
+    found = Sharding(shards.rows, first, first + size, counts)
+    found.outer = shards
+    return found
+
+
+def cells_of(shards: Sharding, documents: Documents) -> Cells:
+    """The parts of these documents that each rank has."""
+    if shards.cells is not None and shards.documents == documents:
+        return shards.cells.map(lambda x: x[..., :-1])
+    return _cut_by_documents(shards, documents)
+
+
+@kept()
+def _cut_by_documents(shards: Sharding, documents: Documents) -> Cells:
+    """Every span by every document: for layouts whose ranks have few spans."""
+    most = shards.most_spans
+    places = [rank * most + i for rank, count in enumerate(shards.counts) for i in range(count)]
+    starts = numbers([0, *itertools.accumulate(shards.lengths)][:-1])
+    of_spans = torch.stack([shards.first, shards.last, shards.begins])
+    dense = torch.zeros(3, shards.ranks * most, **ON_HOST).index_copy_(1, numbers(places), of_spans)
+    first, last, begins = dense.view(3, shards.ranks, most, 1)
+    low = torch.maximum(first, documents.offsets[:-1])
+    high = torch.minimum(last, documents.offsets[1:])
+    return Cells(low, torch.maximum(low, high), begins - starts.view(-1, 1, 1) + low - first)
+
+
 def sharding(
-    rows: int, ranks: int, layout: str = "zigzag", documents: tuple[int, ...] | None = None
+    rows: int, ranks: int, layout: str = "zigzag", documents: Sequence[int] | None = None
 ) -> Sharding:
     """The rows of every rank in a layout.
 
@@ -184,13 +320,61 @@ def sharding(
         refuse("layout", " or ".join(map(repr, LAYOUTS)), repr(layout))
     if layout == "document_zigzag" and documents is None:
         refuse("cu_seqlens", "given with layout='document_zigzag'", None)
+    if layout != "document_zigzag" or ranks == 1:
+        return _of_one_sequence(rows, ranks, layout)
+    assert documents is not None
+    return _of_documents(rows, ranks, documents_of(documents))
+
+
+@kept()
+def _of_one_sequence(rows: int, ranks: int, layout: str) -> Sharding:
     if layout == "contiguous" or ranks == 1:
         spans = [[chunk] for chunk in _cut((0, rows), ranks, equal=False)]
     else:
-        bounds = (0, rows) if layout == "zigzag" or documents is None else (*documents, rows)
-        cuts = [_cut(document, 2 * ranks, equal=True) for document in itertools.pairwise(bounds)]
-        spans = [[cut[i] for i in (r, 2 * ranks - 1 - r) for cut in cuts] for r in range(ranks)]
-    return Sharding(rows, tuple(tuple(joined(x)) for x in spans))
+        cut = _cut((0, rows), 2 * ranks, equal=True)
+        spans = [[cut[i] for i in (r, 2 * ranks - 1 - r)] for r in range(ranks)]
+    return Sharding.of_spans(rows, [list(joined(x)) for x in spans])
+
+
+@kept()
+def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
+    bounds = torch.cat([documents.offsets, numbers([rows])])
+    chunks = torch.arange(2 * ranks + 1, **ON_HOST)[:, None]
+    # Rounded down; exact, since these are below 2^53. (Integers take three times as long.)
+    cuts = bounds[:-1] + (chunks * bounds.diff()).double().div_(2 * ranks).long()
+    of_ranks = numbers([chunk for r in range(ranks) for chunk in (r, 2 * ranks - 1 - r)])
+    shape = ranks, 2, len(documents)
+    first, last = (cuts.index_select(0, of_ranks + i).view(shape) for i in (0, 1))
+    found = Sharding(rows, *_joined_cells(first, last))
+    size = (last - first).view(ranks, -1)
+    found.documents = documents
+    found.cells = Cells(first, last, (size.cumsum(1) - size).view(shape))
+    return found
+
+
+def _joined_cells(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """The spans of every rank, and how many each has, from parts of documents (ranks, 2, documents)
+    as `joined` makes them. Two adjacent parts of one document become one there, too."""
+    a, b = first.flatten(), last.flatten()
+    place = torch.arange(len(a), **ON_HOST)
+    ends = torch.arange(1, len(first) + 1, **ON_HOST) * first[0].numel()
+    has_rows = a < b
+    if not has_rows.all():
+        place = has_rows.nonzero().squeeze(1)
+        a, b = a.index_select(0, place), b.index_select(0, place)
+        ends = torch.searchsorted(place, ends)
+    begins = torch.ones(len(place) + 1, dtype=torch.bool, device="cpu")  # a span; one more at last
+    begins[1:-1] = b[:-1] != a[1:]
+    begins[ends] = True  # of the next rank
+    if not begins.all():
+        pairs = (~begins).nonzero().squeeze(1)
+        x, y = place[pairs - 1], place[pairs]
+        same = (y - x) % first.shape[2] == 0
+        last.view(-1)[x[same]] = last.view(-1)[y[same]]
+        first.view(-1)[y[same]] = last.view(-1)[y[same]]
+        a, b = a[begins[:-1]], b[begins[1:]]
+        ends = torch.cat([torch.zeros(1, **ON_HOST), begins[:-1].cumsum(0)])[ends]
+    return a, b, ends.diff(prepend=ends.new_zeros(1)).tolist()
 
 
 def joined(spans: Sequence[Span]) -> Iterator[Span]:

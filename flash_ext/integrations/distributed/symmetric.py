@@ -127,6 +127,18 @@ def _host() -> str:
     return f"{platform.node()} {boot.read_text() if boot.exists() else ''}"
 
 
+_hosts: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+
+def hosts(group: ProcessGroup) -> int:
+    """How many hosts the group's ranks are on. At the first call all its ranks together."""
+    if dist.get_world_size(group) == 1:
+        return 1
+    if group not in _hosts:
+        _hosts[group] = len(set(_every(group, _host())))
+    return _hosts[group]
+
+
 def _works(window: SymmetricWindow) -> bool:
     """Whether copies from every rank give what it wrote, and what others write here is here."""
     window.buffers[window.rank][:GRAIN].fill_(window.rank + 1)
@@ -147,9 +159,8 @@ def _works(window: SymmetricWindow) -> bool:
 def _try(group: ProcessGroup, device: torch.device) -> Staging | str:
     """Staging memory, or why a group has none. All its ranks together."""
     wrong = "this torch has no symmetric memory" if symmetric_memory() is None else None
-    found = _every(group, (wrong, _host()))
-    wrong = next((reason for reason, _ in found if reason is not None), None)
-    if wrong is None and len({host for _, host in found}) > 1:
+    wrong = next((reason for reason in _every(group, wrong) if reason is not None), None)
+    if wrong is None and hosts(group) > 1:
         wrong = "the ranks of the group are on several hosts"
     if wrong is not None:
         return wrong

@@ -25,7 +25,9 @@ from .sharding import Sharding
 T = TypeVar("T")
 
 # Named so since torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 
 
 class Pending(Generic[T]):
@@ -149,8 +151,8 @@ class Collectives:
             sent = x.new_zeros((self.shards.most, *x.shape[1:]))
             sent[: x.shape[0]] = x
         every = self._arriving(x, (self.ranks, *sent.shape))
-        wait = self._begin(what, _all_gather, every.flatten(0, 1), sent)
-        return Pending(what, [wait], lambda: self.shards.join(every))
+        wait = self._begin(what, all_gather, every.flatten(0, 1), sent)
+        return Pending(what, [wait], lambda: rows.join(self.shards, every))
 
     def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
         """As `Transport` says."""
@@ -186,7 +188,7 @@ class Collectives:
 
         def begin(parts: Parts) -> Pending[None]:
             rows.add_in_place(parts, rows.apart(whole, dims))
-            return self._exchange(what, self.shards.split(whole), finish)
+            return self._exchange(what, rows.split(self.shards, whole), finish)
 
         return rows.apart(whole, dims), begin
 
@@ -198,7 +200,7 @@ class Collectives:
             sent = by_rank.new_empty((self.ranks, self.shards.most, *by_rank.shape[2:]))
             rows.copy(sent[:, : x.shape[1]], by_rank)
             sent[:, x.shape[1] :].zero_()
-            return self._exchange(what, sent, lambda y: self.shards.join(y).transpose(0, 1))
+            return self._exchange(what, sent, lambda y: rows.join(self.shards, y).transpose(0, 1))
 
         begun = [begin(x) for x in tensors]
         return Pending(what, [], lambda: tuple(pending.wait() for pending in begun))
@@ -212,7 +214,7 @@ class Collectives:
             def finish(received: Tensor) -> None:
                 rows.copy(of_ranks, received[:, : self._rows].movedim(0, 2))
 
-            return self._exchange(what, self.shards.split(x.transpose(0, 1)), finish)
+            return self._exchange(what, rows.split(self.shards, x.transpose(0, 1)), finish)
 
         begun = [begin(x, out) for x, out in zip(tensors, into, strict=True)]
 

@@ -1,0 +1,299 @@
+"""Packed documents as calls: as many in one call of packed sequences as can be.
+
+Each step of a training has new documents, and the host must not be late with its kernels. So there
+is no loop over documents here: each line is about all pairs of a part of the queries' documents and
+a part of the keys', as tensors of the host. What is looked at one by one are chains of such pairs,
+a few for each step of a ring.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .calls import Call, Mask, Packed
+from .kept import kept
+from .on_device import ON_HOST, Numbers, numbers
+from .sharding import Cells, Sharding, cells_of
+
+
+class _Pairs(NamedTuple):
+    """Parts of the queries' documents, each with the parts of the same document in several sources
+    of keys: (sources, m, parts of the queries). Parts are in the order of rows."""
+
+    q: Tensor
+    """The first row of the rank's queries that sees a key of the pair."""
+
+    q_end: Tensor
+    k: Tensor
+    """The first row of the source's keys that a query sees."""
+
+    k_end: Tensor
+    left: Tensor
+    right: Tensor
+    """The window, as the op has it, and one more: 0 is unlimited."""
+
+    own: Tensor
+    """bool: the keys at the queries' own positions are among the keys."""
+
+    aligned: Tensor
+    """bool: the last query and the last key have one position."""
+
+    sees: Tensor
+    """bool: there is anything to compute."""
+
+
+def _visible(q: Cells, k: Cells, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The queries [a, b) that see a key, the keys [c, d) that one of them sees, and whether there
+    are any: of parts of one document each."""
+    a, b, c, d = q.first, q.last, k.first, k.last
+    if mask.right is not None:
+        a = torch.maximum(a, c - mask.right)
+    if mask.left is not None:
+        b = torch.minimum(b, d + mask.left)
+    sees = a < b
+    if mask.left is not None:
+        c = torch.maximum(c, a - mask.left)
+    if mask.right is not None:
+        d = torch.minimum(d, b + mask.right)
+    return a, b, c, d, sees & (c < d)
+
+
+def _pairs(q: Cells, k: Cells, mask: Mask) -> _Pairs:
+    """Of parts (…) of the queries, and (sources, m, …) of the keys of the same documents."""
+    a, b, c, d, sees = _visible(q, k, mask)
+    shift = d - b
+    aligned = shift == 0
+
+    def side(wanted: int | None, moved: Tensor, most: Tensor) -> Tensor:
+        """A side that hides nothing is unlimited, which spares the kernel its mask. Of aligned
+        pairs all have the mask's own, so that they can be in one call."""
+        if wanted is None:
+            return torch.zeros_like(shift[:1, :1])
+        limit = moved + (wanted + 1)
+        return limit * (aligned | (limit < most))
+
+    left, right = side(mask.left, shift, d - c), side(mask.right, -shift, b - a)
+    own = (k.first <= q.first) & (q.last <= k.last)
+    at_q, at_k = q.at - q.first, k.at - k.first
+    found = at_q + a, at_q + b, at_k + c, at_k + d, left, right, own, aligned, sees
+    return _Pairs(*(x.flatten(2) for x in torch.broadcast_tensors(*found)))
+
+
+def _chained(pairs: _Pairs) -> Tensor:
+    """Which pairs follow the one before, of the same parts of documents, in one call: bool
+    (sources, m, parts - 1).
+
+    A pair goes to the first call, of those with its window, that ends where the pair begins. That
+    is the call of the pair before, unless one of a lower index, which ends there too, is free.
+    """
+    x, y = (_Pairs(*(x[..., part] for x in pairs)) for part in (slice(-1), slice(1, None)))
+    chained = x.sees & y.sees & (x.own == y.own) & (x.left == y.left) & (x.right == y.right)
+    chained &= (x.q_end == y.q) & (x.k_end <= y.k)
+    neither = ~(x.sees | y.sees)
+    for i in range(1, pairs.sees.shape[1]):
+        chained[:, i] &= (chained[:, :i] | neither[:, :i]).all(1)
+    return chained
+
+
+class _Chain(NamedTuple):
+    """Pairs that follow one another in one call."""
+
+    group: tuple[int, bool, int, int]
+    """The source, whether the keys are others than the queries' own, and the window: what is one
+    in a call."""
+
+    first: int
+    """The first pair, all of them counted one after the other."""
+
+    pairs: int
+    q: tuple[int, int]
+    k: tuple[int, int]
+
+
+def _chains(pairs: _Pairs, cut: bool) -> list[_Chain]:
+    """In the order of their first pairs: those of one call are in the order of their queries.
+    `cut`: not all queries of a part see a key; then each pair is a chain."""
+    first = last = pairs.sees
+    if not cut:
+        chained, alone = _chained(pairs), torch.zeros_like(first[..., :1])
+        first = first & ~torch.cat([alone, chained], -1)
+        last = last & ~torch.cat([chained, alone], -1)
+    begin, end = (x.flatten().nonzero().squeeze(1) for x in (first, last))
+    columns = [
+        *(x.flatten().index_select(0, begin) for x in (pairs.own, pairs.left, pairs.right)),
+        *(x.flatten().index_select(0, begin) for x in (pairs.q, pairs.k)),
+        *(x.flatten().index_select(0, end) for x in (pairs.q_end, pairs.k_end)),
+    ]
+    each = first[0].numel()
+    found = [
+        _Chain((i // each, not own, left - 1, right - 1), i, j - i + 1, (q, q_end), (k, k_end))
+        for i, j, own, left, right, q, k, q_end, k_end in zip(
+            *(x.tolist() for x in (begin, end, *columns)), strict=True
+        )
+    ]
+    return sorted(found, key=lambda x: (*x.group[:2], x.q[: 1 + cut], x.k))
+
+
+def _runs(chains: Sequence[_Chain]) -> list[list[_Chain]]:
+    """Chains that follow one another in one call: each goes to the first that it can follow."""
+    runs: list[list[_Chain]] = []
+    ends: dict[tuple[object, int], list[int]] = defaultdict(list)  # runs, by group and last query
+    for chain in chains:
+        waiting = ends[chain.group, chain.q[0]]
+        found = next((i for i in waiting if runs[i][-1].k[1] <= chain.k[0]), len(runs))
+        if found == len(runs):
+            runs.append([])
+        else:
+            waiting.remove(found)
+        runs[found].append(chain)
+        insort(ends[chain.group, chain.q[1]], found)
+    return runs
+
+
+def _calls(pairs: _Pairs, runs: list[list[_Chain]]) -> list[Call]:
+    """A call for each run; all have one tensor of numbers."""
+    spans_q = [(run[0].q[0], run[-1].q[1]) for run in runs]
+    spans_k = [(run[0].k[0], run[-1].k[1]) for run in runs]
+    edges = [0, *itertools.accumulate(sum(chain.pairs for chain in run) for run in runs)]
+    width = edges[-1] + len(runs)
+    place = torch.cat(
+        [torch.arange(x.first, x.first + x.pairs, **ON_HOST) for run in runs for x in run]
+    )
+    q, k, k_end, aligned = (
+        x.flatten().index_select(0, place) for x in (pairs.q, pairs.k, pairs.k_end, pairs.aligned)
+    )
+    # Offsets from the first rows of each call, and then its number of rows.
+    ends = numbers([edge + i for i, edge in enumerate(edges[1:])])
+    sizes = numbers([b - a + 1 for a, b in itertools.pairwise(edges)])
+    call = torch.arange(len(runs), **ON_HOST).repeat_interleave(sizes, output_size=width)
+    source = (torch.arange(width, **ON_HOST) - call).clamp_(max=edges[-1] - 1)
+    offsets = []
+    for x, spans in ((q, spans_q), (k, spans_k)):
+        base = numbers([a for a, _ in spans]).to(x.dtype).index_select(0, call)
+        size = numbers([b - a for a, b in spans]).to(x.dtype)
+        offsets.append((x.index_select(0, source) - base).index_copy_(0, ends, size))
+    every = Numbers(torch.cat([*offsets, k_end - k]).int())
+    # How many pairs before each have unused keys after them, and how many are not aligned.
+    zero, at = torch.zeros(1, **ON_HOST), numbers(edges)
+    unused = torch.cat([zero, (k_end[:-1] != k[1:]).cumsum(0)])
+    unused = unused[at[1:] - 1] != unused[at[:-1]]
+    unlike = torch.cat([zero, (~aligned).cumsum(0)])[at]
+    calls = []
+    for i, (has_unused, is_aligned) in enumerate(
+        zip(unused.tolist(), (unlike[1:] == unlike[:-1]).tolist(), strict=True)
+    ):
+        a, b = edges[i : i + 2]
+        packed = None
+        if b - a > 1:
+            of_q, of_k = (slice(start + a + i, start + b + i + 1) for start in (0, width))
+            used = slice(2 * width + a, 2 * width + b) if has_unused else None
+            packed = Packed(every, of_q, of_k, used)
+        _, others, left, right = runs[i][0].group
+        calls.append(
+            Call(spans_q[i], spans_k[i], (left, right), not others, packed, aligned=is_aligned)
+        )
+    return calls
+
+
+def _plan(q: Cells, k: Cells, mask: Mask) -> list[tuple[Call, ...]]:
+    """The calls for each source of keys.
+
+    Args:
+        q: the rank's (parts, documents).
+        k: (sources, parts, documents).
+        mask: with the documents.
+    """
+    has_rows = q.first < q.last
+    if has_rows.all():
+        k = k.map(lambda x: x[:, :, None])
+    else:
+        documents = has_rows.nonzero()[:, 1]
+        k = k.map(lambda x: x.index_select(2, documents))
+        q = q.map(lambda x: x[has_rows])
+    pairs = _pairs(q, k, mask)
+    ends = q.at + q.last - q.first
+    cut = (pairs.q != q.at.flatten()) | (pairs.q_end != ends.flatten())
+    runs = _runs(_chains(pairs, bool((cut & pairs.sees).any())))
+    calls = _calls(pairs, runs) if runs else []
+    found: list[list[Call]] = [[] for _ in range(len(k.first))]
+    for call, run in zip(calls, runs, strict=True):
+        found[run[0].group[0]].append(call)
+    return list(map(tuple, found))
+
+
+def of_sources(
+    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+) -> list[tuple[Call, ...]]:
+    """A rank's calls against the keys that each of these ranks holds."""
+    cells = _cells(shards, mask)
+    index = numbers(sources)
+    return _plan(cells.map(lambda x: x[rank]), cells.map(lambda x: x.index_select(0, index)), mask)
+
+
+def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
+    """A rank's calls against the keys of the whole sequence."""
+    cells = _cells(shards, mask)
+    offsets = mask.documents_of(shards.rows).offsets.to(cells.first.dtype)
+    first, last = offsets[None, None, :-1], offsets[None, None, 1:]
+    return _plan(cells.map(lambda x: x[rank]), Cells(first, last, first), mask)[0]
+
+
+def _cells(shards: Sharding, mask: Mask) -> Cells:
+    """Of the mask's documents, int32 where that is enough: half of the memory to go through."""
+    cells = cells_of(shards, mask.documents_of(shards.rows))
+    most = shards.rows + max(mask.left or 0, mask.right or 0) + 1
+    return cells.map(Tensor.int if most < 2**30 else Tensor.long)
+
+
+def ring_steps(shards: Sharding, mask: Mask) -> int:
+    """How many steps of a ring see anything."""
+    cells, n = _cells(shards, mask), shards.ranks
+
+    def sees(t: int, ranks: slice) -> bool:
+        q = cells.map(lambda x: x[ranks, :, None])
+        k = cells.map(lambda x: x.roll(t, 0)[ranks, None])
+        return bool(_visible(q, k, mask)[-1].any())
+
+    for t in range(n - 1, 0, -1):
+        if sees(t, slice(0, 1)) or sees(t, slice(1, n)):  # the first rank mostly tells
+            return t + 1
+    return 1
+
+
+@kept()
+def share(rows: int, mask: Mask) -> float:
+    """Of the pairs (query, key) of the whole sequence, those that are visible."""
+    size = mask.documents_of(rows).offsets.diff()
+    pairs = size + _before(size, mask.left) + _before(size, mask.right)
+    return int(pairs.sum()) / max(rows**2, 1)
+
+
+def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
+    """How many pairs (query, key) are visible to each rank's queries."""
+    documents = mask.documents_of(shards.rows)
+    cells = cells_of(shards, documents).map(Tensor.long)
+    start, size = documents.offsets[:-1], documents.offsets.diff()
+    whole = _before(size, mask.right)
+
+    def of_first(queries: Tensor) -> Tensor:  # of each document
+        after = whole - _before(size - queries, mask.right)
+        return queries + _before(queries, mask.left) + after
+
+    pairs = of_first(cells.last - start) - of_first(cells.first - start)
+    found: list[int] = pairs.flatten(1).sum(1).tolist()
+    return found
+
+
+def _before(queries: Tensor, side: int | None) -> Tensor:
+    """Pairs of documents' first queries with keys before their own, at most `side` for each."""
+    if side is None:
+        return queries * (queries - 1) >> 1
+    inner = queries.clamp(max=side)
+    return (inner * (inner - 1) >> 1) + (queries - inner) * side
