@@ -1,4 +1,4 @@
-// cp.async: copies from global to shared memory that bypass the registers. PTX ISA, "Data
+// cp.async: 16-byte copies from global to shared memory that bypass the registers. PTX ISA, "Data
 // movement and conversion instructions: cp.async".
 #pragma once
 
@@ -12,11 +12,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
                  "l"(global), "r"(bytes)
                  : "memory");
-}
-
-// Copies 8 bytes.
-__device__ __forceinline__ void cp_async_8(uint32_t shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() {

@@ -87,6 +87,8 @@ struct BackwardConfig {
     // dQ is computed in slices of columns where a warp's columns do not fit in registers together
     // with dK and dV.
     static constexpr int kDQSlices = kTuning.dq_slices;
+    // Floats of dQ that a lane adds at a time. Four are faster, if registers suffice.
+    static constexpr int kDQFloats = kBlockQ == 32 ? 4 : 2;
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
@@ -95,12 +97,16 @@ struct BackwardConfig {
 };
 
 // A warp's part of a slice of a Q tile in dq_accum. Queries lie there in blocks of 8, so that the
-// tile ends with its last query, and in fragment order: [warp_n][slice][8 columns][lane][2].
+// tile ends with its last query, and in fragment order: [warp_n][slice][columns][lane][kFloats].
 template <class Config>
 struct DQAccum {
     using DQ = typename Config::DQ;
+    static constexpr int kFloats = Config::kDQFloats;  // of one or two blocks of 8 columns
+    struct alignas(4 * kFloats) Floats {
+        float x[kFloats];
+    };
 
-    float* first;    // this lane's first two floats
+    float* first;    // this lane's
     int last_block;  // of 8 queries that is stored, counted from the warp's first
 
     __device__ __forceinline__ DQAccum(const BackwardParams& params, const Sequence& sequence,
@@ -112,11 +118,12 @@ struct DQAccum {
         const int query = q_tile * Config::kBlockQ + warp / Config::kWarpsN * DQ::kRows;
         first = params.dq_accum + workspace_row(params, sequence, head, query) * Config::kHeadDim +
                 (warp % Config::kWarpsN * Config::kDQSlices + slice) * (DQ::kCols * 8) +
-                thread % 32 * 2;
+                thread % 32 * kFloats;
         last_block = ceil_div(sequence.seqlen_q - query, 8) - 1;
     }
 
-    // visit(m, i, n, two floats), for rdQ.v[m][n][2 * i] and the next one, that are stored.
+    // visit(block, n, floats) for those of rows 8 block + lane / 4 and columns 8 n + ... that are
+    // stored.
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
 #pragma unroll
@@ -134,12 +141,19 @@ struct DQAccum {
             visit_block(block, min_of(block, last_block), visit);
     }
 
+    // Float i of these, in registers.
+    template <class DQ_>
+    static __device__ __forceinline__ auto& element(DQ_& rdQ, int block, int n, int i) {
+        return rdQ.v[block / 2][n + i / 2][block % 2 * 2 + i % 2];
+    }
+
  private:
     template <class Visit>
     __device__ __forceinline__ void visit_block(int block, int place, Visit visit) const {
         float* floats = first + place * 8 * Config::kHeadDim;
 #pragma unroll
-        for (int n = 0; n < DQ::kN; ++n) visit(block / 2, block % 2, n, floats + n * 64);
+        for (int n = 0; n < DQ::kN; n += kFloats / 2)
+            visit(block, n, reinterpret_cast<Floats&>(floats[n * 64]));
     }
 };
 
@@ -451,11 +465,12 @@ __global__ void __launch_bounds__(Config::kThreads)
     for (int slice = 0; slice < Config::kDQSlices; ++slice) {
         DQ rdQ;
         rdQ.clear();
-        DQAccum<Config>(params, sequence, head, q_tile, slice)
-            .for_each([&](int m, int i, int n, const float* accum) {
-                const float2 x = *reinterpret_cast<const float2*>(accum);
-                rdQ.v[m][n][2 * i] = x.x;
-                rdQ.v[m][n][2 * i + 1] = x.y;
+        using Accum = DQAccum<Config>;
+        Accum(params, sequence, head, q_tile, slice)
+            .for_each([&](int block, int n, const typename Accum::Floats& floats) {
+                const auto y = floats;
+#pragma unroll
+                for (int i = 0; i < Accum::kFloats; ++i) Accum::element(rdQ, block, n, i) = y.x[i];
             });
         rdQ.scale(params.gradient_scale);
         store_to_shared<Element, QTile, Config::kWarpsN>(

@@ -42,20 +42,24 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
     load_statistics<Config>(cta, walk);
 }
 
-// Where two floats of this lane's old dQ_i are in shared memory.
+// Where floats of this lane's old dQ_i are in shared memory.
 template <class Config>
-__device__ __forceinline__ float2* old_dq(int m, int i, int n) {
-    return reinterpret_cast<float2*>(dynamic_shared() + Config::kOldDQ) +
-           ((m * 2 + i) * Config::DQ::kN + n) * Config::kThreads + threadIdx.x;
+__device__ __forceinline__ auto& old_dq(int block, int n) {
+    using Accum = DQAccum<Config>;
+    const int index = (block * Config::DQ::kN + n) * 2 / Accum::kFloats;
+    return reinterpret_cast<typename Accum::Floats*>(
+        dynamic_shared() + Config::kOldDQ)[index * Config::kThreads + threadIdx.x];
 }
 
 // Fetches this lane's fragments of the old dQ_i, which no other lane uses, during the matmuls.
 // Loads to registers would stall these, as in fa1/forward.cuh.
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
-    DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), 0)
-        .for_each([&](int m, int i, int n, const float* accum) {
-            ptx::cp_async_8(ptx::shared_address(old_dq<Config>(m, i, n)), accum);
+    using Accum = DQAccum<Config>;
+    static_assert(Accum::kFloats == 4);
+    Accum(cta.params, cta.sequence, walk.head, walk.q_tile(), 0)
+        .for_each([&](int block, int n, const typename Accum::Floats& floats) {
+            ptx::cp_async_16(ptx::shared_address(&old_dq<Config>(block, n)), &floats, true);
         });
     ptx::cp_async_commit();
 }
@@ -64,12 +68,14 @@ __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const Q
 template <class Config>
 __device__ __forceinline__ void update_dq(const BackwardTile<Config>& cta, const QTileWalk& walk,
                                           const typename Config::DQ& rdQ, int slice) {
+    using Accum = DQAccum<Config>;
     if constexpr (Config::kFetchesDQ) ptx::cp_async_wait<0>();  // the old dQ_i has landed
-    DQAccum<Config>(cta.params, cta.sequence, walk.head, walk.q_tile(), slice)
-        .for_each([&](int m, int i, int n, float* accum) {
-            auto* target = reinterpret_cast<float2*>(accum);
-            const float2 old = Config::kFetchesDQ ? *old_dq<Config>(m, i, n) : *target;
-            *target = make_float2(old.x + rdQ.v[m][n][2 * i], old.y + rdQ.v[m][n][2 * i + 1]);
+    Accum(cta.params, cta.sequence, walk.head, walk.q_tile(), slice)
+        .for_each([&](int block, int n, typename Accum::Floats& floats) {
+            auto sum = Config::kFetchesDQ ? old_dq<Config>(block, n) : floats;
+#pragma unroll
+            for (int i = 0; i < Accum::kFloats; ++i) sum.x[i] += Accum::element(rdQ, block, n, i);
+            floats = sum;
         });
 }
 

@@ -62,6 +62,20 @@ struct DQSemaphore {
 };
 
 template <class Config>
+__device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ,
+                                       const DQAccum<Config>& accum) {
+    using Accum = DQAccum<Config>;
+    accum.for_each_or_last([&](int block, int n, typename Accum::Floats& floats) {
+        const auto x = [&](int i) { return Accum::element(rdQ, block, n, i); };
+        if constexpr (Accum::kFloats == 4) {
+            ptx::red_add_v4(floats.x, x(0), x(1), x(2), x(3));
+        } else {
+            ptx::red_add_v2(floats.x, x(0), x(1));
+        }
+    });
+}
+
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fa2_backward_kernel(const __grid_constant__ BackwardParams params) {
     if (!may_run<Config>()) return __trap();
@@ -144,10 +158,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
             typename Config::DQ rdQ;
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
-            DQAccum<Config>(params, cta.sequence, walk.head, walk.q_tile(), slice)
-                .for_each_or_last([&](int m, int i, int n, float* accum) {  // dQ is 0 past the end
-                    ptx::red_add_v2(accum, rdQ.v[m][n][2 * i], rdQ.v[m][n][2 * i + 1]);
-                });
+            add_dq<Config>(rdQ, {params, cta.sequence, walk.head, walk.q_tile(), slice});
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;
