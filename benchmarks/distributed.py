@@ -50,7 +50,7 @@ from timing import balanced_orders
 from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import cost, functional, local, methods, plan, symmetric
+from flash_ext.integrations.distributed import cost, local, methods, plan, request, symmetric
 from flash_ext.integrations.distributed.engines import CopyEngines
 from flash_ext.integrations.distributed.staging import Copy, Staging
 from flash_ext.integrations.distributed.transport import Collectives, Pending, Transport
@@ -277,12 +277,12 @@ def ours(
 @contextlib.contextmanager
 def without_transfers() -> Iterator[None]:
     """Let methods be built with transports that move nothing."""
-    make = functional.make
-    functional.make = silent
+    make = request.make
+    request.make = silent
     try:
         yield
     finally:
-        functional.make = make
+        request.make = make
 
 
 class Kernels:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import engines, functional, gather, staging, transport
+from flash_ext.integrations.distributed import engines, gather, request, staging, transport
 
 Tensor = torch.Tensor
 SLOW_IMPORTS = [
@@ -298,7 +298,7 @@ def check_copies(ranks: int, device: str) -> None:
     """
     stagings: dict[Any, staging.Staging] = {}
     draw = random.Random(dist.get_rank())
-    before = functional.make, staging.GRAIN, staging.LARGE, engines.FEW_SPANS
+    before = request.make, staging.GRAIN, staging.LARGE, engines.FEW_SPANS
 
     def make(name: str, device: torch.device, group: Any, shards: cp.Sharding) -> Any:
         if dist.get_world_size(group) == 1:
@@ -310,7 +310,7 @@ def check_copies(ranks: int, device: str) -> None:
     mesh = mesh_of(ranks, device)
     # With 3 ranks the even ones of all.
     chosen = list(cases(ranks)) if ranks % 2 else list(cases(ranks))[1::2]
-    functional.make, staging.GRAIN = make, staging.ALIGNMENT
+    request.make, staging.GRAIN = make, staging.ALIGNMENT
     try:
         for number, case in enumerate(chosen):
             staging.LARGE = before[2] if number % 3 else 8192
@@ -318,7 +318,7 @@ def check_copies(ranks: int, device: str) -> None:
             for engines.FEW_SPANS in limits:
                 check_exact(case, mesh if case.two_levels else None)
     finally:
-        functional.make, staging.GRAIN, staging.LARGE, engines.FEW_SPANS = before
+        request.make, staging.GRAIN, staging.LARGE, engines.FEW_SPANS = before
 
 
 def mesh_of(ranks: int, device: str) -> DeviceMesh:

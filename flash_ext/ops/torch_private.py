@@ -310,3 +310,19 @@ def symmetric_memory() -> SymmetricMemory | None:
     return SymmetricMemory(
         lambda size, device: empty((size,), (1,), torch.uint8, device), rendezvous
     )
+
+
+# --- Groups of ranks, in graphs of torch.compile ---
+
+
+def _find_process_group_of() -> Callable[[str], Any] | None:
+    try:
+        module = importlib.import_module("torch.distributed.distributed_c10d")
+    except ImportError:  # a torch without torch.distributed
+        return None
+    return getattr(module, "_resolve_process_group", None)
+
+
+process_group_of: Callable[[str], Any] | None = _find_process_group_of()
+"""The process group of this name, or None where torch lacks this: then
+`flash_ext.integrations.distributed.attention` breaks graphs."""

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.checks import refuse
-from .functional import Group, groups_of, on_host, require_documents, shards_of
 from .methods import Groups, outer_of
 from .on_device import moved
+from .request import Group, groups_of, on_host, require_documents, shards_of
 from .sharding import Sharding, sharding
 from .transport import Collectives
 

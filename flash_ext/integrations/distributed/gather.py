@@ -130,6 +130,10 @@ class Gather:
         packed = all(call.packed is not None for call in calls)
         return self._beside and packed and "sink" not in options  # dsink is added up on one stream
 
+    def saved_again(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Saved:
+        """What `forward` saved."""
+        return q, k, v, out, lse
+
     def backward(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, options: Options
     ) -> Gradients:

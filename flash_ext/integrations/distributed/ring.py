@@ -50,6 +50,10 @@ class Ring:
                 k_here, v_here = following.wait()
         return q, k, v, *results.found()
 
+    def saved_again(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Saved:
+        """What `forward` saved."""
+        return q, k, v, out, lse
+
     def backward(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, options: Options
     ) -> Gradients:

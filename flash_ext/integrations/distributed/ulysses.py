@@ -32,6 +32,9 @@ class Core(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, or what else `backward` needs; out and lse are the last two."""
 
+    def saved_again(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Saved:
+        """What `forward` saved, where only its inputs and results have been kept."""
+
     def backward(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, options: Options
     ) -> Gradients:
@@ -108,6 +111,20 @@ class Ulysses:
                 travelling.pop(0).wait()
         travelling.pop().wait()
         return *saved, out, lse.mT.contiguous()
+
+    def saved_again(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Saved:
+        """What `forward` saved: all of it travels to the ranks of its heads."""
+        if self.copies > 1:
+            k, v = (x.repeat_interleave(self.copies, dim=2) for x in (k, v))
+        saved: list[Tensor] = []
+        for q_heads, k_heads, _ in self._heads(q, k):
+            of_q, of_k = ([x[:, :, heads] for x in tensors] for heads, tensors in (
+                (q_heads, (q, out, lse.mT)), (k_heads, (k, v))
+            ))  # fmt: skip
+            pending = self.transport.to_heads((*of_q, *of_k), "all-to-all of what was saved")
+            q_all, out_all, lse_all, k_all, v_all = pending.wait()
+            saved += self.inner.saved_again(q_all, k_all, v_all, out_all, lse_all.mT)
+        return *saved, out, lse
 
     def backward(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, options: Options
