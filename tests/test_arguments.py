@@ -7,12 +7,14 @@ is no longer taken, a pair of integers that is refused for its type, and a pair 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import flash_ext
@@ -226,6 +228,29 @@ def test_pairs_of_the_reference(pair: Any) -> None:
     expected = flash_ext.reference.attention(*tensors, window=(2, 1))
     for x, y in zip(flash_ext.reference.attention(*tensors, window=pair), expected, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_context_parallelism(one_rank: None) -> None:
+    from flash_ext.integrations import distributed
+
+    expected = distributed.attention(*inputs(), window=(2, 1))
+    for pair in PAIRS.values():
+        assert torch.equal(distributed.attention(*inputs(), window=pair), expected)
+    for pair in NO_PAIRS.values():
+        with pytest.raises(ValueError, match="flash_ext: window must be a pair of ints"):
+            distributed.attention(*inputs(), window=pair)
+    for name, shape in (("scale", ()), ("softcap", ()), ("alibi_slopes", (HEADS,))):
+        with pytest.raises(ValueError, match=f"flash_ext: {name} {LOST}"):
+            x = torch.ones(shape, requires_grad=True)
+            distributed.attention(*inputs(), causal=True, **{name: x})
 
 
 @pytest.mark.filterwarnings("ignore")
