@@ -5,8 +5,7 @@
 
 namespace flash_ext::ptx {
 
-// *p += v for four or two consecutive floats (aligned to all of them), without returning the old
-// values.
+// *p += v for two consecutive floats (8-byte aligned), without returning the old values.
 __device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y)
@@ -14,17 +13,6 @@ __device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
 #else
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(y) : "memory");
-#endif
-}
-
-__device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x),
-                 "f"(y), "f"(z), "f"(w)
-                 : "memory");
-#else
-    red_add_v2(p, x, y);
-    red_add_v2(p + 2, z, w);
 #endif
 }
 

@@ -87,8 +87,7 @@ struct BackwardConfig {
     // dQ is computed in slices of columns where a warp's columns do not fit in registers together
     // with dK and dV.
     static constexpr int kDQSlices = kTuning.dq_slices;
-    // Floats of dQ that a lane adds at a time. Four are faster, if registers suffice.
-    static constexpr int kDQFloats = kBlockQ == 32 ? 4 : 2;
+    static constexpr int kDQFloats = 2;  // that a lane adds at a time
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
@@ -119,7 +118,7 @@ struct DQAccum {
         first = params.dq_accum + workspace_row(params, sequence, head, query) * Config::kHeadDim +
                 (warp % Config::kWarpsN * Config::kDQSlices + slice) * (DQ::kCols * 8) +
                 thread % 32 * kFloats;
-        last_block = ceil_div(sequence.seqlen_q - query, 8) - 1;
+        last_block = ((sequence.seqlen_q - query + 7) >> 3) - 1;  // rounded down if negative
     }
 
     // visit(block, n, floats) for those of rows 8 block + lane / 4 and columns 8 n + ... that are
@@ -131,14 +130,20 @@ struct DQAccum {
             if (block <= last_block) visit_block(block, block, visit);
     }
 
-    // The same without branches, which would keep all of rdQ in registers until all matmuls are
-    // done. Blocks that are not stored have the floats of the last one, to which zeros may be
-    // added.
+    // The same for all. Blocks that are not stored have the floats of the last one, to which their
+    // zeros may be added: branches for each would keep all of rdQ in registers until all matmuls
+    // are done. Where that is no loss, one branch saves the search for the last block.
     template <class Visit>
-    __device__ __forceinline__ void for_each_or_last(Visit visit) const {
+    __device__ __forceinline__ void for_all(Visit visit) const {
+        constexpr int kBlocks = DQ::kRows / 8;
+        if (kBlocks <= 4 && last_block >= kBlocks - 1) {
 #pragma unroll
-        for (int block = 0; block < DQ::kRows / 8; ++block)
-            visit_block(block, min_of(block, last_block), visit);
+            for (int block = 0; block < kBlocks; ++block) visit_block(block, block, visit);
+        } else {
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                visit_block(block, min_of(block, last_block), visit);
+        }
     }
 
     // Float i of these, in registers.

@@ -27,6 +27,7 @@ struct Fa1BackwardConfig : BackwardConfig<Element, kHeadDim, kHeadDimV, kFeature
     // The old dQ_i is fetched into shared memory. Where dQ is computed in slices (d 256)
     // there is no room for it, and it is not faster.
     static constexpr bool kFetchesDQ = Base::kDQSlices == 1;
+    static constexpr int kDQFloats = 4;  // that a lane reads and writes at a time
     // It lies where other kernels keep their tile coordinates.
     static constexpr int kOldDQ = offsetof(typename Base::SharedStorage, tile_coord);
     static_assert(kOldDQ % 16 == 0);
@@ -56,7 +57,6 @@ __device__ __forceinline__ auto& old_dq(int block, int n) {
 template <class Config>
 __device__ __forceinline__ void load_dq(const BackwardTile<Config>& cta, const QTileWalk& walk) {
     using Accum = DQAccum<Config>;
-    static_assert(Accum::kFloats == 4);
     Accum(cta.params, cta.sequence, walk.head, walk.q_tile(), 0)
         .for_each([&](int block, int n, const typename Accum::Floats& floats) {
             ptx::cp_async_16(ptx::shared_address(&old_dq<Config>(block, n)), &floats, true);

@@ -65,13 +65,9 @@ template <class Config>
 __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ,
                                        const DQAccum<Config>& accum) {
     using Accum = DQAccum<Config>;
-    accum.for_each_or_last([&](int block, int n, typename Accum::Floats& floats) {
-        const auto x = [&](int i) { return Accum::element(rdQ, block, n, i); };
-        if constexpr (Accum::kFloats == 4) {
-            ptx::red_add_v4(floats.x, x(0), x(1), x(2), x(3));
-        } else {
-            ptx::red_add_v2(floats.x, x(0), x(1));
-        }
+    accum.for_all([&](int block, int n, typename Accum::Floats& floats) {
+        ptx::red_add_v2(floats.x, Accum::element(rdQ, block, n, 0),
+                        Accum::element(rdQ, block, n, 1));
     });
 }
 

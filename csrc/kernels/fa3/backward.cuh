@@ -453,6 +453,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
         typename DQPipeline::State c;
         work_tiles.for_each([&](const KeyTile& tile) {
             for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
+                const int rows = stored_rows<Config::kBlockQ>(tile.sequence, first_row);
+                float* accum =
+                    params.dq_accum + int64_t{row_group} * (kWorkspaceRows * Config::kHeadDim);
                 const auto dq_semaphore = [&] {
                     return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
                 };
@@ -470,12 +473,9 @@ struct Fa3Backward : Fa3Cta<Config_> {
 #pragma unroll 1
                 for (int i = 0; i < Config::kConsumers; ++i) {
                     const DQPipeline pipeline = dq_pipeline(i);
+                    const DQHalf half = Config::dq_half(i, rows);
+                    float* target = accum + half.first;
                     pipeline.consumer_wait(c);
-                    const DQHalf half =
-                        Config::dq_half(i, stored_rows<Config::kBlockQ>(tile.sequence, first_row));
-                    float* target = params.dq_accum +
-                                    int64_t{row_group} * (kWorkspaceRows * Config::kHeadDim) +
-                                    half.first;
                     if (half.floats == 0) {  // none of its queries exists
                     } else if (stores) {
                         ptx::bulk_store(target, pipeline.stage(c), half.floats * 4);
