@@ -111,7 +111,8 @@ struct DQAccum {
     __device__ __forceinline__ DQAccum(const BackwardParams& params, const Sequence& sequence,
                                        int head, int q_tile, int slice) {
         // There no register is left for it over the loop.
-        constexpr bool kNoRegister = Config::kHeadDim == 64 || Config::kDQSlices > 1;
+        constexpr bool kNoRegister =
+            Config::kDQSlices > 1 || (Config::kHeadDim == 128 && kCudaArch < 900);
         const int thread = kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
         const int query = q_tile * Config::kBlockQ + warp / Config::kWarpsN * DQ::kRows;

@@ -79,9 +79,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     // The wait comes after the matmul of dQ: before it, its branch would prevent the compiler from
     // overlapping that matmul with the previous one. Where that would spill, it comes first.
     constexpr bool kWaitFirst = Config::kHeadDim == 64 || Config::kHeadDim > 128;
-    // The tile coordinates that the stores at the end need are in shared memory where registers are
-    // short. This depends on ptxas: with 64 columns sm_90 spills without it, sm_80 with it.
-    constexpr bool kTileCoordInShared = Config::kHeadDim > 64 || kCudaArch >= 900;
     auto& storage = shared_storage<typename Config::SharedStorage>();
     int linear = blockIdx.x;
     if (params.deterministic) {
@@ -102,8 +99,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     typename Tile::GradientV rdV;
     rdK.clear();
     rdV.clear();
-    TileCoord& stored = storage.tile_coord;
-    if (kTileCoordInShared && threadIdx.x == 0) stored = {sequence, work.head, first_key};
+    TileCoord& stored = storage.tile_coord;  // registers are short over the loop
+    if (threadIdx.x == 0) stored = {sequence, work.head, first_key};
     QTileWalk walk(q_tiles, work.head * group, group);
     cta.load_kv(first_key);
     if (!walk.done()) {
@@ -151,10 +148,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile()};
         if (kWaitFirst && params.deterministic) dq_semaphore.wait();
         compile_time_for<Config::kDQSlices>([&](auto slice) {
+            // Before the matmul, so that no addition waits for its address.
+            const DQAccum<Config> accum(params, cta.sequence, walk.head, walk.q_tile(), slice);
             typename Config::DQ rdQ;
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
-            add_dq<Config>(rdQ, {params, cta.sequence, walk.head, walk.q_tile(), slice});
+            add_dq<Config>(rdQ, accum);
         });
         if (params.deterministic) dq_semaphore.end();
         walk = next;
@@ -162,11 +161,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have left the K and V tiles; the tile coordinates are stored
-    if constexpr (kTileCoordInShared) {
-        Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
-    } else {
-        cta.store_dk_dv(rdK, rdV, first_key);
-    }
+    Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
