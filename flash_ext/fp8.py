@@ -113,9 +113,10 @@ def quantize(
     """x in 8 bits and its scales: x - mean, rotated, is x_8bit * descale up to rounding.
 
     A scale is the largest magnitude of what shares it, divided by 448, the largest number of e4m3,
-    or by 127, that of int8; 1 where all of it is 0. In e4m3 numbers that are not finite become NaN,
-    and have no part in scales. int8 has no NaN: there the scale becomes NaN, and all that shares
-    it. No gradient passes. On CUDA the GPU is a Hopper GPU, and D a multiple of 16.
+    or by 127, that of int8; 1 where all of it is 0. It may be subnormal: no finite number of
+    bfloat16 is too small or too large. In e4m3 numbers that are not finite become NaN, and have no
+    part in scales. int8 has no NaN: there the scale becomes NaN, and all that shares it. No
+    gradient passes. On CUDA the GPU is a Hopper GPU, and D a multiple of 16.
 
     Args:
         x: (B, S, H, D), or packed (total, H, D); float16 or bfloat16, any strides with a contiguous

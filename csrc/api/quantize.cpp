@@ -128,13 +128,17 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     if (dtype != ScalarType::Float8_e4m3fn && dtype != ScalarType::Char)
         refuse("dtype", "float8_e4m3fn or int8", dtype_name(dtype));
     params.to_int8 = dtype == ScalarType::Char;
-    if (params.to_int8) params.largest = kMaxInt8;
     if (params.to_int8 && kind != Scales::kBlock)
         refuse("dtype", "float8_e4m3fn unless scales='block'", dtype_name(dtype));
     params.scales = kind;
     params.blocks = static_cast<int>(options.blocks);
-    if (options.signs)
-        params.norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(params.hadamard_dim)));
+    const float largest = params.to_int8 ? kMaxInt8 : kMaxFloat8;
+    params.numerator = largest * (params.to_int8 ? kInt8Unit : 1.f) / kSumDivisor;
+    const int divisor = !options.mean ? 1 : options.signs ? kSumDivisor : kDifferenceDivisor;
+    params.least_amax = params.numerator / (kMostFactor / divisor);
+    // The Hadamard matrix is orthonormal but for this factor.
+    const double norm = options.signs ? 1.0 / std::sqrt(double(params.hadamard_dim)) : 1.0;
+    params.descale_of_1 = kSumDivisor * norm / largest;
     const cudaStream_t stream = current_stream(x);
 
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());

@@ -16,8 +16,20 @@ inline constexpr int kScaleRows = 128;
 inline constexpr int kMaxQuantizeDim = 256;
 inline constexpr float kMaxFloat8 = 448.f;  // of e4m3
 inline constexpr float kMaxInt8 = 127.f;
-// A smaller maximum counts as this one, so that descale and its inverse are normal numbers.
-inline constexpr float kMinAmax = 0x1p-100f;
+
+// The kernels multiply numbers by powers of two, which cancel, so that nothing overflows and no
+// number of bfloat16 loses a digit.
+//
+// Sums of up to 256 numbers, each less a mean, may exceed float32's largest number. So they may be
+// divided by kSumDivisor; a difference alone by kDifferenceDivisor. Maxima always are divided by
+// kSumDivisor.
+inline constexpr int kSumDivisor = 512;
+inline constexpr int kDifferenceDivisor = 2;
+// The factor from numbers to results is at most this. A smaller maximum counts as the one with this
+// factor.
+inline constexpr float kMostFactor = 0x1p126f;
+// int8 results are rounded in this unit. Otherwise numbers of bfloat16 would need a larger factor.
+inline constexpr float kInt8Unit = 0x1p-12f;
 
 struct QuantizeParams {
     ElementType element_type;
@@ -30,17 +42,19 @@ struct QuantizeParams {
     TensorView x;                     // (B, S, H, D)
     uint8_t* x_8bit = nullptr;        // (B, S, H, D), contiguous
     bool to_int8 = false;             // otherwise e4m3; with block scales only
-    float largest = kMaxFloat8;       // of x_8bit
     const int* cu_seqlens = nullptr;  // (B + 1), of varlen
     const int* seqused = nullptr;     // (B), the rows in use; others become zeros
     const int8_t* signs = nullptr;    // (D), 1 or -1; null: no rotation
     const float* mean = nullptr;      // (B, H, D), subtracted first
-    float norm = 1.f;                 // the factor that makes the Hadamard matrix orthonormal
     bool aligned = false;             // does every row of x start on a 16-byte boundary?
 
     Scales scales = Scales::kTensor;
-    int blocks = 0;            // of descale, per head
-    float* amax = nullptr;     // (1), (B, H) or (B, H, D), workspace; not for block scales
+    int blocks = 0;         // of descale, per head
+    float* amax = nullptr;  // (1), (B, H) or (B, H, D), workspace; not for block scales
+    // The factor from numbers to results is numerator / amax, with amax no less than least_amax.
+    float numerator = 0.f;
+    float least_amax = 0.f;
+    double descale_of_1 = 0.;  // descale is this times amax
     float* descale = nullptr;  // (1), (B, H), (B, H, blocks) or (B, H, D)
 
     // The mean over rows, of which sums are taken first.

@@ -88,7 +88,8 @@ def fa3_forward(
             tile = tiling.tile(q0, q1, k0, k1)
             K_j, V_j = K[:, tile.keys], V[:, tile.keys]  # 7
             S_ij = Q_i @ K_j.mT  # 8
-            S_ij.mul_(descales.q[:, rows]).mul_(descales.k[..., tile.keys])
+            # First their product: one of them may be as large as the other is small.
+            S_ij.mul_(descales.q[:, rows] * descales.k[..., tile.keys])
             S_ij = tile.scores(S_ij)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))  # 9
             P_ij = exp_(S_ij.sub_(m_new)).mul_(2.0**P_SCALE_LOG2)  # P̃_ij

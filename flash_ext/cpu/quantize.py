@@ -22,8 +22,19 @@ MAX_FLOAT8 = 448.0
 
 MAX_INT8 = 127.0
 
-MIN_AMAX = 2.0**-100
-"""A smaller maximum counts as this one, so that descale and its inverse are normal numbers."""
+# Numbers are multiplied by powers of two, as in csrc/problem/quantize.h.
+
+SUM_DIVISOR = 512.0
+"""Of sums of up to 256 numbers, each less a mean, which may exceed float32's; and of maxima."""
+
+DIFFERENCE_DIVISOR = 2.0
+"""Of a number less a mean."""
+
+MOST_FACTOR = 2.0**126
+"""From a number to its result. A smaller maximum counts as the one with this factor."""
+
+INT8_UNIT = 2.0**-12
+"""In which int8 results are rounded. Otherwise bfloat16 numbers would need a larger factor."""
 
 
 def hadamard_dim(dim: int) -> int:
@@ -129,6 +140,32 @@ def _by_row(scale: Tensor, scales: str, rows: int) -> Tensor:
     return scale[:, block].mT[..., None]
 
 
+def _finite(x: Tensor) -> Tensor:
+    """x, with NaN where it is not finite."""
+    return torch.where(x.isfinite(), x, torch.nan)
+
+
+def _rotated(rows: Tensor, signs: Tensor | None, mean: Tensor | None) -> tuple[Tensor, float]:
+    """The numbers of a sequence (n, H, D), less their mean, rotated but for the factor sqrt(D).
+
+    Returns:
+        The numbers in float32, NaN where they are not finite, and what they are divided by.
+    """
+    y = rows.float()
+    if signs is None:
+        divisor = 1.0 if mean is None else DIFFERENCE_DIVISOR
+        return _finite(y if mean is None else y / divisor - mean / divisor), divisor
+    # Both have signs before one is subtracted: that decides signs of 0.
+    y = torch.where(signs < 0, -y, y)
+    if mean is None:
+        whole = butterflies(y)
+        if whole.isfinite().all():
+            return whole, 1.0
+        return _finite(butterflies(y / SUM_DIVISOR)), SUM_DIVISOR
+    mean = torch.where(signs < 0, -mean, mean)
+    return _finite(butterflies(y / SUM_DIVISOR - mean / SUM_DIVISOR)), SUM_DIVISOR
+
+
 def _quantize_cpu(
     x: Tensor,
     scales: str,
@@ -147,18 +184,11 @@ def _quantize_cpu(
     if signs is not None and scales == "channel":
         wanted = "None with scales='channel' (a rotation mixes the channels)"
         refuse("signs", wanted, "a tensor")
-    rotated = []
+    rotated, divisors = [], []
     for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
-        y = rows.float()
-        center = None if mean is None else mean[b]
-        if signs is not None:  # both have signs before one is subtracted: that decides signs of 0
-            y = torch.where(signs < 0, -y, y)
-            center = None if center is None else torch.where(signs < 0, -center, center)
-        if center is not None:
-            y = y - center
-        if signs is not None:
-            y = butterflies(y)
-        rotated.append(torch.where(y.isfinite(), y, torch.nan))
+        y, divisor = _rotated(rows, signs, None if mean is None else mean[b])
+        rotated.append(y)
+        divisors.append(divisor)
 
     longest = max((-(-y.shape[0] // SCALE_ROWS) for y in rotated), default=0)
     if scales == "block" and blocks < longest:
@@ -168,7 +198,7 @@ def _quantize_cpu(
     shape = descale_shape(x, scales, cu_seqlens, blocks)
     amax = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for b, y in enumerate(rotated):
-        of_sequence = _amax(y, scales, keeps_nan=to_int8)
+        of_sequence = _amax(y, scales, keeps_nan=to_int8) * (divisors[b] / SUM_DIVISOR)
         if scales == "tensor":
             amax = torch.maximum(amax, of_sequence)
         elif scales == "block":
@@ -176,18 +206,21 @@ def _quantize_cpu(
         else:
             amax[b] = of_sequence
 
-    clamped = amax.clamp_min(MIN_AMAX)
-    largest = MAX_INT8 if to_int8 else MAX_FLOAT8
-    inverse = torch.full_like(clamped, largest) / clamped
+    largest, unit = (MAX_INT8, INT8_UNIT) if to_int8 else (MAX_FLOAT8, 1.0)
+    numerator = largest * unit / SUM_DIVISOR
+    divisor = 1.0 if mean is None else DIFFERENCE_DIVISOR if signs is None else SUM_DIVISOR
+    clamped = amax.clamp_min(numerator / (MOST_FACTOR / divisor))
+    factors = torch.full_like(clamped, numerator) / clamped
     norm = 1.0 if signs is None else 1 / math.sqrt(hadamard_dim(x.shape[-1]))
-    descale = torch.where(amax == 0, 1.0, clamped * norm / largest)
+    descale = (clamped.double() * (SUM_DIVISOR * norm / largest)).float()
+    descale = torch.where(amax == 0, 1.0, descale)
 
     x_8bit = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for b, (y, target) in enumerate(
         zip(rotated, _sequences(x_8bit, cu_seqlens, seqused), strict=True)
     ):
-        factor = _by_row(inverse if scales == "tensor" else inverse[b], scales, y.shape[0])
-        y = y * factor
+        factor = _by_row(factors if scales == "tensor" else factors[b], scales, y.shape[0])
+        y = y * factor * (divisors[b] / unit)
         y = y.nan_to_num().round() if to_int8 else y
         target.copy_(y.clamp(-largest, largest).to(dtype))
     return x_8bit, descale
@@ -201,7 +234,7 @@ def _token_mean_cpu(
     mean = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
         if rows.shape[0] > 0:
-            mean[b] = rows.float().mean(0)
+            mean[b] = rows.mean(0, dtype=torch.float64)  # the sum may exceed float32's numbers
     return mean
 
 

@@ -14,6 +14,11 @@
 // Without kOptimistic m is the maximum so far in every iteration, and P is 256 there.
 //
 // The factor of the scores differs between tiles (block quantization), so m includes it.
+//
+// m is rounded, and exponents are one FMA each: if m is large, far beyond the scores of a working
+// model, all exponents of a row are off by more than P has room for. Then the row is cooled: m and
+// the factor of its scores are divided by a power of two. Keys within a millionth of the maximum
+// then count as much as it does, which 8 bits do not tell apart. In the end m is multiplied again.
 #pragma once
 
 #include <numeric>
@@ -39,6 +44,11 @@ struct FloatScoresAsBits {
     }
 };
 
+// From -126 to 127.
+__device__ __forceinline__ float power_of_two(int exponent) {
+    return __int_as_float((127 + exponent) << 23);
+}
+
 template <int kCols, bool kOptimistic>
 struct Fp8Softmax : OnlineSoftmax<16> {
     static constexpr float kOffset = kOptimistic ? 7.f : 8.f;
@@ -48,7 +58,8 @@ struct Fp8Softmax : OnlineSoftmax<16> {
     // No P of a lane becomes 448 where all of them add up to less: 432 is the least that is rounded
     // to it, and the sum itself is rounded.
     static constexpr float kSaturating = 428.f;
-    static constexpr float kSlowGrowth = 0.5f;  // of m in an iteration, in powers of two
+    static constexpr float kSlowGrowth = 0.5f;   // of m in an iteration, in powers of two
+    static constexpr float kLargeMax = 0x1p22f;  // is rounded by up to a quarter
 
     // Blocks of keys that share a descale begin and end at multiples of this many n.
     static constexpr int kScaleN = std::gcd(kCols, kDescaleRows) / 8;
@@ -86,6 +97,31 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         return rescaling;
     }
 
+    // By how many powers of two a row with this maximum is to be cooled, in addition to those by
+    // which it is. Less than 0 if a large negative maximum has become a small one.
+    static __device__ __forceinline__ int powers_to_cool(float max, int powers) {
+        if (max == -INFINITY) return 0;
+        const float size = fabsf(max);
+        const int needed = ((__float_as_int(size) - __float_as_int(kLargeMax)) >> 23) + 2;
+        if (size > kLargeMax) return powers < 128 ? needed : 0;  // an infinite sink stays infinite
+        return size < kLargeMax / 4 ? max_of(needed, -min_of(powers, 126)) : 0;
+    }
+
+    // The maximum of the scores of row i.
+    template <class Form, class Scores, class Scale>
+    static __device__ __forceinline__ float max_of_tile(const Scores& s, Scale scale, int i) {
+        float max = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; n += kScaleN) {
+            auto x = Form::larger(s.v[0][n][2 * i], s.v[0][n][2 * i + 1]);
+#pragma unroll
+            for (int k = n + 1; k < n + kScaleN; ++k)
+                x = Form::larger(x, Form::larger(s.v[0][k][2 * i], s.v[0][k][2 * i + 1]));
+            max = fmaxf(max, Form::value(x) * scale(n, i));
+        }
+        return quad_max(max);
+    }
+
     __device__ __forceinline__ void begin_with(float score, int m, int i) {
         OnlineSoftmax<16>::begin_with(score, m, i);
         row_sum[m][i] *= kFactor;
@@ -107,16 +143,7 @@ struct Fp8Softmax : OnlineSoftmax<16> {
         bool grows = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float max = -INFINITY;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; n += kScaleN) {
-                auto x = Form::larger(s.v[0][n][2 * i], s.v[0][n][2 * i + 1]);
-#pragma unroll
-                for (int k = n + 1; k < n + kScaleN; ++k)
-                    x = Form::larger(x, Form::larger(s.v[0][k][2 * i], s.v[0][k][2 * i + 1]));
-                max = fmaxf(max, Form::value(x) * scale(n, i));
-            }
-            const float new_max = fmaxf(row_max[0][i], quad_max(max) + kHeadroom);
+            const float new_max = fmaxf(row_max[0][i], max_of_tile<Form>(s, scale, i) + kHeadroom);
             rescaling.factor[i] = ptx::ex2(row_max[0][i] - finite_max(new_max));
             // Also while the row has seen no key, and the difference is no number.
             grows |= !(new_max - row_max[0][i] <= (kOptimistic ? kSlowGrowth : 0.f));

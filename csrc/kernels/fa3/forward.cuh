@@ -63,6 +63,8 @@
 //                       to store a result
 #pragma once
 
+#include <cfloat>
+
 #include "kernels/common/fp8_softmax.cuh"
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/common/recompute_rows.cuh"
@@ -201,9 +203,25 @@ struct Fa3Forward : Fa3Cta<Config_> {
         int second_k_scale;  // the first column of k_scale[1]
         const float* k_descales;
         int last_k_block;
+        float scale_limit;  // with a larger factor a maximum may be large (fp8_softmax.cuh)
+        bool may_be_large;  // a maximum of a row of the warp
 
         bool begun = true;  // P belongs to the first iteration of a tile
         bool kept = false;  // O belongs to the previous tile and is not stored yet
+    };
+
+    // FP8: the factors of the scores. Hidden scores are -inf, which times 0 would be NaN.
+    template <bool kMasked>
+    struct ScoreScale {
+        const State& state;
+
+        __device__ __forceinline__ float operator()(int n, int i) const {
+            float k_scale = state.k_scale[0];
+            if constexpr (kTwoKScales)
+                if (8 * n >= state.second_k_scale) k_scale = state.k_scale[1];
+            const float product = state.q_scale[i] * k_scale;
+            return kMasked && product == 0.f ? FLT_MIN : product;
+        }
     };
 
     // Releases KV tiles that this consumer does not use.
@@ -381,6 +399,10 @@ struct Fa3Forward : Fa3Cta<Config_> {
     __device__ __forceinline__ void transpose_v() const;
     __device__ __forceinline__ void begin_scales(State& state, const QueryTile& tile) const;
     __device__ __forceinline__ void load_k_scales(State& state) const;
+    __device__ __forceinline__ uint8_t& cooling(int i) const;
+    template <class Form, class Scale>
+    __device__ __forceinline__ void cool(State& state, const Scale& scale) const;
+    __device__ __forceinline__ void warm(State& state) const;
     template <bool kStartScores>
     __device__ __forceinline__ void add_output(State& state, const Probabilities& rP,
                                                bool accumulate) const;
@@ -463,12 +485,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         if (kReleaseEarly && !kUnmasked && state.kv_tile == state.first_kv_tile)
             release_and_advance(q_pipeline, state.q);
-        const auto scale = [&](int n, int i) {
-            float k_scale = state.k_scale[0];
-            if constexpr (kTwoKScales)
-                if (8 * n >= state.second_k_scale) k_scale = state.k_scale[1];
-            return state.q_scale[i] * k_scale;
-        };
+        const ScoreScale<!kUnmasked && !Config::kGeneral> scale{state};
         constexpr bool kFinishes = Config::kGeneral || !kUnmasked;
         if constexpr (!Config::kInt8) {
             if constexpr (kFp8 && Config::kGeneral) scale_scores(state.rS, scale);
@@ -489,6 +506,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
             state.rescaling = state.softmax.template step<Form>(
                 state.rS, rP, [](int, int) { return 1.f; }, fresh);
         } else if constexpr (kFp8) {
+            if (state.may_be_large) [[unlikely]]
+                cool<Form>(state, scale);
             state.rescaling = state.softmax.template step<Form>(state.rS, rP, scale, fresh);
         } else {
             state.rescaling = state.softmax.step(state.rS, rP, exponent_scale(), fresh);
@@ -515,6 +534,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         const bool last = state.kv_tile == state.first_kv_tile;
         --state.kv_tile;
         if (last) {
+            if constexpr (kFp8 && !Config::kGeneral) warm(state);
             if (!kReleaseEarly) release_and_advance(q_pipeline, state.q);
             if (kStoresBeside) state.tile_done = state.tile;
             state.tile.advance();
@@ -581,6 +601,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
         Probabilities rP[1 + kNext];
 
         has_marked() = false;
+        if constexpr (kFp8 && !Config::kGeneral) cooling(0) = cooling(1) = 0;
         if constexpr (!Config::kPingPong && !kFp8) pass_over(state);
         if (!find_tile(state)) return;
         begin_tile(state);

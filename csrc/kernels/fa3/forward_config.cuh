@@ -19,12 +19,14 @@ FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
     return {q.data, q.batch_stride, q.head_stride, q.row_stride};
 }
 
-// The pipeline of V tiles as TMA loads them, where they are then transposed.
-template <class RowMajorVPipeline, bool kFp8>
+// The pipeline of V tiles as TMA loads them, where they are then transposed; and how far each
+// consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
+template <class RowMajorVPipeline, int kConsumers, bool kFp8>
 struct Fp8Storage {};
-template <class RowMajorVPipeline>
-struct Fp8Storage<RowMajorVPipeline, true> {
+template <class RowMajorVPipeline, int kConsumers>
+struct Fp8Storage<RowMajorVPipeline, kConsumers, true> {
     typename RowMajorVPipeline::Barriers barriers;
+    uint8_t cooling[kConsumers * 128][2];
     alignas(1024) typename RowMajorVPipeline::Stages stages;
 };
 
@@ -89,7 +91,7 @@ struct Fa3ForwardConfig {
         typename VPipeline::Barriers v_barriers;
         typename WorkTiles::Storage work_tiles;
         int has_marked[kConsumers * 4];  // of each warp: has it marked a row?
-        Fp8Storage<RowMajorVPipeline, kFp8> fp8;
+        Fp8Storage<RowMajorVPipeline, kConsumers, kFp8> fp8;
     };
     // matrix_descriptor() and the swizzle need aligned tiles.
     static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&

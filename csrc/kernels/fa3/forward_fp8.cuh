@@ -109,6 +109,8 @@ __device__ __forceinline__ void Fa3Forward<Config>::begin_scales(State& state,
         state.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
         if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
     }
+    constexpr float kLargest = Config::kInt8 ? 128.f : 448.f;  // element of Q and K
+    state.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * Config::kHeadDim);
     state.k_descales = descales_of(params.k_descale, tile, tile.head);
     state.last_k_block = last_block(state.k_descales, params.k_descale);
 }
@@ -126,6 +128,50 @@ __device__ __forceinline__ void Fa3Forward<Config>::load_k_scales(State& state) 
     if constexpr (kTwoKScales) {
         state.k_scale[1] = load(block + 1);
         state.second_k_scale = (block + 1) * kDescaleRows - first_key;
+    }
+    if constexpr (!Config::kGeneral) {
+        const float q_scale = fmaxf(state.q_scale[0], state.q_scale[1]);
+        const float k_scale = fmaxf(state.k_scale[0], state.k_scale[kTwoKScales]);
+        state.may_be_large = __any_sync(0xffffffff, q_scale * k_scale > state.scale_limit);
+    }
+}
+
+// By how many powers of two row i of this thread is cooled.
+template <class Config>
+__device__ __forceinline__ uint8_t& Fa3Forward<Config>::cooling(int i) const {
+    return storage.fp8.cooling[ptx::not_hoisted(threadIdx.x) - 128][i];
+}
+
+// Cools rows of large scores (fp8_softmax.cuh). Infinite ones are cooled more than once.
+template <class Config>
+template <class Form, class Scale>
+__device__ __forceinline__ void Fa3Forward<Config>::cool(State& state, const Scale& scale) const {
+    state.scale_limit = -INFINITY;  // in this tile
+    bool changed;
+    do {
+        changed = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float& row_max = state.softmax.row_max[0][i];
+            const float max =
+                fmaxf(row_max, Softmax::template max_of_tile<Form>(state.rS, scale, i));
+            const int powers = Softmax::powers_to_cool(max, cooling(i));
+            row_max *= power_of_two(-powers);
+            state.q_scale[i] *= power_of_two(-powers);
+            cooling(i) += powers;
+            changed |= powers != 0;
+        }
+    } while (__any_sync(0xffffffff, changed));
+}
+
+// After the last P of a tile: m becomes what it would be without cooling.
+template <class Config>
+__device__ __forceinline__ void Fa3Forward<Config>::warm(State& state) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        // With more powers m is infinite.
+        state.softmax.row_max[0][i] *= power_of_two(min_of<int>(cooling(i), 127));
+        cooling(i) = 0;
     }
 }
 

@@ -18,15 +18,21 @@ inline constexpr int kRowGroups = 16;
 
 enum class Columns { kAmax, kAmaxWithoutMean, kSum };
 
-// Of a thread's eight columns, over its rows.
+// The factor of rows in sums for a mean: with it no sum overflows. A power of two, less than
+// 1 / length but at least half of it.
+__device__ __forceinline__ float share_of(int length) {
+    return __uint_as_float((95 + __clz(length)) << 23);
+}
+
+// Of a thread's eight columns, over its rows: maxima over kSumDivisor, or sums of shares.
 template <class Element, Columns kColumns>
 class ColumnResults {
  public:
-    // `mean`: of these columns.
-    __device__ explicit ColumnResults(const float* mean) {
+    // `mean`: of these columns. `share`: of a row.
+    __device__ ColumnResults(const float* mean, float share) : share_(share) {
         if constexpr (kColumns == Columns::kAmaxWithoutMean)
 #pragma unroll
-            for (int e = 0; e < 8; ++e) mean_[e] = mean == nullptr ? 0.f : mean[e];
+            for (int e = 0; e < 8; ++e) mean_[e] = mean == nullptr ? 0.f : kFactor * mean[e];
     }
 
     // A row in use.
@@ -44,9 +50,9 @@ class ColumnResults {
             for (int e = 0; e < 2; ++e) {
                 float& result = of_column_[2 * w + e];
                 if constexpr (kColumns == Columns::kSum) {
-                    result += values[e];
+                    result = fmaf(values[e], share_, result);
                 } else {
-                    const float value = fabsf(values[e] - mean_[2 * w + e]);
+                    const float value = fabsf(fmaf(values[e], kFactor, -mean_[2 * w + e]));
                     if (value <= FLT_MAX) result = fmaxf(result, value);
                 }
             }
@@ -59,14 +65,20 @@ class ColumnResults {
         for (int e = 0; e < 8; e += 2) {
             float2 pair{of_column_[e], of_column_[e + 1]};
             if constexpr (kColumns == Columns::kAmax) pair = packed_[e / 2].values();
-            results[e] = pair.x;
-            results[e + 1] = pair.y;
+            const float scale = kColumns == Columns::kSum    ? 1.f
+                                : kColumns == Columns::kAmax ? 1.f / kSumDivisor
+                                                             : 1.f / (kFactor * kSumDivisor);
+            results[e] = pair.x * scale;
+            results[e + 1] = pair.y * scale;
         }
     }
 
  private:
+    static constexpr float kFactor = 1.f / kDifferenceDivisor;
+
     float of_column_[8] = {};
-    float mean_[8] = {};
+    float mean_[8] = {};  // times kFactor
+    float share_;
     PackedMax<Element> packed_[4];
 };
 
@@ -110,23 +122,21 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
         }
     };
     const auto load = [](const Element* p) { return __ldg(reinterpret_cast<const uint4*>(p)); };
-    const auto load_unaligned = [](const Element* p) {
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(p);
+    const auto load_halves = [](const Element* p) {
         uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-            words[w] = halves[2 * w] | static_cast<uint32_t>(halves[2 * w + 1]) << 16;
+        load_unaligned(words, reinterpret_cast<const uint16_t*>(p));
         return uint4{words[0], words[1], words[2], words[3]};
     };
     const auto reduce_rows = [&](auto& results) {
         if (params.aligned) {
             reduce(results, load);
         } else {
-            reduce(results, load_unaligned);
+            reduce(results, load_halves);
         }
     };
     float found[8];
-    ColumnResults<Element, kColumns> results(mean);
+    const float share = share_of(tile.length);
+    ColumnResults<Element, kColumns> results(mean, share);
     reduce_rows(results);
     results.get(found);
     if constexpr (kColumns == Columns::kAmax) {
@@ -134,7 +144,7 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
 #pragma unroll
         for (int e = 0; e < 8; ++e) largest = fmaxf(largest, found[e]);
         if (largest > FLT_MAX) {  // again, one by one
-            ColumnResults<Element, Columns::kAmaxWithoutMean> finite(nullptr);
+            ColumnResults<Element, Columns::kAmaxWithoutMean> finite(nullptr, share);
             reduce_rows(finite);
             finite.get(found);
         }
@@ -189,6 +199,7 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
         first = first_tile(begin, sequence + 1, kColumnRows);
         length = clamp(params.cu_seqlens[sequence + 1], begin, params.rows) - begin;
     }
+    const float share = share_of(length);
     if (params.seqused != nullptr) length = clamp(params.seqused[sequence], 0, length);
     ptx::wait_for_grid_before();  // for the sums
     float sum = 0.f;
@@ -202,7 +213,7 @@ __global__ void __launch_bounds__(kMeanGroups* kMaxQuantizeDim)
 #pragma unroll
     for (int i = 1; i < kMeanGroups; ++i) sum += partial[i * params.head_dim + d];
     params.mean_out[int64_t{blockIdx.x} * params.head_dim + d] =
-        length > 0 ? sum / static_cast<float>(length) : 0.f;
+        length > 0 ? sum / (share * static_cast<float>(length)) : 0.f;
 }
 
 template <Columns kColumns>

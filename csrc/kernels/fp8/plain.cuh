@@ -10,7 +10,10 @@ namespace flash_ext {
 template <class Element>
 class PlainRows {
  public:
+    using Type = Element;
     static constexpr int kDim = 0;
+    static constexpr int kMeanDivisor = kDifferenceDivisor;  // of numbers less their mean
+    static constexpr bool kRepeats = false;                  // nothing is added up
     using Layout = TileLayout<8, 3, 3>;
     using Position = TilePosition<Layout>;
     static constexpr int kThreadVectors = Layout::kThreadVectors;
@@ -56,17 +59,13 @@ class PlainRows {
 
     // Rounds.
     template <class Result>
-    __device__ void write(WarpRowsAndResults<Layout>& rows, float inverse) const {
-        const float factors[8] = {inverse, inverse, inverse, inverse,
-                                  inverse, inverse, inverse, inverse};
+    __device__ void write(WarpRowsAndResults<Layout>& rows, float factor) const {
+        const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
         write_scaled<Result>(rows, factors);
     }
 
-    // To e4m3, with the maxima of these columns.
-    __device__ void write(WarpRowsAndResults<Layout>& rows, const float (&amax)[8]) const {
-        float factors[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) factors[e] = inverse_of(amax[e], kMaxFloat8);
+    // To e4m3, with factors of these columns.
+    __device__ void write(WarpRowsAndResults<Layout>& rows, const float (&factors)[8]) const {
         write_scaled<Float8>(rows, factors);
     }
 
@@ -98,7 +97,7 @@ class PlainRows {
         return largest;
     }
 
-    // As float, without the mean.
+    // As float, without the mean. Less a mean they are divided by kMeanDivisor.
     __device__ void values(int i, float (&v)[8]) const {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -112,10 +111,11 @@ class PlainRows {
 #pragma unroll
         for (int e = 0; e < 8; e += 4) {
             const float4 m = *reinterpret_cast<const float4*>(mean_ + e);
-            v[e] -= m.x;
-            v[e + 1] -= m.y;
-            v[e + 2] -= m.z;
-            v[e + 3] -= m.w;
+            constexpr float kFactor = 1.f / kMeanDivisor;
+            v[e] = fmaf(v[e], kFactor, -kFactor * m.x);
+            v[e + 1] = fmaf(v[e + 1], kFactor, -kFactor * m.y);
+            v[e + 2] = fmaf(v[e + 2], kFactor, -kFactor * m.z);
+            v[e + 3] = fmaf(v[e + 3], kFactor, -kFactor * m.w);
         }
     }
 

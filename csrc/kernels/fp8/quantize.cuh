@@ -11,7 +11,7 @@
 //     x_8bit = e4m3(v * (448 / a)),   descale = a * norm / 448        (1 where a = 0)
 //
 // and with 127 for int8, which has no NaN: where a number of the tile is not finite, descale is
-// NaN.
+// NaN. v and a are divided by powers of two (problem/quantize.h), which cancel.
 #pragma once
 
 #include "kernels/fp8/plain.cuh"
@@ -22,7 +22,8 @@ namespace flash_ext {
 
 __device__ __forceinline__ float descale_of(const QuantizeParams& params, float amax) {
     if (!(amax > 0.f)) return amax + 1.f;  // of 0 and NaN
-    return fmaxf(amax, kMinAmax) * params.norm / params.largest;
+    amax = fmaxf(amax, params.least_amax);
+    return static_cast<float>(amax * params.descale_of_1);  // in float32 it might overflow
 }
 
 // How many values amax and descale have; not for block scales.
@@ -85,7 +86,7 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
     __shared__ TileMaxima<Layout> maxima;
     maxima.init();
     const bool second_pass = params.scales != Scales::kBlock;
-    TileStream<WarpRowsAndResults<Layout>> stream(params, second_pass);
+    TileStream<WarpRowsAndResults<Layout>, Rows> stream(params, second_pass);
     const TilePosition<Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
     rows.load_mean(params, stream.next(), stream.storage.mean);  // while the rows are on their way
@@ -99,28 +100,29 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
             params.descale[i] = descale_of(params, params.amax[i]);
     }
 
-    bool more = true;
-    for (uint32_t tile = 0; more; ++tile) {
+    for (bool more = true; more;) {
         const StreamTile& work = stream.read(params, rows);
         rows.prepare(params, work, stream.storage.mean);
         float largest = rows.amax_before_last();
         rows.last_butterflies();
         if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
-            rows.spoil();
+            if (stream.repeat()) continue;
+            if constexpr (!Rows::kRepeats) rows.spoil();
             largest = params.to_int8 ? CUDART_NAN_F : rows.amax();
         }
         if (params.scales == Scales::kBlock) {
-            const float amax = maxima.reduce(largest, tile);
+            const float amax =
+                maxima.reduce(largest * (work.divisor / kSumDivisor), stream.number());
             store_block_descales<Layout>(params, work, amax);
-            const float inverse = inverse_of(amax, params.largest);
+            const float factor = factor_of(params, amax) * work.divisor;
             if (params.to_int8) {
-                rows.template write<Int8>(stream.storage, inverse);
+                rows.template write<Int8>(stream.storage, factor);
             } else {
-                rows.template write<Float8>(stream.storage, inverse);
+                rows.template write<Float8>(stream.storage, factor);
             }
         } else if (Rows::kDim > 0 || params.scales != Scales::kChannel) {
-            const float inverse = inverse_of(load_amax(params, work), kMaxFloat8);
-            rows.template write<Float8>(stream.storage, inverse);
+            const float factor = factor_of(params, load_amax(params, work)) * work.divisor;
+            rows.template write<Float8>(stream.storage, factor);
         } else if constexpr (Rows::kDim == 0) {
             float amax[8] = {};
             if (work.rows.sequence >= 0) {
@@ -130,7 +132,10 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
                 amax[0] = low.x, amax[1] = low.y, amax[2] = low.z, amax[3] = low.w;
                 amax[4] = high.x, amax[5] = high.y, amax[6] = high.z, amax[7] = high.w;
             }
-            rows.write(stream.storage, amax);
+            float factors[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) factors[e] = factor_of(params, amax[e]) * work.divisor;
+            rows.write(stream.storage, factors);
         }
         __syncwarp();  // the warp's results are complete
         store_results(params, results_at, stream.storage, work);
@@ -158,21 +163,22 @@ __global__ void __launch_bounds__(kZeroThreads)
 template <class Rows>
 __device__ __forceinline__ void amax_of_tiles(const QuantizeParams& params) {
     __shared__ uint32_t maxima[32];
-    TileStream<WarpRows<typename Rows::Layout>> stream(params, false);
+    TileStream<WarpRows<typename Rows::Layout>, Rows> stream(params, false);
     Rows rows(params);
     rows.load_mean(params, stream.next(), stream.storage.mean);  // while the rows are on their way
     if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
     ptx::wait_for_grid_before();  // for zeros in amax
-    for (bool more = true; more; more = stream.next().is_valid) {
+    for (bool more = true; more;) {
         const StreamTile& work = stream.read(params, rows);
-
         rows.prepare(params, work, stream.storage.mean);
         float largest = rows.amax_before_last();
         if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
+            if (stream.repeat()) continue;
             rows.last_butterflies();
-            rows.spoil();
             largest = rows.amax();
         }
+        more = stream.next().is_valid;
+        largest *= work.divisor / kSumDivisor;
         const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(largest));
         if (threadIdx.x % 32 > 0 || work.rows.used == 0) continue;
         if (params.scales == Scales::kHead) {

@@ -22,9 +22,6 @@
 #pragma once
 
 #include <cuda_fp8.h>
-#include <math_constants.h>
-
-#include <cfloat>
 
 #include "kernels/fp8/tile_stream.cuh"
 #include "ptx/float8.cuh"
@@ -32,18 +29,16 @@
 
 namespace flash_ext {
 
-// x, or NaN where x is not finite.
-__device__ __forceinline__ float or_nan(float x) { return fabsf(x) <= FLT_MAX ? x : CUDART_NAN_F; }
-
-// `largest`: the largest number of the result's type.
-__device__ __forceinline__ float inverse_of(float amax, float largest) {
-    return largest / fmaxf(amax, kMinAmax);
+// The factor from numbers to results, from the maximum over kSumDivisor.
+__device__ __forceinline__ float factor_of(const QuantizeParams& params, float amax) {
+    return params.numerator / fmaxf(amax, params.least_amax);
 }
 
-// Eight numbers times their factors, rounded to int8, ties to even. They are at most 127 in
+// Eight numbers times their factors, rounded to int8, ties to even. They are at most 127 units in
 // magnitude; what a NaN becomes does not matter, as its scale is NaN.
 __device__ __forceinline__ uint2 scaled(Int8, const float (&x)[8], const float (&factors)[8]) {
-    constexpr float kOneAndAHalf = 0x1.8p23f;  // added to a number, has it in the low bits
+    // Added to a number, has its units in the low bits.
+    constexpr float kOneAndAHalf = 0x1.8p23f * kInt8Unit;
     uint32_t bits[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
@@ -74,7 +69,10 @@ template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHa
           int kCtas = 1>
 class RotatedRows {
  public:
+    using Type = Element;
     static constexpr int kDim = kHadamardDim;
+    static constexpr int kMeanDivisor = kSumDivisor;  // of numbers less their mean
+    static constexpr bool kRepeats = true;            // a tile with sums that are not finite
     static constexpr int kThreadVectors = kRowVectors;
     static constexpr int kLanes = kDim <= 8 * kThreadVectors ? 1 : kDim / (8 * kThreadVectors);
     static constexpr int kVectors = kDim / 8 / kLanes;
@@ -118,9 +116,9 @@ class RotatedRows {
                 ptx::ld_shared_v4(raw_[n][j], Layout::vector_address(of_lane, vector(n, j)));
     }
 
-    // The mean of the tile's head, with signs as the elements have them, to shared memory, unless
-    // it is there: a lane has eight columns. From there they are read without waiting for each
-    // other.
+    // The mean of the tile's head, divided, with signs as the elements have them, to shared memory,
+    // unless it is there: a lane has eight columns. From there they are read without waiting for
+    // each other.
     __device__ void load_mean(const QuantizeParams& params, const StreamTile& work,
                               WarpMean& mean) {
         const int64_t head = work.scale_head(params);
@@ -134,14 +132,15 @@ class RotatedRows {
             const uint2 signs = *reinterpret_cast<const uint2*>(params.signs + column);
             const float4 low = source[0], high = source[1];
             float4* target = reinterpret_cast<float4*>(&mean.of_columns[mean_index(column)]);
-            target[0] = with_signs(low, signs.x);
-            target[1] = with_signs(high, signs.y);
+            target[0] = divided_with_signs(low, signs.x);
+            target[1] = divided_with_signs(high, signs.y);
         }
         __syncwarp();  // all columns are there
     }
 
     // To v: the elements as float, without the mean, rotated, but not divided by sqrt(kDim), and
-    // without the butterflies of the largest distance.
+    // without the butterflies of the largest distance. Less a mean they are divided by
+    // kMeanDivisor, at no cost.
     __device__ void prepare(const QuantizeParams& params, const StreamTile& work, WarpMean& mean) {
         load_mean(params, work, mean);
         uint32_t signs[kSignWords];
@@ -215,7 +214,7 @@ class RotatedRows {
         return __int_as_float(largest);
     }
 
-    // NaNs are ignored. Infinite where an element is.
+    // NaNs are ignored.
     __device__ float amax() const {
         float largest = 0.f;
 #pragma unroll
@@ -227,23 +226,12 @@ class RotatedRows {
         return largest;
     }
 
-    // What is not finite becomes NaN.
-    __device__ void spoil() {
-#pragma unroll
-        for (int n = 0; n < kUnits; ++n)
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v_[n][j][e] = or_nan(v_[n][j][e]);
-    }
-
     // Rounds.
     template <class Result>
-    __device__ void write(WarpRowsAndResults<Layout>& rows, float inverse) const {
+    __device__ void write(WarpRowsAndResults<Layout>& rows, float factor) const {
         const uint32_t of_lane = ptx::shared_address(
             &rows.x_8bit[Layout::swizzled_piece(first_of(ptx::lane_not_hoisted()))]);
-        const float factors[8] = {inverse, inverse, inverse, inverse,
-                                  inverse, inverse, inverse, inverse};
+        const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
@@ -273,9 +261,10 @@ class RotatedRows {
     static __device__ constexpr int mean_index(int column) { return column + column / 32 * 4; }
 
     // `signs`: a byte for each number.
-    static __device__ float4 with_signs(float4 x, uint32_t signs) {
+    static __device__ float4 divided_with_signs(float4 x, uint32_t signs) {
         const auto with_sign = [&](float y, int byte) {
-            return __uint_as_float(__float_as_uint(y) ^ (signs << (24 - 8 * byte) & 0x80000000));
+            return __uint_as_float(__float_as_uint(y / kMeanDivisor) ^
+                                   (signs << (24 - 8 * byte) & 0x80000000));
         };
         return {with_sign(x.x, 0), with_sign(x.y, 1), with_sign(x.z, 2), with_sign(x.w, 3)};
     }
@@ -292,7 +281,8 @@ class RotatedRows {
 #pragma unroll
                 for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) v_[n][j][e + i] -= m[i];
+                    for (int i = 0; i < 4; ++i)
+                        v_[n][j][e + i] = fmaf(v_[n][j][e + i], 1.f / kMeanDivisor, -m[i]);
             }
         const int used = work.rows.used;
         if (used == kScaleRows) return;

@@ -10,6 +10,9 @@
 // 4.8 TB/s and a latency of 1.2 us an SM has 44 KB on the way, two thirds of them loads.
 #pragma once
 
+#include <math_constants.h>
+
+#include <cfloat>
 #include <cstdint>
 
 #include "kernels/common/launch.cuh"
@@ -18,6 +21,7 @@
 #include "problem/quantize.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/not_hoisted.cuh"
 #include "ptx/shared.cuh"
@@ -80,6 +84,7 @@ struct StreamTile {
     RowTile rows;
     int head;
     bool is_valid;  // otherwise there is no further tile
+    float divisor;  // of its numbers in registers
 
     // Of the scales and means of a head.
     __device__ int64_t scale_head(const QuantizeParams& params) const {
@@ -93,12 +98,16 @@ struct WarpMean {
     alignas(16) float of_columns[kMaxQuantizeDim + kMaxQuantizeDim / 8];
 };
 
+// Does a warp read its tile once more?
+enum class Repeat { kNo, kWanted, kDone };
+
 // A warp's part of a tile.
 template <class Layout_>
 struct alignas(128) WarpRows {
     using Layout = Layout_;
     uint4 x[Layout::kWarpVectors];  // swizzled()
     RowTileCursor cursor;
+    Repeat repeat;        // of the tile in registers
     uint32_t amax;        // of the tiles so far, as bits
     StreamTile tiles[2];  // the one in registers, and that of `x`
     WarpMean mean;        // of the head of the tile in registers, or of an earlier one
@@ -134,16 +143,21 @@ class TilePosition {
     uint32_t bits_;  // one register, over many tiles
 };
 
+// Eight elements that may lie at any address.
+__device__ __forceinline__ void load_unaligned(uint32_t (&words)[4], const uint16_t* x) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[w] = x[2 * w] | static_cast<uint32_t>(x[2 * w + 1]) << 16;
+}
+
 // Copies a warp's part of a tile from x. A lane copies the vectors 32 i + lane.
 template <class Layout>
 class TileLoader {
  public:
-    __device__ TileLoader(const QuantizeParams& params, WarpRows<Layout>& target)
-        : at_(params, threadIdx.x % 32), target_(ptx::shared_address(target.x)) {}
+    __device__ explicit TileLoader(const QuantizeParams& params) : at_(params, threadIdx.x % 32) {}
 
     // One group of cp.async. Rows that are not in use become zeros.
-    __device__ __forceinline__ void start(const QuantizeParams& params,
-                                          const StreamTile& work) const {
+    __device__ __forceinline__ void start(const QuantizeParams& params, const StreamTile& work,
+                                          WarpRows<Layout>& to) const {
         if (!work.is_valid) return;
         const RowTile& tile = work.rows;
         const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
@@ -151,7 +165,8 @@ class TileLoader {
                             (tile.begin + at_.row()) * params.x.row_stride + at_.column();
         const int64_t step = Layout::kVectorRows * params.x.row_stride;
         const int rows = tile.used - at_.row();
-        const uint32_t target = target_ + 16 * Layout::swizzled(ptx::lane_not_hoisted());
+        const uint32_t target =
+            ptx::shared_address(to.x) + 16 * Layout::swizzled(ptx::lane_not_hoisted());
         if (params.aligned) {
 #pragma unroll
             for (int i = 0; i < Layout::kThreadVectors; ++i, x += step)
@@ -161,11 +176,7 @@ class TileLoader {
 #pragma unroll 1
             for (int i = 0; i < Layout::kThreadVectors; ++i, x += step) {
                 uint32_t words[4] = {0, 0, 0, 0};
-                if (Layout::kVectorRows * i < rows) {
-#pragma unroll
-                    for (int w = 0; w < 4; ++w)
-                        words[w] = x[2 * w] | static_cast<uint32_t>(x[2 * w + 1]) << 16;
-                }
+                if (Layout::kVectorRows * i < rows) load_unaligned(words, x);
                 ptx::st_shared_v4(Layout::vector_address(target, 32 * i), words);
             }
         }
@@ -174,38 +185,83 @@ class TileLoader {
 
  private:
     TilePosition<Layout> at_;
-    uint32_t target_;
 };
+
+// After sums that are not finite: elements of a warp that are not become NaN. If `divides` and sums
+// of others may overflow, as in bfloat16, all elements are divided by kSumDivisor. Returns whether.
+template <class Element, class Layout>
+__device__ __forceinline__ bool repair(WarpRows<Layout>& rows, bool divides) {
+    // Changes each element. Few registers and little code count, not speed.
+    const auto for_each = [&](auto change) {
+#pragma unroll 1
+        for (int i = ptx::lane_not_hoisted(); i < 4 * Layout::kWarpVectors; i += 32) {
+            uint32_t& word = reinterpret_cast<uint32_t*>(rows.x)[i];
+            const float2 pair = ptx::unpack<Element>(word);
+            word = ptx::pack<Element>(change(pair.x), change(pair.y));
+        }
+    };
+    float largest = 0.f;
+    for_each([&](float x) {
+        const float y = fabsf(x) <= FLT_MAX ? x : CUDART_NAN_F;
+        largest = fmaxf(largest, fabsf(y));
+        return y;
+    });
+    if (!__any_sync(0xffffffff, divides && largest > FLT_MAX / kSumDivisor)) return false;
+    for_each([](float x) { return x * (1.f / kSumDivisor); });
+    return true;
+}
 
 // The tiles of a CTA, as one warp sees them: it computes with one while the next one is loaded.
 // What belongs to tiles is in shared memory, since registers are for elements.
-template <class Storage>
+template <class Storage, class Rows>
 class TileStream {
  public:
     // Starts to load the first tile.
     __device__ TileStream(const QuantizeParams& params, bool reverse)
-        : storage(warp_storage<Storage>()), loader_(params, storage), next_(0) {
-        if (threadIdx.x % 32 == 0) storage.mean.head = -1;
+        : storage(warp_storage<Storage>()), loader_(params) {
+        if (threadIdx.x % 32 == 0) {
+            storage.mean.head = -1;
+            storage.repeat = Repeat::kNo;
+        }
         choose({params, kScaleRows, blockIdx.x / kCtas, gridDim.x / kCtas, reverse}, params);
-        loader_.start(params, storage.tiles[0]);
+        loader_.start(params, storage.tiles[0], storage);
     }
 
     // Waits for the tile that was started last, reads it to registers and starts the next one in
-    // its place.
-    template <class Rows>
+    // its place. After repeat() it starts the same tile again, and reads that.
     __device__ const StreamTile& read(const QuantizeParams& params, Rows& rows) {
-        next_ ^= 1;
-        RowTileCursor cursor = storage.cursor;
-        cursor.advance();
-        choose(cursor, params);
-        ptx::cp_async_wait<0>();
-        __syncwarp();  // the vectors of all lanes are there
-        rows.read(storage);
-        __syncwarp();  // all lanes have read them
-        loader_.start(params, next());
-        return storage.tiles[next_ ^ 1];
+        const bool again =
+            Rows::kRepeats && __any_sync(0xffffffff, storage.repeat == Repeat::kWanted);
+        if (!again) {
+            ++tiles_read_;
+            RowTileCursor cursor = storage.cursor;
+            cursor.advance();
+            choose(cursor, params);
+        }
+        if (Rows::kRepeats && threadIdx.x % 32 == 0)
+            storage.repeat = again ? Repeat::kDone : Repeat::kNo;
+#pragma unroll 1
+        for (bool is_next = again;; is_next = false) {
+            ptx::cp_async_wait<0>();
+            __syncwarp();  // the vectors of all lanes are there
+            if (again && !is_next) repair_current();
+            rows.read(storage);
+            __syncwarp();  // all lanes have read them
+            loader_.start(params, is_next ? current() : next(), storage);
+            if (!is_next) return current();
+        }
     }
-    __device__ const StreamTile& next() const { return storage.tiles[next_]; }
+    // Lets read() repeat the tile in registers, after repair(). Returns false if it has.
+    __device__ bool repeat() {
+        if (!Rows::kRepeats) return false;
+        if (__any_sync(0xffffffff, storage.repeat == Repeat::kDone)) return false;
+        if (threadIdx.x % 32 == 0) storage.repeat = Repeat::kWanted;
+        __syncwarp();  // other lanes read it
+        return true;
+    }
+    // The number of the tile in registers.
+    __device__ uint32_t number() const { return tiles_read_ - 1; }
+    __device__ const StreamTile& next() const { return storage.tiles[tiles_read_ % 2]; }
 
     Storage& storage;
 
@@ -219,17 +275,27 @@ class TileStream {
         if (work.is_valid) {
             work.rows = row_tile(params, cursor.batch(), cursor.tile(), kScaleRows);
             work.head = cursor.head();
+            work.divisor = params.mean != nullptr && work.rows.used > 0 ? Rows::kMeanDivisor : 1;
         }
         __syncwarp();  // all lanes are done with the cursor and with the tile before
         if (threadIdx.x % 32 == 0) {
             storage.cursor = cursor;
-            storage.tiles[next_] = work;
+            storage.tiles[tiles_read_ % 2] = work;
         }
         __syncwarp();  // both are complete
     }
 
+    __device__ StreamTile& current() { return storage.tiles[number() % 2]; }
+
+    __device__ void repair_current() {
+        const bool divides = current().divisor == 1.f;
+        const bool divided = repair<typename Rows::Type>(storage, divides);
+        if (divided && threadIdx.x % 32 == 0) current().divisor = kSumDivisor;
+        __syncwarp();  // other lanes read it, and the elements
+    }
+
     TileLoader<typename Storage::Layout> loader_;
-    int next_;  // index of the next tile
+    uint32_t tiles_read_ = 0;
 };
 
 // The maximum of a CTA's values, none of them negative, in all threads. Bits of such floats are in
