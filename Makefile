@@ -78,7 +78,7 @@ help:
 	@echo "make report    put the measured tables and figures into README.md and docs/"
 	@echo "make wheel     the wheel and the sdist, checked (LIBRARY=_C.abi3.so: of a library that exists)"
 	@echo "make hub       dist/hub, for Hugging Face's kernels, from the wheel"
-	@echo "make compat    the wheel under each torch and Python, in environments made for it"
+	@echo "make compat    the wheel under each torch and Python, the source under other releases of nvcc"
 	@echo "make release   the checklist of a release: refuses where something is missing"
 	@echo "make clean     remove what was built"
 
