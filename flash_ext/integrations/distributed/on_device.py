@@ -15,11 +15,12 @@ ON_HOST: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
 """What plans are made of, whatever the default device is."""
 
 
-def numbers(values: Sequence[int]) -> Tensor:
-    """Integers as a tensor of the host, int64. (torch.tensor takes three times as long.)"""
+def numbers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Integers as a tensor of the host. (torch.tensor takes three times as long.)"""
     if not values:
-        return torch.empty(0, **ON_HOST)
-    return torch.frombuffer(array.array("q", values), dtype=torch.int64)
+        return torch.empty(0, dtype=dtype, device="cpu")
+    code = {torch.int64: "q", torch.int32: "i"}[dtype]
+    return torch.frombuffer(array.array(code, values), dtype=dtype)
 
 
 def stream_of(device: torch.device) -> int:
@@ -74,7 +75,7 @@ def _copies(of: Numbers, device: torch.device, stream: int) -> Tensor:
 
 @kept()
 def _few(values: tuple[int, ...]) -> Numbers:
-    return Numbers(numbers(values).int())
+    return Numbers(numbers(values, torch.int32))
 
 
 def on_device(values: tuple[int, ...], device: torch.device) -> Tensor:

@@ -72,7 +72,8 @@ def documents_of(offsets: Sequence[int]) -> Documents:
 
 class Cells:
     """The parts of spans that are in one document each: rows [first, last) of the whole sequence,
-    and `at`, the row of the rank where they begin; int64 (ranks, m, documents).
+    and `at`, the row of the rank where they begin; (ranks, m, documents), int32 if that is enough,
+    since that is half as much memory to go through.
 
     Where a rank has fewer than m parts of a document the others have first = last. Along a rank's
     rows all parts with a lower index come first, and of one index those of earlier documents.
@@ -80,6 +81,12 @@ class Cells:
 
     def __init__(self, first: Tensor, last: Tensor, at: Tensor) -> None:
         self.first, self.last, self.at = first, last, at
+
+    @property
+    def small(self) -> Cells:
+        """The same, int32 if that is enough."""
+        fits = not self.last.numel() or int(self.last.max()) < 2**30
+        return self.map(Tensor.int) if fits else self
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Cells:
         """The same of each of the three."""
@@ -123,8 +130,8 @@ class Sharding:
         counts: how many spans each rank has.
         lengths: how many rows each rank has.
         outer: where several ranks share what one rank of another Sharding has: that one.
-        documents, cells: of a layout by documents, those, and the parts of them; the rows after the
-            last one are one more.
+        documents, cells: of a layout by documents, those, and the parts of them; rows after the
+            last one, if there are any, are one more.
     """
 
     outer: Sharding | None = None
@@ -283,7 +290,7 @@ def _nested(shards: Sharding, inner: int) -> Sharding:
 def cells_of(shards: Sharding, documents: Documents) -> Cells:
     """The parts of these documents that each rank has."""
     if shards.cells is not None and shards.documents == documents:
-        return shards.cells.map(lambda x: x[..., :-1])
+        return shards.cells.map(lambda x: x[..., : len(documents) - 1])
     return _cut_by_documents(shards, documents)
 
 
@@ -298,7 +305,8 @@ def _cut_by_documents(shards: Sharding, documents: Documents) -> Cells:
     first, last, begins = dense.view(3, shards.ranks, most, 1)
     low = torch.maximum(first, documents.offsets[:-1])
     high = torch.minimum(last, documents.offsets[1:])
-    return Cells(low, torch.maximum(low, high), begins - starts.view(-1, 1, 1) + low - first)
+    at = begins - starts.view(-1, 1, 1) + low - first
+    return Cells(low, torch.maximum(low, high), at).small
 
 
 def sharding(
@@ -338,17 +346,19 @@ def _of_one_sequence(rows: int, ranks: int, layout: str) -> Sharding:
 
 @kept()
 def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
-    bounds = torch.cat([documents.offsets, numbers([rows])])
+    bounds = documents.offsets
+    if documents[-1] < rows:
+        bounds = torch.cat([bounds, numbers([rows])])
     chunks = torch.arange(2 * ranks + 1, **ON_HOST)[:, None]
     # Rounded down; exact, since these are below 2^53. (Integers take three times as long.)
     cuts = bounds[:-1] + (chunks * bounds.diff()).double().div_(2 * ranks).long()
     of_ranks = numbers([chunk for r in range(ranks) for chunk in (r, 2 * ranks - 1 - r)])
-    shape = ranks, 2, len(documents)
+    shape = ranks, 2, len(bounds) - 1
     first, last = (cuts.index_select(0, of_ranks + i).view(shape) for i in (0, 1))
     found = Sharding(rows, *_joined_cells(first, last))
     size = (last - first).view(ranks, -1)
     found.documents = documents
-    found.cells = Cells(first, last, (size.cumsum(1) - size).view(shape))
+    found.cells = Cells(first, last, (size.cumsum(1) - size).view(shape)).small
     return found
 
 
