@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .kept import kept
+from .kept import Kept, kept
+
+T = TypeVar("T")
 
 ON_HOST: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
 """What plans are made of, whatever the default device is."""
@@ -23,19 +25,14 @@ def numbers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.frombuffer(array.array(code, values), dtype=dtype)
 
 
-def stream_of(device: torch.device) -> int:
-    """What a tensor that is kept is kept for: on another stream it may not be there yet."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
 def captures(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured. What it holds is there after a replay, not now."""
+    """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_read_by_graphs: list[Tensor] = []
-"""Pinned memory that captured copies read at each replay: for as long as the process runs, since
-nothing tells when a graph is gone."""
+_of_graphs: list[object] = []
+"""What captured graphs read at each replay: for as long as the process runs, since nothing tells
+when a graph is gone."""
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
@@ -44,8 +41,21 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
         return x
     pinned = x.pin_memory()
     if captures(device):
-        _read_by_graphs.append(pinned)
+        _of_graphs.append(pinned)
     return pinned.to(device, non_blocking=True)
+
+
+def for_stream(cache: Kept[T], x: object, device: torch.device) -> T:
+    """cache(x, device, stream), of tensors on a device: on another stream than the one that made
+    them they may not be there yet. While a graph is captured, what a call before has made."""
+    if captures(device):  # which no work of other streams is beside
+        found = cache.newest(lambda arguments: arguments[:2] == (x, device))
+        if found is None:
+            found = cache.function(x, device, 0)
+        _of_graphs.append(found)
+        return found
+    on_gpu = device.type == "cuda"
+    return cache(x, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
 
 
 class Numbers:
@@ -61,11 +71,7 @@ class Numbers:
 
     def on(self, device: torch.device) -> Tensor:
         """These numbers there; a tensor that is kept, so nobody writes to it."""
-        if device.type == "cpu":
-            return self.host
-        if captures(device):
-            return moved(self.host, device)
-        return _copies(self, device, stream_of(device))
+        return self.host if device.type == "cpu" else for_stream(_copies, self, device)
 
 
 @kept()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...ops.checks import refuse
 from .kept import AN_INTEGER, bytes_of, kept
-from .on_device import ON_HOST, captures, moved, numbers, stream_of
+from .on_device import ON_HOST, for_stream, moved, numbers
 
 LAYOUTS = ("zigzag", "contiguous", "document_zigzag")
 """The names of the layouts; the first is the default."""
@@ -215,9 +215,7 @@ class Sharding:
         """The row of the sequence of each row of all ranks, one rank after the other, and the
         inverse: where each row of the sequence is then. int32, on a device, which the host does not
         wait for. With `padded` each rank has as many rows as the longest, the last of them any."""
-        padded = padded and self.rows != self.ranks * self.most
-        make = _orders.function if captures(device) else _orders
-        return make(self, device, stream_of(device), padded)
+        return for_stream(_orders, self, device)[padded]
 
     def of_rank(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """A rank's rows of the whole sequence x; a view where they are one span."""
@@ -236,8 +234,9 @@ class Sharding:
 
 @kept(most_bytes=32 << 20)
 def _orders(
-    shards: Sharding, device: torch.device, stream: int, padded: bool
-) -> tuple[Tensor, Tensor]:
+    shards: Sharding, device: torch.device, stream: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Without padding, and padded."""
     starts = [0, *itertools.accumulate(shards.lengths)][:-1]
     paddings = [rank * shards.most - start for rank, start in enumerate(starts)]
     of_spans = shards.first - shards.begins, shards.last - shards.first
@@ -247,12 +246,13 @@ def _orders(
     count = shards.rows  # or else the device would be asked
     at = torch.arange(count, dtype=torch.int32, device=device)
     rows = at + shift.repeat_interleave(size, output_size=count)
-    places = torch.empty_like(rows)
-    if not padded:
-        return rows, places.scatter_(0, rows.long(), at)
+    index = rows.long()
+    found = rows, torch.empty_like(rows).scatter_(0, index, at)
+    if count == shards.ranks * shards.most:
+        return found, found
     at = at + padding.repeat_interleave(length, output_size=count)
     every = rows.new_zeros(shards.ranks * shards.most).scatter_(0, at.long(), rows)
-    return every, places.scatter_(0, rows.long(), at)
+    return found, (every, torch.empty_like(rows).scatter_(0, index, at))
 
 
 @kept()
