@@ -182,9 +182,10 @@ def _calls(pairs: _Pairs, runs: list[list[_Chain]]) -> list[Call]:
     ends = sizes.cumsum(0, dtype=torch.int32)
     skipped = (firsts - ends + sizes).repeat_interleave(sizes, output_size=count)
     place = torch.arange(count, **_INT32) + skipped
-    q, k, k_end, aligned = (
-        x.flatten().index_select(0, place) for x in (pairs.q, pairs.k, pairs.k_end, pairs.aligned)
+    q, k, k_end = (
+        x.flatten().index_select(0, place).int() for x in (pairs.q, pairs.k, pairs.k_end)
     )
+    aligned = pairs.aligned.flatten().index_select(0, place)
     # Offsets from the first rows of each call, and then its number of rows.
     at = _numbers(edges)
     number = torch.arange(len(runs), **_INT32)

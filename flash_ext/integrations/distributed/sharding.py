@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,18 +42,19 @@ Span = tuple[int, int]
 class Documents(tuple[int, ...]):
     """cu_seqlens, numbers of the host."""
 
-    @cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
+    def __init__(self, values: Sequence[int]) -> None:
+        self.offsets = numbers(values)
+        """int64 (documents + 1)."""
+
+        self._hash = super().__hash__()
 
     def __hash__(self) -> int:
         """Found once: caches ask for it in every call."""
         return self._hash
 
-    @cached_property
-    def offsets(self) -> Tensor:
-        """int64 (documents + 1)."""
-        return numbers(self)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To other ranks go the numbers alone."""
+        return tuple, (tuple(self),)
 
     @property
     def nbytes(self) -> int:
