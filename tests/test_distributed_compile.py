@@ -117,6 +117,9 @@ def check_uses(ranks: int, device: str) -> None:
     call = model("ring", causal=True, seqlen=41)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     same(with_gradients(compiled, packed, DOCUMENTS), with_gradients(call, packed, DOCUMENTS))
+    cut = torch.compile(lambda x: 2 * cp.shard(2 * x) + cp.position_ids(24), backend="aot_eager")
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(cut(x), 4 * cp.shard(x) + cp.position_ids(24))
     wrong = torch.compile(model("ring", softcap=9.0), backend="aot_eager", fullgraph=True)
     with pytest.raises(ValueError, match=r"k's number of rows on rank 0 must be .*\(on rank 0"):
         first = int(dist.get_rank() == 0)  # whose queries are fewer than its keys

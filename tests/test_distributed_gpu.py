@@ -9,10 +9,13 @@ torch's context_parallel.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flash_ext
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations import sdpa
-from flash_ext.integrations.distributed import symmetric
+from flash_ext.integrations.distributed import symmetric, watch
+from flash_ext.integrations.distributed.kept import MOST_RESULTS
 
 RANKS = (2, 4)
 REPEATS = 20
@@ -163,31 +167,138 @@ def check_copies_are_no_kernels(ranks: int, device: str) -> None:
         assert copies, (method, {stream: sorted(set(of)) for stream, of in names.items()})
 
 
+def packings(rows: int, ranks: int, count: int) -> list[tuple[int, ...]]:
+    """cu_seqlens that differ, of documents that every rank has as many rows of."""
+    draw, chunk = random.Random(rows), 2 * ranks
+    return [
+        (0, *(chunk * x for x in sorted(draw.sample(range(1, rows // chunk), 11))), rows)
+        for _ in range(count)
+    ]
+
+
 def check_capture(ranks: int, device: str) -> None:
-    """A CUDA graph does not hold barriers between the GPUs: its calls have collectives."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    device = torch.device(device, torch.cuda.current_device())
-    assert symmetric.has_engines("auto", dist.group.WORLD, device)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = symmetric.has_engines("auto", dist.group.WORLD, device)
-    assert not captured
+    """A CUDA graph of a call and its backward pass, replayed with other values, and after as many
+    other packings as caches hold. It does not hold barriers between the GPUs, but collectives."""
+    rows = 256 * ranks
+    like = {"device": device, "dtype": torch.bfloat16}
+    draws = [torch.randn(2, 256, n * ranks, 64, **like) for n in (4, 2, 2, 4)]
+    first, second = ([x[i] for x in draws] for i in (0, 1))
+    edges, *others = packings(rows, ranks, 1 + 2 * MOST_RESULTS)
+    of_gpu = torch.device(device, torch.cuda.current_device())
+    assert symmetric.has_engines("auto", dist.group.WORLD, of_gpu)
+    for method, packed in itertools.product(cp.METHODS, (False, True)):
+        where = {"layout": "document_zigzag", "cu_seqlens": edges} if packed else {}
+        leaves = [x.clone() if packed else x[None].clone() for x in first[:3]]
+        dout = first[3].clone() if packed else first[3][None].clone()
+
+        def call(
+            transport: str,
+            leaves: list[torch.Tensor] = leaves,
+            dout: torch.Tensor = dout,
+            method: str = method,
+            **where: Any,
+        ) -> tuple[torch.Tensor, ...]:
+            inputs = [x.detach().requires_grad_() for x in leaves]
+            out = cp.attention(
+                *inputs, causal=True, method=method, transport=transport, deterministic=True,
+                seqlen=rows, **where,
+            )  # fmt: skip
+            return (out.detach(), *torch.autograd.grad(out, inputs, dout))
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for transport in ("auto", "auto", "collectives"):
+                call(transport, **where)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            assert not symmetric.has_engines("auto", dist.group.WORLD, of_gpu)
+            found = call("auto", **where)
+        if packed:
+            for other in others:  # after which nothing of this packing is kept for others
+                call("auto", layout="document_zigzag", cu_seqlens=other)
+        for x, y in zip((*leaves, dout), second, strict=True):
+            x.copy_(y if packed else y[None])
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, expected in zip(found, call("collectives", **where), strict=True):
+            assert torch.equal(x, expected), (method, packed)
 
 
 def check_no_host_wait(ranks: int, device: str) -> None:
-    """Nothing in a call waits for the device."""
+    """Nothing in a call waits for the device, nor for the other ranks: with documents that change
+    with every step neither."""
     like = {"device": device, "dtype": torch.bfloat16}
     leaves = [torch.randn(1, 256, 4 * ranks, 64, **like).requires_grad_() for _ in range(3)]
-    documents = many_documents(256 * ranks)
-    for method, packed in itertools.product(cp.METHODS, (None, documents)):
-        tensors = [x[0] for x in leaves] if packed else leaves
-        for warm in (True, True, True, True, False):  # until shared memory is large enough
+    no_exchange = mock.patch.object(dist, "all_gather_object", side_effect=AssertionError)
+    layouts = (None, "document_zigzag", "zigzag")
+    for (method, layout), watched in itertools.product(
+        itertools.product((*cp.METHODS, "auto"), layouts), (2, 64)
+    ):
+        tensors = [x[0] for x in leaves] if layout else leaves
+        edges = packings(256 * ranks, ranks, 9) if layout else [None] * 9
+        for number, documents in enumerate(edges):
+            warm = number < 4  # until shared memory is large enough
+            where = {"layout": layout, "cu_seqlens": documents} if layout else {}
             torch.cuda.set_sync_debug_mode("default" if warm else "error")
             try:
-                out = cp.attention(*tensors, causal=True, method=method, **(packed or {}))
-                torch.autograd.grad(out, leaves, torch.ones_like(out))
+                with (
+                    contextlib.nullcontext() if warm else no_exchange,
+                    mock.patch.object(watch, "EVERY", watched),
+                ):
+                    out = cp.attention(*tensors, causal=True, method=method, **where)
+                    torch.autograd.grad(out, leaves, torch.ones_like(out))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+
+def check_documents_that_change(ranks: int, device: str) -> None:
+    """Many packings, none twice, with unequal numbers of rows: results are those of one GPU, and
+    memory does not grow once caches are full."""
+    torch.manual_seed(0)
+    rows, sizes = 512 * ranks, []
+    whole = [torch.randn(rows, n * ranks, 64, device=device).bfloat16() for n in (2, 1, 1)]
+    draw = random.Random(0)
+    for number in range(6 * MOST_RESULTS):
+        edges = (0, *sorted(draw.sample(range(1, rows), 19)), rows)
+        where = {"layout": cp.LAYOUTS[number % 3], "cu_seqlens": edges}
+        parts = [cp.shard(x, 0, **where) for x in whole]
+        out = cp.attention(*parts, causal=True, method=cp.METHODS[number % 4 % 3], **where)
+        if number % 16 == 0:
+            documents = torch.tensor(edges, dtype=torch.int32, device=device)
+            expected = flash_ext.attention_varlen(*whole, documents, documents, causal=True)
+            joined = cp.unshard(out, 0, **where)
+            torch.testing.assert_close(joined, expected, rtol=2e-2, atol=2e-2)
+        del out, parts
+        sizes.append(torch.cuda.memory_allocated())
+    half = len(sizes) // 2
+    assert max(sizes[half:]) < max(sizes[:half]) + (4 << 20), sizes[::16]
+
+
+def check_compiled(ranks: int, device: str) -> None:
+    """In a graph of torch.compile, with documents that change: results are those of eager calls."""
+    rows = 256 * ranks
+    like = {"device": device, "dtype": torch.bfloat16}
+    leaves = [torch.randn(256, n * ranks, 64, **like).requires_grad_() for n in (4, 2, 2)]
+    for method in cp.METHODS:
+
+        def model(q: Any, k: Any, v: Any, cu_seqlens: Any, method: str = method) -> Any:
+            out = cp.attention(
+                q * 0.5, k, v, cu_seqlens=cu_seqlens, layout="document_zigzag", seqlen=rows,
+                causal=True, method=method, deterministic=True,
+            )  # fmt: skip
+            return out * 2
+
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True)
+        for edges in packings(rows, ranks, 4):
+            found = []
+            for call in (model, compiled):
+                out = call(*leaves, torch.tensor(edges))
+                found.append((out, *torch.autograd.grad(out.float().sin().sum(), leaves)))
+            for x, y in zip(*found, strict=True):
+                torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
 
 
 def check_context_parallel(ranks: int, device: str) -> None:
@@ -225,6 +336,8 @@ CHECKS = (
     check_copies_are_no_kernels,
     check_capture,
     check_no_host_wait,
+    check_documents_that_change,
+    check_compiled,
     check_context_parallel,
 )
 

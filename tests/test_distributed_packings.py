@@ -8,8 +8,10 @@ different documents that nobody notices, and tensors of a mode that a cache keep
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
+import gpu_test_report  # noqa: F401  (puts benchmarks/ on the path)
 import torch.distributed as dist
 from distributed_cases import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -126,7 +129,8 @@ def test_plans_are_those_of_document_by_document() -> None:
         lengths = draw.choice(((0, 1, 2, 5, 9, 14), (0, 1, 2, 3, 3, 40), (16, 17, 30, 64)))
         count = draw.randint(1, draw.choice((3, 8, 30)))
         documents = (0, *itertools.accumulate(draw.choices(lengths, k=count)))
-        left, right = draw.choice(((None, 0), *itertools.product((None, 0, 1, 4, 11), repeat=2)))
+        sides = itertools.product((None, 0, 1, 4, 11, 2**31 - 1), repeat=2)
+        left, right = draw.choice(((None, 0), *sides))
         mask = Mask(left, right, documents)
         rows, ranks = documents[-1] + draw.choice((0, 0, 4)), draw.randint(1, 5)
         shards = cp.sharding(rows, ranks, draw.choice(cp.LAYOUTS), documents)
@@ -327,3 +331,38 @@ def check_results(ranks: int, device: str) -> None:
 
 def test_two_ranks() -> None:
     run_ranks(2, "cpu", check_exchanges, check_results, check_disagreement)
+
+
+def check_benchmark(ranks: int, device: str) -> None:
+    import packings as benchmark
+
+    small = [
+        "--tokens",
+        "300",
+        "--documents",
+        "6",
+        "--heads",
+        "2",
+        "2",
+        "--dim",
+        "8",
+        "--steps",
+        "2",
+    ]
+    args = benchmark.parse([*small, "--steps", "2", "--warm-up", "0", "--packings", "3"])
+    found = benchmark.work(args, torch.device(device))
+    assert len(found["cells"]) == len(benchmark.METHODS) * len(benchmark.LAYOUTS)
+    for cell in found["cells"]:
+        assert all(cell[f"{x}_{y}"] > 0 for x in ("host_ms", "ms") for y in ("same", "new")), cell
+        assert cell["ms_same_in_a_row"] > 0 and cell["ms_new_in_a_row"] > 0
+    assert [x["packings"] for x in found["memory"]] == [0, 3] and found["memory"][1]["resident"] > 0
+
+
+def test_the_benchmark_runs() -> None:
+    """benchmarks/packings.py, on two ranks, and for one of eight without the others."""
+    run_ranks(2, "cpu", check_benchmark)
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / "packings.py"
+    small = ["--alone", "8", "--rank", "3", "--documents", "40", "--tokens", "2000", "--steps", "2"]
+    command = [sys.executable, str(script), *small, "--packings", "2", "--warm-up", "1"]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert found["ranks"] == 8 and all(x["host_ms_new"] > 0 for x in found["cells"])

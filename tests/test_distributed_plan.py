@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -414,15 +415,19 @@ def test_unequal_work_counts_where_ranks_keep_their_rows() -> None:
     documents = (0, rows // 2, *range(rows // 2 + 256, rows + 1, 256))
     mask = Mask(None, 0, documents)
 
+    def facts(layout: str, mask: Mask) -> dict[str, Any]:
+        shards = cp.sharding(rows, ranks, layout, documents)
+        found = methods.work(shards, mask)
+        return found | {"ring_kernels": methods.ring_kernels(shards, mask)}
+
     def choice(layout: str) -> str:
-        work = methods.work(cp.sharding(rows, ranks, layout, documents), mask)
-        return cost.choose(llama(rows, ranks, **work), cost.ENGINES)
+        return cost.choose(llama(rows, ranks, **facts(layout, mask)), cost.ENGINES)
 
     assert choice("zigzag") == "ulysses"
     assert choice("document_zigzag") == "all_gather"
     causal = Mask(None, 0)
-    assert methods.work(cp.sharding(rows, ranks, "contiguous"), causal)["balance"] > 1.74
-    zigzag = methods.work(cp.sharding(rows, ranks), causal)
+    assert facts("contiguous", causal)["balance"] > 1.74
+    zigzag = facts("zigzag", causal)
     assert zigzag["ring_kernels"] == ranks - 1
     assert cost.choose(llama(rows, ranks, **zigzag), cost.ENGINES) == "ring"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,13 @@ from .request import Group, groups_of, on_host, require_documents, shards_of
 from .sharding import Sharding, sharding
 from .transport import Collectives
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: _F) -> _F:
+    """A call breaks a compiler's graph, instead of an error within it."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
 
 def _shards(
     group: Group, seqlen: int, layout: str, cu_seqlens: Tensor | Sequence[int] | None
@@ -25,6 +33,7 @@ def _shards(
     return groups, shards_of(groups, seqlen, layout, documents)
 
 
+@_outside_graphs
 def shard(
     x: Tensor,
     dim: int = 1,
@@ -49,6 +58,7 @@ def shard(
     return shards.of_rank(x, groups.rank, dim)
 
 
+@_outside_graphs
 def unshard(
     x: Tensor,
     dim: int = 1,
@@ -88,6 +98,7 @@ def unshard(
     return x.movedim(0, dim)
 
 
+@_outside_graphs
 def position_ids(
     seqlen: int,
     *,

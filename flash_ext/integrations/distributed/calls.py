@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +43,7 @@ class Mask:
         return bytes_of(self.documents)
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(NamedTuple):
     """Several sequences in one call, counted from the first rows of its q and k: which of a plan's
     numbers are theirs."""
 
@@ -69,8 +69,7 @@ class Packed:
         return 4 * count
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of the local op: rows of the rank's queries against rows of the keys at hand."""
 
     q: Span

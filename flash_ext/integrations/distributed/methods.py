@@ -125,14 +125,17 @@ def outer_of(groups: Groups, shards: Sharding) -> Sharding:
 def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = plan.visible_pairs(shards, mask)
-    steps = shards.ranks - 1
-    # One step stands for all, which take long to find.
-    ring_step = plan.step(shards, steps, 0, mask) if steps else ()
     return {
         "share": sum(pairs) / max(shards.rows**2, 1),
         "balance": shards.ranks * max(pairs) / max(sum(pairs), 1),
-        "ring_kernels": steps * len(ring_step),
     }
+
+
+@kept()
+def ring_kernels(shards: Sharding, mask: Mask) -> int:
+    """What `cost.Call` says of a ring. One step stands for all, which take long to find."""
+    steps = shards.ranks - 1
+    return steps and steps * plan.calls_in_a_step(shards, mask)
 
 
 def call_of(
@@ -173,9 +176,15 @@ def choose_method(
     allowed = tuple(method for method, reason in reasons.items() if reason is None)
     if not allowed:
         refuse("method", "one that runs this call", "; ".join(map(str, reasons.values())))
-    call = call_of(groups, q, k, v, shards.rows, work(outer_of(groups, shards), mask))
+    outer = outer_of(groups, shards)
+    call = call_of(groups, q, k, v, shards.rows, work(outer, mask) | {"ring_kernels": 0})
     engines = symmetric.has_engines(transport, groups.across, q.device)
-    return cost.choose(call, machine_of(q.device, groups.across, engines), allowed)
+    machine = machine_of(q.device, groups.across, engines)
+    method = cost.choose(call, machine, allowed)
+    if method != "ring":  # whose kernels need not be counted, then
+        return method
+    call = replace(call, ring_kernels=ring_kernels(outer, mask))
+    return cost.choose(call, machine, allowed)
 
 
 def machine_of(device: torch.device, group: ProcessGroup, engines: bool) -> cost.Machine:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .calls import Call, Mask, Packed
 from .kept import kept
-from .on_device import ON_HOST, Numbers, numbers
+from .on_device import Numbers, numbers
 from .sharding import Cells, Sharding, cells_of
 
 
@@ -35,9 +35,9 @@ class _Pairs(NamedTuple):
     """The first row of the source's keys that a query sees."""
 
     k_end: Tensor
-    left: Tensor
-    right: Tensor
-    """The window, as the op has it, and one more: 0 is unlimited."""
+    left: Tensor | None
+    right: Tensor | None
+    """The window, as the op has it, and one more: 0 is unlimited. None: all are."""
 
     own: Tensor
     """bool: the keys at the queries' own positions are among the keys."""
@@ -47,6 +47,11 @@ class _Pairs(NamedTuple):
 
     sees: Tensor
     """bool: there is anything to compute."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> _Pairs:
+        """The same of each tensor."""
+        found: Any = (None if x is None else function(x) for x in self)
+        return _Pairs(*found)
 
 
 def _visible(q: Cells, k: Cells, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -71,19 +76,19 @@ def _pairs(q: Cells, k: Cells, mask: Mask) -> _Pairs:
     shift = d - b
     aligned = shift == 0
 
-    def side(wanted: int | None, moved: Tensor, most: Tensor) -> Tensor:
+    def side(wanted: int | None, moved: Tensor, most: Tensor) -> Tensor | None:
         """A side that hides nothing is unlimited, which spares the kernel its mask. Of aligned
         pairs all have the mask's own, so that they can be in one call."""
         if wanted is None:
-            return torch.zeros_like(shift[:1, :1])
+            return None
         limit = moved + (wanted + 1)
         return limit * (aligned | (limit < most))
 
     left, right = side(mask.left, shift, d - c), side(mask.right, -shift, b - a)
     own = (k.first <= q.first) & (q.last <= k.last)
     at_q, at_k = q.at - q.first, k.at - k.first
-    found = at_q + a, at_q + b, at_k + c, at_k + d, left, right, own, aligned, sees
-    return _Pairs(*(x.flatten(2) for x in torch.broadcast_tensors(*found)))
+    found = _Pairs(at_q + a, at_q + b, at_k + c, at_k + d, left, right, own, aligned, sees)
+    return found.map(lambda x: x.expand_as(sees).flatten(2))
 
 
 def _chained(pairs: _Pairs) -> Tensor:
@@ -93,13 +98,22 @@ def _chained(pairs: _Pairs) -> Tensor:
     A pair goes to the first call, of those with its window, that ends where the pair begins. That
     is the call of the pair before, unless one of a lower index, which ends there too, is free.
     """
-    x, y = (_Pairs(*(x[..., part] for x in pairs)) for part in (slice(-1), slice(1, None)))
-    chained = x.sees & y.sees & (x.own == y.own) & (x.left == y.left) & (x.right == y.right)
-    chained &= (x.q_end == y.q) & (x.k_end <= y.k)
+    x, y = pairs.map(lambda x: x[..., :-1]), pairs.map(lambda x: x[..., 1:])
+    chained = x.sees & y.sees & (x.own == y.own) & (x.q_end == y.q) & (x.k_end <= y.k)
+    for before, after in ((x.left, y.left), (x.right, y.right)):
+        if before is not None:
+            chained &= before == after
     neither = ~(x.sees | y.sees)
     for i in range(1, pairs.sees.shape[1]):
         chained[:, i] &= (chained[:, :i] | neither[:, :i]).all(1)
     return chained
+
+
+_INT32: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
+
+
+def _numbers(values: Sequence[int]) -> Tensor:
+    return numbers(values, torch.int32)
 
 
 class _Chain(NamedTuple):
@@ -127,10 +141,10 @@ def _chains(pairs: _Pairs, cut: bool) -> list[_Chain]:
         last = last & ~torch.cat([chained, alone], -1)
     begin, end = (x.flatten().nonzero().squeeze(1) for x in (first, last))
     columns = [
-        *(x.flatten().index_select(0, begin) for x in (pairs.own, pairs.left, pairs.right)),
-        *(x.flatten().index_select(0, begin) for x in (pairs.q, pairs.k)),
-        *(x.flatten().index_select(0, end) for x in (pairs.q_end, pairs.k_end)),
-    ]
+        torch.zeros_like(begin) if x is None else x.flatten().index_select(0, index)
+        for index, of in ((begin, (pairs.own, pairs.left, pairs.right, pairs.q, pairs.k)),
+                          (end, (pairs.q_end, pairs.k_end))) for x in of
+    ]  # fmt: skip
     each = first[0].numel()
     found = [
         _Chain((i // each, not own, left - 1, right - 1), i, j - i + 1, (q, q_end), (k, k_end))
@@ -159,51 +173,67 @@ def _runs(chains: Sequence[_Chain]) -> list[list[_Chain]]:
 
 def _calls(pairs: _Pairs, runs: list[list[_Chain]]) -> list[Call]:
     """A call for each run; all have one tensor of numbers."""
-    spans_q = [(run[0].q[0], run[-1].q[1]) for run in runs]
-    spans_k = [(run[0].k[0], run[-1].k[1]) for run in runs]
+    chains = list(itertools.chain(*runs))
     edges = [0, *itertools.accumulate(sum(chain.pairs for chain in run) for run in runs)]
-    width = edges[-1] + len(runs)
-    place = torch.cat(
-        [torch.arange(x.first, x.first + x.pairs, **ON_HOST) for run in runs for x in run]
+    count, width = edges[-1], edges[-1] + len(runs)
+    # Which of all pairs are in the calls, one call after the other.
+    sizes = _numbers([chain.pairs for chain in chains])
+    firsts = _numbers([chain.first for chain in chains])
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    skipped = (firsts - ends + sizes).repeat_interleave(sizes, output_size=count)
+    place = torch.arange(count, **_INT32) + skipped
+    q, k, k_end = (
+        x.flatten().index_select(0, place).int() for x in (pairs.q, pairs.k, pairs.k_end)
     )
-    q, k, k_end, aligned = (
-        x.flatten().index_select(0, place) for x in (pairs.q, pairs.k, pairs.k_end, pairs.aligned)
-    )
+    aligned = pairs.aligned.flatten().index_select(0, place)
     # Offsets from the first rows of each call, and then its number of rows.
-    ends = numbers([edge + i for i, edge in enumerate(edges[1:])])
-    sizes = numbers([b - a + 1 for a, b in itertools.pairwise(edges)])
-    call = torch.arange(len(runs), **ON_HOST).repeat_interleave(sizes, output_size=width)
-    source = (torch.arange(width, **ON_HOST) - call).clamp_(max=edges[-1] - 1)
-    offsets = []
-    for x, spans in ((q, spans_q), (k, spans_k)):
-        base = numbers([a for a, _ in spans]).to(x.dtype).index_select(0, call)
-        size = numbers([b - a for a, b in spans]).to(x.dtype)
-        offsets.append((x.index_select(0, source) - base).index_copy_(0, ends, size))
-    every = Numbers(torch.cat([*offsets, k_end - k]).int())
-    # How many pairs before each have unused keys after them, and how many are not aligned.
-    zero, at = torch.zeros(1, **ON_HOST), numbers(edges)
-    unused = torch.cat([zero, (k_end[:-1] != k[1:]).cumsum(0)])
-    unused = unused[at[1:] - 1] != unused[at[:-1]]
-    unlike = torch.cat([zero, (~aligned).cumsum(0)])[at]
-    calls = []
-    for i, (has_unused, is_aligned) in enumerate(
-        zip(unused.tolist(), (unlike[1:] == unlike[:-1]).tolist(), strict=True)
-    ):
-        a, b = edges[i : i + 2]
-        packed = None
-        if b - a > 1:
-            of_q, of_k = (slice(start + a + i, start + b + i + 1) for start in (0, width))
-            used = slice(2 * width + a, 2 * width + b) if has_unused else None
-            packed = Packed(every, of_q, of_k, used)
-        _, others, left, right = runs[i][0].group
-        calls.append(
-            Call(spans_q[i], spans_k[i], (left, right), not others, packed, aligned=is_aligned)
+    at = _numbers(edges)
+    number = torch.arange(len(runs), **_INT32)
+    call = number.repeat_interleave(at.diff() + 1, output_size=width)
+    source = (torch.arange(width, **_INT32) - call).clamp_(max=count - 1)
+    spans = [(run[0].q[0], run[-1].q[1], run[0].k[0], run[-1].k[1]) for run in runs]
+    bounds = torch.stack([_numbers(x) for x in zip(*spans, strict=True)])
+    found = torch.empty(2 * width + count, **_INT32)
+    for i, x in enumerate((q, k)):
+        begin, end = bounds[2 * i : 2 * i + 2]
+        out = found[i * width : (i + 1) * width]
+        torch.sub(x.index_select(0, source), begin.index_select(0, call), out=out)
+        out.index_copy_(0, (at[1:] + number).long(), end - begin)
+    torch.sub(k_end, k, out=found[2 * width :])
+    # How many keys of each call are used, and how many of its pairs are aligned.
+    used, alike = (
+        x.cumsum(0, dtype=torch.int32).index_select(0, at[1:] - 1).diff(prepend=at[:1])
+        for x in (found[2 * width :], aligned)
+    )
+    complete = (used == bounds[3] - bounds[2]).tolist()
+    all_aligned = (alike == at.diff()).tolist()
+    every = Numbers(found)
+    return [
+        Call(
+            (span[0], span[1]),
+            (span[2], span[3]),
+            run[0].group[2:],
+            not run[0].group[1],
+            _packed(every, width, i, edges[i], edges[i + 1], complete[i]),
+            aligned=all_aligned[i],
         )
-    return calls
+        for i, (run, span) in enumerate(zip(runs, spans, strict=True))
+    ]
 
 
-def _plan(q: Cells, k: Cells, mask: Mask) -> list[tuple[Call, ...]]:
-    """The calls for each source of keys.
+def _packed(
+    every: Numbers, width: int, number: int, first: int, last: int, complete: bool
+) -> Packed | None:
+    """Where the numbers of a call of the pairs [first, last) are; None for one pair."""
+    if last - first == 1:
+        return None
+    a, b = first + number, last + number + 1
+    used = None if complete else slice(2 * width + first, 2 * width + last)
+    return Packed(every, slice(a, b), slice(width + a, width + b), used)
+
+
+def _plan(q: Cells, k: Cells, mask: Mask) -> tuple[_Pairs, list[list[_Chain]]]:
+    """All pairs, and those of each call, sources one after the other.
 
     Args:
         q: the rank's (parts, documents).
@@ -218,23 +248,37 @@ def _plan(q: Cells, k: Cells, mask: Mask) -> list[tuple[Call, ...]]:
         k = k.map(lambda x: x.index_select(2, documents))
         q = q.map(lambda x: x[has_rows])
     pairs = _pairs(q, k, mask)
-    ends = q.at + q.last - q.first
-    cut = (pairs.q != q.at.flatten()) | (pairs.q_end != ends.flatten())
-    runs = _runs(_chains(pairs, bool((cut & pairs.sees).any())))
-    calls = _calls(pairs, runs) if runs else []
-    found: list[list[Call]] = [[] for _ in range(len(k.first))]
-    for call, run in zip(calls, runs, strict=True):
-        found[run[0].group[0]].append(call)
-    return list(map(tuple, found))
+    # Whether a pair sees anything, but not all of its queries do.
+    cut = mask.right is not None and (pairs.sees & (pairs.q != q.at.flatten())).any()
+    if mask.left is not None:
+        ends = q.at + q.last - q.first
+        cut = cut or (pairs.sees & (pairs.q_end != ends.flatten())).any()
+    return pairs, _runs(_chains(pairs, bool(cut)))
+
+
+def _of_sources(
+    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+) -> tuple[_Pairs, list[list[_Chain]]]:
+    """As `_plan`, against the keys that each of these ranks holds."""
+    cells = _cells(shards, mask)
+    index = numbers(sources)
+    return _plan(cells.map(lambda x: x[rank]), cells.map(lambda x: x.index_select(0, index)), mask)
 
 
 def of_sources(
     shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
 ) -> list[tuple[Call, ...]]:
     """A rank's calls against the keys that each of these ranks holds."""
-    cells = _cells(shards, mask)
-    index = numbers(sources)
-    return _plan(cells.map(lambda x: x[rank]), cells.map(lambda x: x.index_select(0, index)), mask)
+    pairs, runs = _of_sources(shards, rank, sources, mask)
+    found: list[list[Call]] = [[] for _ in sources]
+    for run, call in zip(runs, _calls(pairs, runs) if runs else [], strict=True):
+        found[run[0].group[0]].append(call)
+    return list(map(tuple, found))
+
+
+def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
+    """How many they are against the keys of one."""
+    return len(_of_sources(shards, rank, [source], mask)[1])
 
 
 def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
@@ -242,27 +286,29 @@ def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
     cells = _cells(shards, mask)
     offsets = mask.documents_of(shards.rows).offsets.to(cells.first.dtype)
     first, last = offsets[None, None, :-1], offsets[None, None, 1:]
-    return _plan(cells.map(lambda x: x[rank]), Cells(first, last, first), mask)[0]
+    pairs, runs = _plan(cells.map(lambda x: x[rank]), Cells(first, last, first), mask)
+    return tuple(_calls(pairs, runs)) if runs else ()
 
 
 def _cells(shards: Sharding, mask: Mask) -> Cells:
-    """Of the mask's documents, int32 where that is enough: half of the memory to go through."""
+    """Of the mask's documents, of a type that has room for its sides."""
     cells = cells_of(shards, mask.documents_of(shards.rows))
     most = shards.rows + max(mask.left or 0, mask.right or 0) + 1
-    return cells.map(Tensor.int if most < 2**30 else Tensor.long)
+    return cells if most < 2**30 else cells.map(Tensor.long)
 
 
 def ring_steps(shards: Sharding, mask: Mask) -> int:
     """How many steps of a ring see anything."""
     cells, n = _cells(shards, mask), shards.ranks
 
-    def sees(t: int, ranks: slice) -> bool:
-        q = cells.map(lambda x: x[ranks, :, None])
-        k = cells.map(lambda x: x.roll(t, 0)[ranks, None])
+    def sees(t: int, ranks: range) -> bool:
+        index = numbers([(rank - t) % n for rank in ranks])
+        q = cells.map(lambda x: x[ranks.start : ranks.stop, :, None])
+        k = cells.map(lambda x: x.index_select(0, index)[:, None])
         return bool(_visible(q, k, mask)[-1].any())
 
     for t in range(n - 1, 0, -1):
-        if sees(t, slice(0, 1)) or sees(t, slice(1, n)):  # the first rank mostly tells
+        if sees(t, range(1)) or sees(t, range(1, n)):  # the first rank mostly tells
             return t + 1
     return 1
 
@@ -271,7 +317,7 @@ def ring_steps(shards: Sharding, mask: Mask) -> int:
 def share(rows: int, mask: Mask) -> float:
     """Of the pairs (query, key) of the whole sequence, those that are visible."""
     size = mask.documents_of(rows).offsets.diff()
-    pairs = size + _before(size, mask.left) + _before(size, mask.right)
+    pairs = size + _pairs_before(size, mask.left) + _pairs_before(size, mask.right)
     return int(pairs.sum()) / max(rows**2, 1)
 
 
@@ -280,19 +326,21 @@ def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
     documents = mask.documents_of(shards.rows)
     cells = cells_of(shards, documents).map(Tensor.long)
     start, size = documents.offsets[:-1], documents.offsets.diff()
-    whole = _before(size, mask.right)
+    whole = _pairs_before(size, mask.right)
 
     def of_first(queries: Tensor) -> Tensor:  # of each document
-        after = whole - _before(size - queries, mask.right)
-        return queries + _before(queries, mask.left) + after
+        after = whole - _pairs_before(size - queries, mask.right)
+        return queries + _pairs_before(queries, mask.left) + after
 
     pairs = of_first(cells.last - start) - of_first(cells.first - start)
     found: list[int] = pairs.flatten(1).sum(1).tolist()
     return found
 
 
-def _before(queries: Tensor, side: int | None) -> Tensor:
+def _pairs_before(queries: Tensor, side: int | None) -> Tensor:
     """Pairs of documents' first queries with keys before their own, at most `side` for each."""
+    if side == 0:
+        return queries.new_zeros(())
     if side is None:
         return queries * (queries - 1) >> 1
     inner = queries.clamp(max=side)

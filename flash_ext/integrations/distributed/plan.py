@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from . import packing
 from .calls import Call as Call
@@ -77,9 +77,9 @@ def _as_one(x: Call, y: Call) -> Call | None:
         return None
     aligned = x.aligned and y.aligned
     if x.q == y.q and x.k[1] == y.k[0]:
-        return replace(x, k=(x.k[0], y.k[1]), own=x.own or y.own, aligned=aligned)
+        return x._replace(k=(x.k[0], y.k[1]), own=x.own or y.own, aligned=aligned)
     if x.k == y.k and x.q[1] == y.q[0] and x.own == y.own:
-        return replace(x, q=(x.q[0], y.q[1]), aligned=aligned)
+        return x._replace(q=(x.q[0], y.q[1]), aligned=aligned)
     return None
 
 
@@ -167,13 +167,22 @@ def step(shards: Sharding, rank: int, source: int, mask: Mask) -> tuple[Call, ..
     return calls_of(shards.spans[rank], shards.spans[source], mask)
 
 
+def calls_in_a_step(shards: Sharding, mask: Mask) -> int:
+    """How many calls a step of a ring has: that of the last rank with the first's keys."""
+    if mask.documents is not None:
+        return packing.count_calls(shards, shards.ranks - 1, 0, mask)
+    return len(step(shards, shards.ranks - 1, 0, mask))
+
+
 @kept()
 def ring(shards: Sharding, rank: int, mask: Mask) -> list[tuple[Call, ...]]:
     """A rank's calls in each step of a ring: of all that see anything on any rank."""
-    sources = [(rank - t) % shards.ranks for t in range(ring_steps(shards, mask))]
+    sources = [(rank - t) % shards.ranks for t in range(shards.ranks)]
     if mask.documents is not None:
-        return packing.of_sources(shards, rank, sources, mask)
-    return [step(shards, rank, source, mask) for source in sources]
+        steps = packing.of_sources(shards, rank, sources, mask)
+    else:
+        steps = [step(shards, rank, source, mask) for source in sources]
+    return steps if steps[-1] else steps[: ring_steps(shards, mask)]
 
 
 @kept()

@@ -19,13 +19,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops.checks import refuse
 from .kept import AN_INTEGER, bytes_of, kept
-from .on_device import ON_HOST, captures, moved, numbers, stream_of
+from .on_device import ON_HOST, for_stream, moved, numbers
 
 LAYOUTS = ("zigzag", "contiguous", "document_zigzag")
 """The names of the layouts; the first is the default."""
@@ -41,18 +42,19 @@ Span = tuple[int, int]
 class Documents(tuple[int, ...]):
     """cu_seqlens, numbers of the host."""
 
-    @cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
+    def __init__(self, values: Sequence[int]) -> None:
+        self.offsets = numbers(values)
+        """int64 (documents + 1)."""
+
+        self._hash = super().__hash__()
 
     def __hash__(self) -> int:
         """Found once: caches ask for it in every call."""
         return self._hash
 
-    @cached_property
-    def offsets(self) -> Tensor:
-        """int64 (documents + 1)."""
-        return numbers(self)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To other ranks go the numbers alone."""
+        return tuple, (tuple(self),)
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +74,8 @@ def documents_of(offsets: Sequence[int]) -> Documents:
 
 class Cells:
     """The parts of spans that are in one document each: rows [first, last) of the whole sequence,
-    and `at`, the row of the rank where they begin; int64 (ranks, m, documents).
+    and `at`, the row of the rank where they begin; (ranks, m, documents), int32 if that is enough,
+    since that is half as much memory to go through.
 
     Where a rank has fewer than m parts of a document the others have first = last. Along a rank's
     rows all parts with a lower index come first, and of one index those of earlier documents.
@@ -80,6 +83,12 @@ class Cells:
 
     def __init__(self, first: Tensor, last: Tensor, at: Tensor) -> None:
         self.first, self.last, self.at = first, last, at
+
+    @property
+    def small(self) -> Cells:
+        """The same, int32 if that is enough."""
+        fits = not self.last.numel() or int(self.last.max()) < 2**30
+        return self.map(Tensor.int) if fits else self
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Cells:
         """The same of each of the three."""
@@ -123,8 +132,8 @@ class Sharding:
         counts: how many spans each rank has.
         lengths: how many rows each rank has.
         outer: where several ranks share what one rank of another Sharding has: that one.
-        documents, cells: of a layout by documents, those, and the parts of them; the rows after the
-            last one are one more.
+        documents, cells: of a layout by documents, those, and the parts of them; rows after the
+            last one, if there are any, are one more.
     """
 
     outer: Sharding | None = None
@@ -208,9 +217,7 @@ class Sharding:
         """The row of the sequence of each row of all ranks, one rank after the other, and the
         inverse: where each row of the sequence is then. int32, on a device, which the host does not
         wait for. With `padded` each rank has as many rows as the longest, the last of them any."""
-        padded = padded and self.rows != self.ranks * self.most
-        make = _orders.function if captures(device) else _orders
-        return make(self, device, stream_of(device), padded)
+        return for_stream(_orders, self, device)[padded]
 
     def of_rank(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """A rank's rows of the whole sequence x; a view where they are one span."""
@@ -229,8 +236,9 @@ class Sharding:
 
 @kept(most_bytes=32 << 20)
 def _orders(
-    shards: Sharding, device: torch.device, stream: int, padded: bool
-) -> tuple[Tensor, Tensor]:
+    shards: Sharding, device: torch.device, stream: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Without padding, and padded."""
     starts = [0, *itertools.accumulate(shards.lengths)][:-1]
     paddings = [rank * shards.most - start for rank, start in enumerate(starts)]
     of_spans = shards.first - shards.begins, shards.last - shards.first
@@ -240,12 +248,13 @@ def _orders(
     count = shards.rows  # or else the device would be asked
     at = torch.arange(count, dtype=torch.int32, device=device)
     rows = at + shift.repeat_interleave(size, output_size=count)
-    places = torch.empty_like(rows)
-    if not padded:
-        return rows, places.scatter_(0, rows.long(), at)
+    index = rows.long()
+    found = rows, torch.empty_like(rows).scatter_(0, index, at)
+    if count == shards.ranks * shards.most:
+        return found, found
     at = at + padding.repeat_interleave(length, output_size=count)
     every = rows.new_zeros(shards.ranks * shards.most).scatter_(0, at.long(), rows)
-    return every, places.scatter_(0, rows.long(), at)
+    return found, (every, torch.empty_like(rows).scatter_(0, index, at))
 
 
 @kept()
@@ -283,7 +292,7 @@ def _nested(shards: Sharding, inner: int) -> Sharding:
 def cells_of(shards: Sharding, documents: Documents) -> Cells:
     """The parts of these documents that each rank has."""
     if shards.cells is not None and shards.documents == documents:
-        return shards.cells.map(lambda x: x[..., :-1])
+        return shards.cells.map(lambda x: x[..., : len(documents) - 1])
     return _cut_by_documents(shards, documents)
 
 
@@ -298,7 +307,8 @@ def _cut_by_documents(shards: Sharding, documents: Documents) -> Cells:
     first, last, begins = dense.view(3, shards.ranks, most, 1)
     low = torch.maximum(first, documents.offsets[:-1])
     high = torch.minimum(last, documents.offsets[1:])
-    return Cells(low, torch.maximum(low, high), begins - starts.view(-1, 1, 1) + low - first)
+    at = begins - starts.view(-1, 1, 1) + low - first
+    return Cells(low, torch.maximum(low, high), at).small
 
 
 def sharding(
@@ -338,17 +348,19 @@ def _of_one_sequence(rows: int, ranks: int, layout: str) -> Sharding:
 
 @kept()
 def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
-    bounds = torch.cat([documents.offsets, numbers([rows])])
+    bounds = documents.offsets
+    if documents[-1] < rows:
+        bounds = torch.cat([bounds, numbers([rows])])
     chunks = torch.arange(2 * ranks + 1, **ON_HOST)[:, None]
     # Rounded down; exact, since these are below 2^53. (Integers take three times as long.)
     cuts = bounds[:-1] + (chunks * bounds.diff()).double().div_(2 * ranks).long()
     of_ranks = numbers([chunk for r in range(ranks) for chunk in (r, 2 * ranks - 1 - r)])
-    shape = ranks, 2, len(documents)
+    shape = ranks, 2, len(bounds) - 1
     first, last = (cuts.index_select(0, of_ranks + i).view(shape) for i in (0, 1))
     found = Sharding(rows, *_joined_cells(first, last))
     size = (last - first).view(ranks, -1)
     found.documents = documents
-    found.cells = Cells(first, last, (size.cumsum(1) - size).view(shape))
+    found.cells = Cells(first, last, (size.cumsum(1) - size).view(shape)).small
     return found
 
 
