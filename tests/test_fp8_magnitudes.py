@@ -276,7 +276,9 @@ def test_large_scores(head_dim: int, dtype: torch.dtype, causal: bool, device: s
         )
         assert out.isfinite().all() and lse.isfinite().all()
         assert ((lse.double() - want_lse).abs() <= 1e-3 * want_lse.abs()).all()
-        same = (out.double() - want).abs().amax(-1) < 0.05
+        # The weight is a power of two only if the maximum is not rounded; otherwise its four bits
+        # are off by up to 1/16.
+        same = (out.double() - want).abs().amax(-1) < 0.07 * want.abs().amax(-1)
         assert same.float().mean() > 0.98  # the GPU's sums of e4m3 have 14 bits
 
 

@@ -106,14 +106,15 @@ def test_what_splits_keep(native: ModuleType) -> None:
 
 def test_what_a_backward_keeps(native: ModuleType) -> None:
     p = problem(native, batch=2, seqlen_q=300, seqlen_k=500, heads_q=4, heads_k=2, head_dim_v=40)
-    rows = 2 * 4 * 3 * 128  # in blocks of 128 queries
+    of_dq = 2 * 4 * 304  # in blocks of 8 queries
+    rows = of_dq + 128  # and those of no query
     statistics = {
         "lse_log2": rows * 4,
         "delta": rows * 4,
         "reference": rows * 4,
         "large_lse": 8,  # a flag of the call's own: others run beside it
-        "dq_accum": rows * 64 * 4,
-        "dq_semaphore": (1 + rows // 32) * 4,
+        "dq_accum": of_dq * 64 * 4,
+        "dq_semaphore": (1 + of_dq // 8 + 2 * 4 * 5) * 4,  # five Q tiles of 64 queries
     }
     of_sinks = {"dsink_partial": 4 * 32 * 4}
     for variant in VARIANTS:
@@ -123,18 +124,29 @@ def test_what_a_backward_keeps(native: ModuleType) -> None:
         assert sizes(p.backward(variant)) == statistics | rows_of
         p.sink = True
         assert sizes(p.backward(variant)) == statistics | rows_of | of_sinks
-    p.head_dim = 96  # where fa3 has blocks of 96 queries
-    assert sizes(p.backward("fa2"))["dq_accum"] == rows * 96 * 4
-    assert sizes(p.backward("fa3"))["dq_accum"] == 2 * 4 * 4 * 96 * 96 * 4
+    p.head_dim = 96
+    assert sizes(p.backward("fa2"))["dq_accum"] == of_dq * 96 * 4
+    assert sizes(p.backward("fa3"))["dq_accum"] == of_dq * 96 * 4
     p.varlen = p.deterministic = True
     assert sizes(p.backward("fa2")).items() >= {"offsets_q": 12, "offsets_k": 12}.items()
 
 
-def test_long_sequences_have_blocks_of_80_queries(native: ModuleType) -> None:
-    p = problem(native, seqlen_q=16384, seqlen_k=64, head_dim=128, head_dim_v=128)
-    assert sizes(p.backward("fa3"))["delta"] == 205 * 80 * 4
-    p.softcap = 30.0  # the general form
-    assert sizes(p.backward("fa3"))["delta"] == 16384 * 4
+def test_long_sequences_have_tiles_of_their_own(native: ModuleType) -> None:
+    """Of 80 queries, whose lse is not added by a matmul; nor is it in the general form."""
+    p = problem(native, seqlen_q=8192, seqlen_k=64, head_dim=128, head_dim_v=128)
+    assert sizes(p.backward("fa3"))["lse_rows"] == (8192 + 128) * 16
+    p.seqlen_q = 16384
+    assert "lse_rows" not in sizes(p.backward("fa3"))
+    p.seqlen_q, p.softcap = 8192, 30.0
+    assert "lse_rows" not in sizes(p.backward("fa3"))
+
+
+def test_short_packed_sequences_cost_few_rows(native: ModuleType) -> None:
+    p = problem(native, batch=1000, seqlen_q=16000, seqlen_k=16000, heads_q=1, heads_k=1)
+    p.varlen = True
+    for variant in VARIANTS:
+        rows = sizes(p.backward(variant))["delta"] // 4 - 128
+        assert 16000 + 7 * 1000 <= rows <= 16000 + 7 * 1002
 
 
 def parts_of(p: object, found: dict[str, int]) -> int:
