@@ -55,6 +55,7 @@ def agree(
     packing: Signature,
     here: Hashable,
     check: Callable[[], object],
+    check_packing: Callable[[], object],
     device: torch.device,
 ) -> None:
     """Return if every rank has this signature.
@@ -66,7 +67,8 @@ def agree(
         packing: the same of packed documents; empty without any.
         here: what else makes the call a new one, and may differ between ranks.
         check: raises ValueError or RuntimeError for arguments that are wrong on this rank. Called
-            only if the signature, or the packing, is new.
+            only if the signature is new.
+        check_packing: the same of the packing alone, if only that is new.
         device: of the tensors.
 
     Raises:
@@ -85,7 +87,7 @@ def agree(
             known.signatures.clear()
         known.signatures.add(key)
     elif packing and checked not in known.checked:
-        check()
+        check_packing()
     if packing:
         known.checked[checked] = None
         known.checked.move_to_end(checked)

@@ -20,7 +20,7 @@ from torch import Tensor
 from .calls import Call, Mask, Packed
 from .kept import kept
 from .on_device import Numbers, numbers
-from .sharding import Cells, Sharding, cells_of
+from .sharding import Cells, Sharding, cells_of, dtype_of
 
 
 class _Pairs(NamedTuple):
@@ -70,8 +70,9 @@ def _visible(q: Cells, k: Cells, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Te
     return a, b, c, d, sees & (c < d)
 
 
-def _pairs(q: Cells, k: Cells, mask: Mask) -> _Pairs:
-    """Of parts (…) of the queries, and (sources, m, …) of the keys of the same documents."""
+def _pairs(q: Cells, k: Cells, mask: Mask, own: int | None) -> _Pairs:
+    """Of parts (…) of the queries, and (sources, m, …) of the keys of the same documents; `own` is
+    the source that may have the keys at the queries' own positions."""
     a, b, c, d, sees = _visible(q, k, mask)
     shift = d - b
     aligned = shift == 0
@@ -85,9 +86,11 @@ def _pairs(q: Cells, k: Cells, mask: Mask) -> _Pairs:
         return limit * (aligned | (limit < most))
 
     left, right = side(mask.left, shift, d - c), side(mask.right, -shift, b - a)
-    own = (k.first <= q.first) & (q.last <= k.last)
+    is_own = torch.zeros_like(sees)
+    if own is not None:
+        is_own[own] = (k.first[own] <= q.first) & (q.last <= k.last[own])
     at_q, at_k = q.at - q.first, k.at - k.first
-    found = _Pairs(at_q + a, at_q + b, at_k + c, at_k + d, left, right, own, aligned, sees)
+    found = _Pairs(at_q + a, at_q + b, at_k + c, at_k + d, left, right, is_own, aligned, sees)
     return found.map(lambda x: x.expand_as(sees).flatten(2))
 
 
@@ -232,13 +235,14 @@ def _packed(
     return Packed(every, slice(a, b), slice(width + a, width + b), used)
 
 
-def _plan(q: Cells, k: Cells, mask: Mask) -> tuple[_Pairs, list[list[_Chain]]]:
+def _plan(q: Cells, k: Cells, mask: Mask, own: int | None) -> tuple[_Pairs, list[list[_Chain]]]:
     """All pairs, and those of each call, sources one after the other.
 
     Args:
         q: the rank's (parts, documents).
         k: (sources, parts, documents).
         mask: with the documents.
+        own: the source that has the rank's own keys, if one does.
     """
     has_rows = q.first < q.last
     if has_rows.all():
@@ -247,7 +251,7 @@ def _plan(q: Cells, k: Cells, mask: Mask) -> tuple[_Pairs, list[list[_Chain]]]:
         documents = has_rows.nonzero()[:, 1]
         k = k.map(lambda x: x.index_select(2, documents))
         q = q.map(lambda x: x[has_rows])
-    pairs = _pairs(q, k, mask)
+    pairs = _pairs(q, k, mask, own)
     # Whether a pair sees anything, but not all of its queries do.
     cut = mask.right is not None and (pairs.sees & (pairs.q != q.at.flatten())).any()
     if mask.left is not None:
@@ -262,7 +266,9 @@ def _of_sources(
     """As `_plan`, against the keys that each of these ranks holds."""
     cells = _cells(shards, mask)
     index = numbers(sources)
-    return _plan(cells.map(lambda x: x[rank]), cells.map(lambda x: x.index_select(0, index)), mask)
+    own = sources.index(rank) if rank in sources else None
+    q, k = cells.map(lambda x: x[rank]), cells.map(lambda x: x.index_select(0, index))
+    return _plan(q, k, mask, own)
 
 
 def of_sources(
@@ -286,15 +292,15 @@ def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
     cells = _cells(shards, mask)
     offsets = mask.documents_of(shards.rows).offsets.to(cells.first.dtype)
     first, last = offsets[None, None, :-1], offsets[None, None, 1:]
-    pairs, runs = _plan(cells.map(lambda x: x[rank]), Cells(first, last, first), mask)
+    pairs, runs = _plan(cells.map(lambda x: x[rank]), Cells(first, last, first), mask, 0)
     return tuple(_calls(pairs, runs)) if runs else ()
 
 
 def _cells(shards: Sharding, mask: Mask) -> Cells:
     """Of the mask's documents, of a type that has room for its sides."""
     cells = cells_of(shards, mask.documents_of(shards.rows))
-    most = shards.rows + max(mask.left or 0, mask.right or 0) + 1
-    return cells if most < 2**30 else cells.map(Tensor.long)
+    most = shards.rows + max(mask.left or 0, mask.right or 0)
+    return cells.map(lambda x: x.to(dtype_of(most)))
 
 
 def ring_steps(shards: Sharding, mask: Mask) -> int:

@@ -80,6 +80,31 @@ class Request(NamedTuple):
     """Whether a backward pass may follow."""
 
 
+def _check_rows(
+    request: Request,
+    groups: Groups,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None,
+    rows: int,
+) -> Sharding:
+    """Refuse documents, and numbers of rows of the tensors, that `rows` of the sequence cannot
+    have; return what each rank has."""
+    if documents is not None:
+        require_documents(documents, rows)
+    shards, rank = shards_of(groups, rows, request.layout, documents), groups.rank
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[-3] != shards.lengths[rank]:
+            refuse(
+                f"{name}'s number of rows on rank {rank}",
+                f"{shards.lengths[rank]} of the sequence's {rows} (pass seqlen where the"
+                " ranks' numbers of rows are not equal)",
+                x.shape[-3],
+            )
+    return shards
+
+
 def _check(
     request: Request,
     groups: Groups,
@@ -93,22 +118,13 @@ def _check(
 ) -> None:
     """Refuse what is wrong on this rank, before anything travels. `rows`: of the sequence."""
     dims = 4 if documents is None else 3
-    if documents is not None:
-        require_documents(documents, rows)
-    shards, rank = shards_of(groups, rows, request.layout, documents), groups.rank
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != dims:
             wanted = "(batch, rows, heads, dim)" if dims == 4 else "(rows, heads, dim)"
             with_documents = "" if dims == 4 else " with cu_seqlens"
             refuse(name, f"of shape {wanted}{with_documents}", tuple(x.shape))
         require_device(name, x, q)
-        if x.shape[dims - 3] != shards.lengths[rank]:
-            refuse(
-                f"{name}'s number of rows on rank {rank}",
-                f"{shards.lengths[rank]} of the sequence's {rows} (pass seqlen where the"
-                " ranks' numbers of rows are not equal)",
-                x.shape[dims - 3],
-            )
+    shards = _check_rows(request, groups, q, k, v, documents, rows)
     slopes = options.get("alibi_slopes")
     if documents is not None and slopes is not None and slopes.dim() != 1:
         refuse("alibi_slopes", "of shape (heads_q) with cu_seqlens", tuple(slopes.shape))
@@ -166,8 +182,9 @@ def _agree(
     packing: dict[str, Any] = {} if documents is None else {"cu_seqlens": documents}
     (same if documents is None else packing)[named] = rows
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
-    check = partial(_check, request, groups, q, k, v, documents, rows, mask, options)
-    agree(groups.last_first, same, packing, shapes, check, q.device)
+    asked = request, groups, q, k, v, documents, rows
+    check, check_rows = partial(_check, *asked, mask, options), partial(_check_rows, *asked)
+    agree(groups.last_first, same, packing, shapes, check, check_rows, q.device)
 
 
 def prepare(

@@ -72,10 +72,14 @@ def documents_of(offsets: Sequence[int]) -> Documents:
     return offsets if isinstance(offsets, Documents) else _documents(tuple(offsets))
 
 
+def dtype_of(rows: int) -> torch.dtype:
+    """Of numbers of rows: int32 if that is enough, which is half of the memory to go through."""
+    return torch.int32 if rows < 2**30 else torch.int64
+
+
 class Cells:
     """The parts of spans that are in one document each: rows [first, last) of the whole sequence,
-    and `at`, the row of the rank where they begin; (ranks, m, documents), int32 if that is enough,
-    since that is half as much memory to go through.
+    and `at`, the row of the rank where they begin; (ranks, m, documents), of `dtype_of`.
 
     Where a rank has fewer than m parts of a document the others have first = last. Along a rank's
     rows all parts with a lower index come first, and of one index those of earlier documents.
@@ -83,12 +87,6 @@ class Cells:
 
     def __init__(self, first: Tensor, last: Tensor, at: Tensor) -> None:
         self.first, self.last, self.at = first, last, at
-
-    @property
-    def small(self) -> Cells:
-        """The same, int32 if that is enough."""
-        fits = not self.last.numel() or int(self.last.max()) < 2**30
-        return self.map(Tensor.int) if fits else self
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Cells:
         """The same of each of the three."""
@@ -126,9 +124,9 @@ class Sharding:
 
     Attributes:
         rows: S, of the whole sequence.
-        first, last: int64 (spans), of the spans of all ranks, one rank's after the other's, and of
-            a rank in the order of its rows. None is empty.
-        begins: int64 (spans), where they begin in the rows of all ranks, one after the other.
+        first, last: (spans), of the spans of all ranks, one rank's after the other's, and of a rank
+            in the order of its rows. None is empty.
+        begins: (spans), where they begin in the rows of all ranks, one after the other.
         counts: how many spans each rank has.
         lengths: how many rows each rank has.
         outer: where several ranks share what one rank of another Sharding has: that one.
@@ -142,7 +140,7 @@ class Sharding:
 
     def __init__(self, rows: int, first: Tensor, last: Tensor, counts: Sequence[int]) -> None:
         self.rows, self.first, self.last, self.counts = rows, first, last, tuple(counts)
-        ends = torch.cat([torch.zeros(1, **ON_HOST), (last - first).cumsum(0)])
+        ends = torch.cat([first.new_zeros(1), (last - first).cumsum(0, dtype=first.dtype)])
         self.begins = ends[:-1]
         reached: list[int] = ends[[0, *itertools.accumulate(counts)]].tolist()
         self.lengths = tuple(b - a for a, b in itertools.pairwise(reached))
@@ -159,8 +157,7 @@ class Sharding:
             return NotImplemented
         return self is other or (
             (self.rows, self.counts) == (other.rows, other.counts)
-            and torch.equal(self.first, other.first)
-            and torch.equal(self.last, other.last)
+            and bool(((self.first == other.first) & (self.last == other.last)).all())
         )
 
     def __hash__(self) -> int:
@@ -265,7 +262,7 @@ def _nested(shards: Sharding, inner: int) -> Sharding:
         for start, length in zip(starts, shards.lengths, strict=False)
         for edge in edges(length, inner, equal=False)[:-1]
     ]
-    begins, new, firsts = shards.begins, numbers([]), len(cuts) * [0]
+    begins, new, firsts = shards.begins.long(), numbers([]), len(cuts) * [0]
     if starts[-1] > 0:
         # A cut within a span makes two of it. Where the cuts are among all these parts:
         of_cuts = torch.searchsorted(begins, numbers(cuts), right=True) - 1
@@ -302,13 +299,13 @@ def _cut_by_documents(shards: Sharding, documents: Documents) -> Cells:
     most = shards.most_spans
     places = [rank * most + i for rank, count in enumerate(shards.counts) for i in range(count)]
     starts = numbers([0, *itertools.accumulate(shards.lengths)][:-1])
-    of_spans = torch.stack([shards.first, shards.last, shards.begins])
+    of_spans = torch.stack([shards.first, shards.last, shards.begins]).long()
     dense = torch.zeros(3, shards.ranks * most, **ON_HOST).index_copy_(1, numbers(places), of_spans)
     first, last, begins = dense.view(3, shards.ranks, most, 1)
     low = torch.maximum(first, documents.offsets[:-1])
     high = torch.minimum(last, documents.offsets[1:])
     at = begins - starts.view(-1, 1, 1) + low - first
-    return Cells(low, torch.maximum(low, high), at).small
+    return Cells(low, torch.maximum(low, high), at).map(lambda x: x.to(dtype_of(shards.rows)))
 
 
 def sharding(
@@ -353,14 +350,15 @@ def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
         bounds = torch.cat([bounds, numbers([rows])])
     chunks = torch.arange(2 * ranks + 1, **ON_HOST)[:, None]
     # Rounded down; exact, since these are below 2^53. (Integers take three times as long.)
-    cuts = bounds[:-1] + (chunks * bounds.diff()).double().div_(2 * ranks).long()
+    cuts = (chunks * bounds.diff()).double().div_(2 * ranks).to(dtype_of(rows))
+    cuts += bounds[:-1]
     of_ranks = numbers([chunk for r in range(ranks) for chunk in (r, 2 * ranks - 1 - r)])
     shape = ranks, 2, len(bounds) - 1
     first, last = (cuts.index_select(0, of_ranks + i).view(shape) for i in (0, 1))
     found = Sharding(rows, *_joined_cells(first, last))
     size = (last - first).view(ranks, -1)
-    found.documents = documents
-    found.cells = Cells(first, last, (size.cumsum(1) - size).view(shape)).small
+    at = (size.cumsum(1, dtype=size.dtype) - size).view(shape)
+    found.documents, found.cells = documents, Cells(first, last, at)
     return found
 
 
