@@ -435,13 +435,16 @@ struct Fa3Forward : Fa3Cta<Config_> {
     // d 128 gain by it.
     static constexpr bool kPassesTurn = Config::kHeadDim % 128 == 0;
 
-    // Returns false if there is no more work.
-    __device__ __forceinline__ bool begin_tile(State& state) const {
+    // Waits for the next Q tile's description. Returns false if there is no more work.
+    __device__ __forceinline__ bool find_tile(State& state) const {
         work_tiles.descriptions.consumer_wait(state.tile);
         const QueryTile& tile = work_tiles[state.tile];
         state.kv_tile = ptx::warp_uniform(tile.kv_tiles.end) - 1;
         state.first_kv_tile = ptx::warp_uniform(tile.kv_tiles.begin);
-        if (ptx::warp_uniform(tile.first_query) < 0) return false;
+        return ptx::warp_uniform(tile.first_query) >= 0;
+    }
+    __device__ __forceinline__ void begin_tile(State& state) const {
+        const QueryTile& tile = work_tiles[state.tile];
         state.full = full_tiles(tile);
         if constexpr (!Config::kPingPong) {  // which needs equal numbers of iterations
             state.hidden = max_of(state.kv_tile - max_of(last_tile(tile), state.first_kv_tile), 0);
@@ -450,7 +453,6 @@ struct Fa3Forward : Fa3Cta<Config_> {
         }
         if constexpr (kFp8) begin_scales(state, tile);
         q_pipeline.consumer_wait(state.q);
-        return true;
     }
 
     // Passes over the first tiles if this consumer has no rows of them. These are the last tiles of
@@ -527,7 +529,7 @@ struct Fa3Forward : Fa3Cta<Config_> {
     }
 
     // Goes on to the next KV tile. Returns true after the last one: then it leaves the Q tile, and
-    // begin_tile() comes next.
+    // find_tile() comes next.
     __device__ __forceinline__ bool advance(State& state) const {
         const bool last = state.kv_tile == state.first_kv_tile;
         --state.kv_tile;
@@ -600,7 +602,8 @@ struct Fa3Forward : Fa3Cta<Config_> {
         has_marked() = false;
         if constexpr (kFp8 && !Config::kGeneral) cooling(0) = cooling(1) = 0;
         if constexpr (!Config::kPingPong && !kFp8) pass_over(state);
-        if (!begin_tile(state)) return;
+        if (!find_tile(state)) return;
+        begin_tile(state);
         if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(state.k);
         Order::wait(consumer);
@@ -624,19 +627,26 @@ struct Fa3Forward : Fa3Cta<Config_> {
                 if constexpr (!kFp8) step<true>(state, rP[kNext], rP[0]);
             }
         };
-        // The loop ends here, and not by a result of step(): from 13.4 on nvcc would keep such a
-        // result in a register and join the ways that end and that go on, and then what a consumer
-        // carries would take vector registers (docs/notes/024-nvcc-versions.md).
+        // The loop ends where find_tile() says so, not by a result of a function that does more:
+        // from 13.4 on nvcc would keep such a result in a register and join the ways that end and
+        // that go on, and what a consumer carries would take vector registers
+        // (docs/notes/024-nvcc-versions.md).
         bool odd = false;  // which P the last P V reads
         while (true) {
             bool last = advance(state);
-            if (last && !begin_tile(state)) break;
+            if (last) {
+                if (!find_tile(state)) break;
+                begin_tile(state);
+            }
             step<false>(state, rP[0], rP[kMaskedSteps == 1 ? 0 : kNext], last);
             if constexpr (kMaskedSteps == 2) {
                 last = advance(state);
-                if (last && !begin_tile(state)) {
-                    odd = true;
-                    break;
+                if (last) {
+                    if (!find_tile(state)) {
+                        odd = true;
+                        break;
+                    }
+                    begin_tile(state);
                 }
                 step<false>(state, rP[kNext], rP[0], last);
             }
