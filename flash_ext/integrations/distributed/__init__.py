@@ -9,21 +9,23 @@
 
 `attention` is context parallelism by three methods, and two of them at two levels:
 
-    functional  `attention`, its checks and its autograd node
+    functional  `attention`, and its autograd node
+    graph       the same in a graph of torch.compile
     batch       `shard`, `unshard`, `position_ids`
+    request     what a call asks for: its checks, and the method for it
+    agree, watch    ranks that disagree raise instead of waiting
     methods     methods by name, and what "auto" takes by the model in `cost`
     gather, ring, ulysses   the methods
-    plan, packing   the mask of the whole sequence as local calls, of one sequence and of packed
-                documents: the one place with positions
+    plan        the mask of the whole sequence as local calls, those of documents by `packing`: the
+                one place with positions
     calls       what a plan is made of: the mask, and a call
     sharding    which rows a rank has
     local       a call of the plan, on tensors
     rows        copies and sums of rows
     transport   every communication, and how collectives do it
     engines     how copies between GPUs do it: staging, and symmetric memory
-    agree, watch    ranks that disagree raise instead of waiting
-    kept        caches, bounded in bytes
     on_device   numbers of the host on a device
+    kept        caches, bounded in bytes
 """
 
 import torch.distributed

@@ -172,7 +172,10 @@ def attention(
 
     Raises:
         ValueError: an argument is wrong, or the ranks disagree on shapes, dtypes or options: raised
-            on every rank, at the first call of a new signature, naming what differs.
+            on every rank, at the first call of a new signature, naming what differs. New documents
+            are no new signature: what is wrong with this rank's is raised here, and that they are
+            not the same on all ranks some calls later; at once with FLASH_EXT_DEBUG=1 in the
+            environment, which waits for the other ranks.
         RuntimeError: a transfer failed or timed out; the message names it.
     """
     require_tensors(q=q, k=k, v=v)
