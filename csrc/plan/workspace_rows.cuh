@@ -19,15 +19,15 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
            first_tile(sequence.q_begin, sequence.seq_idx, block) + tile;
 }
 
-// The backward's workspaces have rows for queries: dQ's sum and statistics. A sequence begins at a
-// multiple of 8 rows, and its length is rounded up to 8. So packed sequences, however short, take 7
-// rows each more than their queries, and the host needs only their number. What does not fill its
-// Q tile is stored as far as it goes: the rows that follow belong to another sequence.
+// The backward's workspaces have a row for each query: dQ's sum and statistics. A sequence begins at
+// a multiple of 8 rows, and its length is rounded up to 8. So a packed sequence, however short,
+// costs at most 7 rows more than its queries, and the host needs only the number of sequences. The
+// last Q tile of a sequence is stored only up to its last 8 rows: the next ones belong to another
+// sequence.
 inline constexpr int kWorkspaceRows = 8;
 
-// The group of 8 rows, among those of a head, at which sequence `seq_idx` begins, whose first query
-// is row `begin` of the tensors. From one sequence to the next there are at least as many rows as
-// stored_rows() says.
+// The index, within a head, of the group of 8 rows at which sequence `seq_idx` begins; its first
+// query is row `begin` of the tensors. The next sequence begins after all rows that this one stores.
 FLASH_HOST_DEVICE constexpr int first_row_group(int begin, int seq_idx) {
     return (begin + (kWorkspaceRows - 1) * seq_idx) / kWorkspaceRows;
 }
@@ -38,8 +38,8 @@ constexpr int row_groups(const AttentionParams& params) {
                                           : first_row_group(params.seqlen_q, params.batch + 2);
 }
 
-// Behind the rows of all heads come those of a Q tile without queries: lse is +inf, which makes P
-// zero. dQ's sum has none.
+// After the rows of all heads come the rows of a Q tile without queries. Their lse is +inf, which
+// makes P zero. dQ's sum has no such rows.
 inline constexpr int kPaddingRows = 128;
 
 inline int64_t padding_row(const BackwardParams& params) {
@@ -49,7 +49,7 @@ inline int64_t workspace_rows(const BackwardParams& params) {
     return params.padding_row + kPaddingRows;
 }
 
-// The group of query 0, among those of all heads.
+// The index, over all heads, of the group that holds query 0 of a sequence.
 FLASH_HOST_DEVICE constexpr int row_group(const BackwardParams& params, const Sequence& sequence,
                                           int head) {
     return (sequence.batch * params.heads_q + head) * params.row_groups +
@@ -68,8 +68,8 @@ FLASH_HOST_DEVICE constexpr int stored_rows(const Sequence& sequence, int first_
     return clamp(rows, 0, kBlockQ);
 }
 
-// The CTAs of the preprocess and postprocess passes have Q tiles by their numbers, as in
-// schedule/tile_numbers.cuh.
+// The Q tile of a CTA of the preprocess or postprocess pass, by its tile number
+// (schedule/tile_numbers.cuh).
 struct QTileIndex {
     SequenceTile tile;
     int head;
@@ -89,8 +89,8 @@ FLASH_HOST_DEVICE constexpr int64_t q_tile_count(const BackwardParams& params, i
            tensor_batches(params);
 }
 
-// The rows of a CTA of FA1's and FA2's preprocess pass. It need not be that of Q tiles: nothing
-// that it leaves in HBM depends on these. FA3's passes have no fewer rows.
+// The rows of a CTA in the preprocess pass of FA1 and FA2. They need not match the Q tiles: nothing
+// that the pass writes depends on the tile size. A CTA of FA3's pass has at least as many rows.
 inline constexpr int kPreprocessRows = 64;
 
 }  // namespace flash_ext

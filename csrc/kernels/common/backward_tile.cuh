@@ -122,8 +122,8 @@ struct DQAccum {
         last_block = ((sequence.seqlen_q - query + 7) >> 3) - 1;  // rounded down if negative
     }
 
-    // visit(block, n, floats) for those of rows 8 block + lane / 4 and columns 8 n + ... that are
-    // stored.
+    // visit(block, n, floats) for the stored blocks: floats of row 8 block + lane / 4, from column
+    // block n of 8 columns on.
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
 #pragma unroll

@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
     load_statistics<Config>(cta, walk);
 }
 
-// Where floats of this lane's old dQ_i are in shared memory.
+// The place of this lane's floats of the old dQ_i in shared memory.
 template <class Config>
 __device__ __forceinline__ auto& old_dq(int block, int n) {
     using Accum = DQAccum<Config>;
