@@ -19,15 +19,16 @@ FLASH_HOST_DEVICE constexpr int64_t workspace_tile(const AttentionParams& params
            first_tile(sequence.q_begin, sequence.seq_idx, block) + tile;
 }
 
-// The backward's workspaces have a row for each query: dQ's sum and statistics. A sequence begins at
-// a multiple of 8 rows, and its length is rounded up to 8. So a packed sequence, however short,
+// The backward's workspaces have a row for each query: dQ's sum and statistics. A sequence begins
+// at a multiple of 8 rows, and its length is rounded up to 8. So a packed sequence, however short,
 // costs at most 7 rows more than its queries, and the host needs only the number of sequences. The
 // last Q tile of a sequence is stored only up to its last 8 rows: the next ones belong to another
 // sequence.
 inline constexpr int kWorkspaceRows = 8;
 
 // The index, within a head, of the group of 8 rows at which sequence `seq_idx` begins; its first
-// query is row `begin` of the tensors. The next sequence begins after all rows that this one stores.
+// query is row `begin` of the tensors. The next sequence begins after all rows that this one
+// stores.
 FLASH_HOST_DEVICE constexpr int first_row_group(int begin, int seq_idx) {
     return (begin + (kWorkspaceRows - 1) * seq_idx) / kWorkspaceRows;
 }
