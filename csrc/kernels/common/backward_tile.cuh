@@ -121,8 +121,9 @@ struct DQAccum {
             Config::kDQSlices > 1 || (Config::kHeadDim == 128 && kCudaArch < 900);
         const int thread = !kWhole && kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
-        // ptxas 13.0: either spills in one of them.
-        const int lane = kWhole && Config::kHeadDim > 128 ? lane_id() : thread % 32;
+        // ptxas 13.0: with either form alone, one of the kernels spills.
+        constexpr bool kByLane = kWhole && (Config::kHeadDim > 128 || kCudaArch < 900);
+        const int lane = kByLane ? lane_id() : thread % 32;
         const int query =
             q_tile * Config::kBlockQ + (kWhole ? 0 : warp / Config::kWarpsN * DQ::kRows);
         const int part = kWhole ? warp : warp % Config::kWarpsN;
