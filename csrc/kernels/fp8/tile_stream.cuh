@@ -238,6 +238,7 @@ class TileStream {
             cursor.advance();
             choose(cursor, params);
         }
+        if (again) __syncwarp();  // all lanes have read `repeat`
         if (Rows::kRepeats && threadIdx.x % 32 == 0)
             storage.repeat = again ? Repeat::kDone : Repeat::kNo;
 #pragma unroll 1
@@ -255,6 +256,7 @@ class TileStream {
     __device__ bool repeat() {
         if (!Rows::kRepeats) return false;
         if (__any_sync(0xffffffff, storage.repeat == Repeat::kDone)) return false;
+        __syncwarp();  // all lanes have read it
         if (threadIdx.x % 32 == 0) storage.repeat = Repeat::kWanted;
         __syncwarp();  // other lanes read it
         return true;
@@ -290,6 +292,7 @@ class TileStream {
     __device__ void repair_current() {
         const bool divides = current().divisor == 1.f;
         const bool divided = repair<typename Rows::Type>(storage, divides);
+        __syncwarp();  // all lanes have read the divisor
         if (divided && threadIdx.x % 32 == 0) current().divisor = kSumDivisor;
         __syncwarp();  // other lanes read it, and the elements
     }
