@@ -538,35 +538,6 @@ struct Fa3Backward : Fa3Cta<Config_> {
             [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
     }
 
-    // From P^T and dP^T - delta to the operands P^T and dS^T.
-    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
-                                                     Operand& rdS, uint32_t lse_stage,
-                                                     const KeyTile& tile,
-                                                     const QTilePosition& at) const {
-        const bool softcap = Config::kGeneral && params.softcap != 0.f;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            float (&ds)[4] = dp.v[0][n];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) ds[i] *= p.v[0][n][i];
-            if constexpr (Config::kGeneral)
-                if (softcap)
-                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                        .softcap_gradient(
-                            reinterpret_cast<RegisterTile<16, 8>&>(ds),
-                            reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
-                            tile.first_key + warp_key,
-                            tile.q_tiles.tile(at.i) * Config::kBlockQ + 8 * n,
-                            [&](int col) -> float { return storage.lse[lse_stage][8 * n + col]; });
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                rP.v[n / 2][n % 2 * 2 + i] =
-                    ptx::pack<Element>(p.v[0][n][2 * i], p.v[0][n][2 * i + 1]);
-                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(ds[2 * i], ds[2 * i + 1]);
-            }
-        }
-    }
-
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
         if constexpr (Config::kTransposeDQ) {
@@ -629,194 +600,287 @@ struct Fa3Backward : Fa3Cta<Config_> {
         if (stored) c.advance();
     }
 
+    // The state of a consumer's loops. Matrices are only referenced: as members they would make
+    // the compiler treat the whole object as an array in most passes.
+    struct State {
+        Scores& rS;
+        Scores& rdP;
+        Operand& rP;
+        Operand& rdS;
+        GradientK& rdK;
+        GradientV& rdV;
+        DQ& rdQ;  // in the registers of S, if kDQTakesScores
+
+        WorkTileState tile{};
+        PipelineState<1> kv{};                     // of K and V
+        typename QPipeline::State q{}, q_done{};   // of S; of dK, one iteration later
+        typename DOPipeline::State d{}, d_done{};  // of dP; of dV
+        typename DQPipeline::State dq{};
+        uint32_t ds = 0, ds_phase = 0;  // the stage of dS that dQ reads
+        VisibleTiles q_tiles{}, full{};
+        QTilePosition at{};
+        int iterations = 0;       // left
+        bool accumulate = false;  // have dV and dK a sum already?
+    };
+
+    // Operands in shared memory. Operands of pipelines are in the first stage.
+    struct Operands {
+        KMajor<KTile> k_rows;
+        KMajor<VTile> v_rows;
+        KMajor<QTile> q_rows;
+        KMajor<DOTile> do_rows;
+        MNMajor<QTile> q_columns;
+        MNMajor<DOTile> do_columns;
+        Statistics lse_rows, delta_rows;  // if kByMatmul
+        KMajor<DSTile> ds_rows;
+        MNMajor<DSTile> ds_columns;
+        MNMajor<KTile> k_columns;
+    };
+
+    __device__ __forceinline__ Operands operands() const {
+        constexpr int kKAtoms = 64 / KTile::kAtomCols;  // of the rows of a wgmma
+        constexpr int kConsumerColumns = Config::kTransposeDQ ? kKAtoms * KTile::kAtomBytes : 0;
+        return {KMajor<KTile>(k_pipeline.stages, consumer * 64),
+                KMajor<VTile>(v_pipeline.stages, consumer * 64),
+                KMajor<QTile>(q_pipeline.stages),
+                KMajor<DOTile>(do_pipeline.stages),
+                MNMajor<QTile>(q_pipeline.stages),
+                MNMajor<DOTile>(do_pipeline.stages),
+                Statistics(ptx::shared_address(storage.lse)),
+                Statistics(ptx::shared_address(storage.delta)),
+                KMajor<DSTile>(ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64),
+                MNMajor<DSTile>(ds_tile(0) + consumer * DSTile::kAtomBytes),
+                MNMajor<KTile>(k_pipeline.stages + consumer * kConsumerColumns)};
+    }
+
+    // S^T = K Q^T
+    __device__ __forceinline__ void issue_s(State& s, const Operands& x) const {
+        q_pipeline.consumer_wait(s.q);
+        if constexpr (Config::kByMatmul)
+            gemm_async<__nv_bfloat16, 16>(
+                s.rS, Ones{}, in_stage<Statistics::kBytes>(x.lse_rows, s.q.stage), false);
+        gemm_async<Element, Config::kHeadDim>(
+            s.rS, x.k_rows, in_stage<QTile::kBytes>(x.q_rows, s.q.stage), Config::kByMatmul);
+    }
+
+    // dP^T = V dO^T - delta
+    __device__ __forceinline__ void issue_dp(State& s, const Operands& x) const {
+        do_pipeline.consumer_wait(s.d);
+        if constexpr (Config::kByMatmul) {
+            gemm_async<__nv_bfloat16, 16>(
+                s.rdP, Ones{}, in_stage<Statistics::kBytes>(x.delta_rows, s.d.stage), false);
+        } else {
+            subtract_delta(s.rdP, s.d.stage);
+        }
+        gemm_async<Element, Config::kHeadDimV>(
+            s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
+    }
+    __device__ __forceinline__ void finish_dp(State& s) const {
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(s.rdP);
+    }
+
+    // dV += P^T dO, dK += dS^T Q
+    __device__ __forceinline__ void issue_dv_dk(State& s, const Operands& x) const {
+        gemm_async<Element, Config::kBlockQ>(
+            s.rdV, s.rP, in_stage<DOTile::kBytes>(x.do_columns, s.d_done.stage), s.accumulate);
+        const auto q_columns = in_stage<QTile::kBytes>(x.q_columns, s.q_done.stage);
+        if constexpr (Config::kHoldDS) {
+            gemm_async<Element, Config::kBlockQ>(s.rdK, s.rdS, q_columns, s.accumulate);
+        } else {
+            ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
+            gemm_async<Element, Config::kBlockQ>(s.rdK, in_stage<DSTile::kBytes>(x.ds_rows, s.ds),
+                                                 q_columns, s.accumulate);
+        }
+    }
+    __device__ __forceinline__ void finish_dv_dk(State& s) const {
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(s.rdV);
+        warpgroup_fence(s.rdK);
+        release_and_advance(q_pipeline, s.q_done);
+        release_and_advance(do_pipeline, s.d_done);
+    }
+
+    // This consumer's half of dQ = dS K.
+    __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
+        dq_pipeline(consumer).producer_acquire(s.dq);
+        if constexpr (Config::kTransposeDQ) {
+            gemm_async<Element, Config::kBlockKV>(s.rdQ, x.k_columns,
+                                                  in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
+        } else {
+            gemm_async<Element, Config::kBlockKV>(
+                s.rdQ, in_stage<DSTile::kBytes>(x.ds_columns, s.ds), x.k_columns, false);
+        }
+    }
+
+    // P^T = 2^(S^T scale - lse)
+    __device__ __forceinline__ void probabilities(State& s, const KeyTile& tile) const {
+        compute_p<Element, Config::kGeneral, Config::kBlockQ>(
+            s.rS, params, tile, s.at.head, tile.first_key + warp_key,
+            s.q_tiles.tile(s.at.i) * Config::kBlockQ, s.at.i < s.full.begin || s.at.i >= s.full.end,
+            storage.lse[s.q.stage]);
+    }
+
+    // From P^T and dP^T - delta to the operands P^T and dS^T.
+    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
+                                                     Operand& rdS, uint32_t lse_stage,
+                                                     const KeyTile& tile,
+                                                     const QTilePosition& at) const {
+        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            float (&ds)[4] = dp.v[0][n];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ds[i] *= p.v[0][n][i];
+            if constexpr (Config::kGeneral)
+                if (softcap)
+                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
+                        .softcap_gradient(
+                            reinterpret_cast<RegisterTile<16, 8>&>(ds),
+                            reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
+                            tile.first_key + warp_key,
+                            tile.q_tiles.tile(at.i) * Config::kBlockQ + 8 * n,
+                            [&](int col) -> float { return storage.lse[lse_stage][8 * n + col]; });
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                rP.v[n / 2][n % 2 * 2 + i] =
+                    ptx::pack<Element>(p.v[0][n][2 * i], p.v[0][n][2 * i + 1]);
+                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(ds[2 * i], ds[2 * i + 1]);
+            }
+        }
+    }
+
+    // Both consumers wait until both have written dS and completed the dQ of the iteration before.
+    __device__ __forceinline__ void wait_ds(const State& s) const {
+        ptx::mbarrier_wait(ds_barrier(s.ds), s.ds_phase);
+    }
+    __device__ __forceinline__ void commit_ds(const State& s) const {
+        __syncwarp();
+        if (elected) ptx::mbarrier_arrive(ds_barrier(s.ds));
+    }
+    static __device__ __forceinline__ void next_ds(State& s) {
+        s.ds_phase ^= s.ds;
+        s.ds ^= 1;
+    }
+
+    // S, P, dP and dS of the first Q tile.
+    __device__ __forceinline__ void first_iteration(State& s, const Operands& x,
+                                                    const KeyTile& tile) const {
+        k_pipeline.consumer_wait(s.kv);
+        Order::wait(consumer);
+        issue_s(s, x);
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(s.rS);
+        v_pipeline.consumer_wait(s.kv);
+        issue_dp(s, x);
+        Order::signal_next(consumer);
+        probabilities(s, tile);
+        finish_dp(s);
+        softmax_gradient(s.rS, s.rdP, s.rP, s.rdS, s.q.stage, tile, s.at);
+        store_ds(s.rdS, s.ds);
+        commit_ds(s);
+        s.accumulate = false;
+    }
+
+    // S, P, dP and dS of the next Q tile; dV, dK and dQ of this one.
+    __device__ __forceinline__ void iterate(State& s, const Operands& x,
+                                            const KeyTile& tile) const {
+        s.q.advance();
+        s.d.advance();
+        s.at.advance(s.q_tiles);
+        Order::wait(consumer);
+        issue_s(s, x);
+        issue_dv_dk(s, x);
+        if (Config::kLateFences) commit_dq(s.dq, s.accumulate);
+        s.accumulate = true;
+        finish_dv_dk(s);
+        warpgroup_fence(s.rS);
+        issue_dp(s, x);
+        Order::signal_next(consumer);
+        probabilities(s, tile);
+        if (Config::kEarlyExponentials) wait_ds(s);
+        finish_dp(s);
+        if (!Config::kEarlyExponentials) wait_ds(s);
+        softmax_gradient(s.rS, s.rdP, s.rP, s.rdS, s.q.stage, tile, s.at);
+        if (!Config::kLateFences) store_ds(s.rdS, s.ds ^ 1);
+        issue_dq(s, x);
+        if (Config::kLateFences) store_ds(s.rdS, s.ds ^ 1);
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(s.rdQ);
+        next_ds(s);
+        commit_ds(s);
+        store_dq(s.rdQ, s.dq);
+        if (!Config::kLateFences) commit_dq(s.dq);
+    }
+
+    // dV, dK and dQ of the last Q tile, and the results.
+    __device__ __forceinline__ void finish_tile(State& s, const Operands& x,
+                                                const KeyTile& tile) const {
+        v_pipeline.consumer_release(s.kv);
+        issue_dv_dk(s, x);
+        if (Config::kLateFences) commit_dq(s.dq, s.accumulate);
+        wait_ds(s);
+        issue_dq(s, x);
+        finish_dv_dk(s);
+        warpgroup_fence(s.rdQ);
+        next_ds(s);
+        k_pipeline.consumer_release(s.kv);
+        s.q.advance();
+        s.d.advance();
+        store_dq(s.rdQ, s.dq);
+        commit_dq(s.dq);
+        s.rdK.scale(params.scale);
+        store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
+                       s.rdV);
+        store_gradient(params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim),
+                       s.rdK);
+    }
+
+    // A KV tile that no query sees.
+    __device__ __forceinline__ void store_no_gradient(const State& s, const KeyTile& tile) const {
+        k_pipeline.consumer_wait(s.kv);
+        v_pipeline.consumer_wait(s.kv);
+        k_pipeline.consumer_release(s.kv);
+        v_pipeline.consumer_release(s.kv);
+        store_zero_gradient<Config::kHeadDim>(
+            params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
+        store_zero_gradient<Config::kHeadDimV>(
+            params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
+    }
+
     __device__ __forceinline__ void consume() const {
-        // Ping-pong: a consumer starts its iteration after the other has started dP.
-        if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
-        typename QPipeline::State q;                      // of the scores
-        typename QPipeline::State q_done;                 // of dK, one iteration later
-        typename DOPipeline::State d, d_done;             // of dP and of dV
-        WorkTileState t;
-        typename DQPipeline::State dq;
-        uint32_t ds = 0;        // stage of dS that dQ reads
-        uint32_t ds_phase = 0;  // its phase
+        Scores rS, rdP;
+        Operand rP, rdS;
         GradientK rdK;
         GradientV rdV;
-        // Operands in shared memory; those of pipelines in the first stage.
-        const KMajor<KTile> k_rows(k_pipeline.stages, consumer * 64);
-        const KMajor<VTile> v_rows(v_pipeline.stages, consumer * 64);
-        const KMajor<QTile> q_rows(q_pipeline.stages);
-        const KMajor<DOTile> do_rows(do_pipeline.stages);
-        const MNMajor<QTile> q_columns(q_pipeline.stages);
-        const MNMajor<DOTile> do_columns(do_pipeline.stages);
-        const Statistics lse_rows(ptx::shared_address(storage.lse));  // where kByMatmul
-        const Statistics delta_rows(ptx::shared_address(storage.delta));
-        const KMajor<DSTile> ds_rows(ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64);
-        const MNMajor<DSTile> ds_columns(ds_tile(0) + consumer * DSTile::kAtomBytes);
-        constexpr int kKAtoms = 64 / KTile::kAtomCols;  // of the rows of a wgmma
-        const MNMajor<KTile> k_columns(
-            k_pipeline.stages +
-            (Config::kTransposeDQ ? consumer * kKAtoms * KTile::kAtomBytes : 0));
+        DQ own_rdQ;
+        State s{rS,
+                rdP,
+                rP,
+                rdS,
+                rdK,
+                rdV,
+                Config::kDQTakesScores ? reinterpret_cast<DQ&>(rS) : own_rdQ};
+        // Ping-pong: a consumer starts its iteration after the other has started dP.
+        if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
+        const Operands x = operands();
 
-        for (;; this->end_work_tile(t)) {
-            work_tiles.descriptions.consumer_wait(t);
-            const KeyTile& tile = work_tiles[t];
+        for (;; this->end_work_tile(s.tile)) {
+            work_tiles.descriptions.consumer_wait(s.tile);
+            const KeyTile& tile = work_tiles[s.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return;
-            const VisibleTiles q_tiles = warp_uniform(tile.q_tiles);
-            typename KPipeline::State k{0, work_tiles.phase(t)};
-            typename VPipeline::State v{0, work_tiles.phase(t)};
-            if (q_tiles.empty()) [[unlikely]] {
-                k_pipeline.consumer_wait(k);
-                v_pipeline.consumer_wait(v);
-                release_and_advance(k_pipeline, k);
-                release_and_advance(v_pipeline, v);
-                store_zero_gradient<Config::kHeadDim>(
-                    params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
-                store_zero_gradient<Config::kHeadDimV>(
-                    params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
-            } else {
-                const VisibleTiles full = full_tiles(tile);
-                int iterations = q_tiles.count() * group();
-                QTilePosition at{q_tiles.begin, ptx::warp_uniform(first_head(tile))};
-                Scores rS, rdP;
-                Operand rP, rdS;
-                DQ own_rdQ;
-                auto& rdQ = Config::kDQTakesScores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
-
-                const auto issue_scores = [&] {
-                    q_pipeline.consumer_wait(q);
-                    if constexpr (Config::kByMatmul)
-                        gemm_async<__nv_bfloat16, 16>(
-                            rS, Ones{}, in_stage<Statistics::kBytes>(lse_rows, q.stage), false);
-                    gemm_async<Element, Config::kHeadDim>(
-                        rS, k_rows, in_stage<QTile::kBytes>(q_rows, q.stage), Config::kByMatmul);
-                };
-                const auto issue_dp = [&] {
-                    do_pipeline.consumer_wait(d);
-                    if constexpr (Config::kByMatmul) {
-                        gemm_async<__nv_bfloat16, 16>(
-                            rdP, Ones{}, in_stage<Statistics::kBytes>(delta_rows, d.stage), false);
-                    } else {
-                        subtract_delta(rdP, d.stage);
-                    }
-                    gemm_async<Element, Config::kHeadDimV>(
-                        rdP, v_rows, in_stage<DOTile::kBytes>(do_rows, d.stage), true);
-                };
-                const auto probabilities = [&] {
-                    compute_p<Element, Config::kGeneral, Config::kBlockQ>(
-                        rS, params, tile, at.head, tile.first_key + warp_key,
-                        q_tiles.tile(at.i) * Config::kBlockQ, at.i < full.begin || at.i >= full.end,
-                        storage.lse[q.stage]);
-                };
-                const auto issue_dv_dk = [&](bool accumulate) {
-                    gemm_async<Element, Config::kBlockQ>(
-                        rdV, rP, in_stage<DOTile::kBytes>(do_columns, d_done.stage), accumulate);
-                    const auto Q = in_stage<QTile::kBytes>(q_columns, q_done.stage);
-                    if constexpr (Config::kHoldDS) {
-                        gemm_async<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
-                    } else {
-                        ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
-                        gemm_async<Element, Config::kBlockQ>(
-                            rdK, in_stage<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
-                    }
-                };
-                // This consumer's half of dQ.
-                const auto issue_dq = [&] {
-                    dq_pipeline(consumer).producer_acquire(dq);
-                    if constexpr (Config::kTransposeDQ) {
-                        gemm_async<Element, Config::kBlockKV>(
-                            rdQ, k_columns, in_stage<DSTile::kBytes>(ds_rows, ds), false);
-                    } else {
-                        gemm_async<Element, Config::kBlockKV>(
-                            rdQ, in_stage<DSTile::kBytes>(ds_columns, ds), k_columns, false);
-                    }
-                };
-                const auto finish_dv_dk = [&] {
-                    ptx::wgmma_wait<0>();
-                    warpgroup_fence(rdV);
-                    warpgroup_fence(rdK);
-                    release_and_advance(q_pipeline, q_done);
-                    release_and_advance(do_pipeline, d_done);
-                };
-                const auto finish_dp = [&] {
-                    ptx::wgmma_wait<0>();
-                    warpgroup_fence(rdP);
-                };
-                // Both consumers have written dS and completed the dQ of the iteration before.
-                const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_phase); };
-                const auto commit_ds = [&] {
-                    __syncwarp();
-                    if (elected) ptx::mbarrier_arrive(ds_barrier(ds));
-                };
-                const auto next_ds = [&] {
-                    ds_phase ^= ds;
-                    ds ^= 1;
-                };
-
-                k_pipeline.consumer_wait(k);
-                Order::wait(consumer);
-                issue_scores();
-                ptx::wgmma_wait<0>();
-                warpgroup_fence(rS);
-                v_pipeline.consumer_wait(v);
-                issue_dp();
-                Order::signal_next(consumer);
-                probabilities();
-                finish_dp();
-                softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
-                store_ds(rdS, ds);
-                commit_ds();
-                bool accumulate = false;
-
-                while (--iterations > 0) {
-                    q.advance();
-                    d.advance();
-                    at.advance(q_tiles);
-                    Order::wait(consumer);
-                    issue_scores();
-                    issue_dv_dk(accumulate);
-                    if (Config::kLateFences) commit_dq(dq, accumulate);
-                    accumulate = true;
-                    finish_dv_dk();
-                    warpgroup_fence(rS);
-                    issue_dp();
-                    Order::signal_next(consumer);
-                    probabilities();
-                    if (Config::kEarlyExponentials) wait_ds();
-                    finish_dp();
-                    if (!Config::kEarlyExponentials) wait_ds();
-                    softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
-                    if (!Config::kLateFences) store_ds(rdS, ds ^ 1);
-                    issue_dq();
-                    if (Config::kLateFences) store_ds(rdS, ds ^ 1);
-                    ptx::wgmma_wait<0>();
-                    warpgroup_fence(rdQ);
-                    next_ds();
-                    commit_ds();
-                    store_dq(rdQ, dq);
-                    if (!Config::kLateFences) commit_dq(dq);
-                }
-
-                release_and_advance(v_pipeline, v);
-                issue_dv_dk(accumulate);
-                if (Config::kLateFences) commit_dq(dq, accumulate);
-                wait_ds();
-                issue_dq();
-                finish_dv_dk();
-                warpgroup_fence(rdQ);
-                next_ds();
-                release_and_advance(k_pipeline, k);
-                q.advance();
-                d.advance();
-                store_dq(rdQ, dq);
-                commit_dq(dq);
-                rdK.scale(params.scale);
-                store_gradient(params,
-                               gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
-                               rdV);
-                store_gradient(params,
-                               gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim),
-                               rdK);
+            s.q_tiles = warp_uniform(tile.q_tiles);
+            s.kv.phase = work_tiles.phase(s.tile);  // ptxas 13.0: later, it serializes wgmma at d 64
+            if (s.q_tiles.empty()) [[unlikely]] {
+                store_no_gradient(s, tile);
+                continue;
             }
+            s.full = full_tiles(tile);
+            s.at = {s.q_tiles.begin, ptx::warp_uniform(first_head(tile))};
+            s.iterations = s.q_tiles.count() * group();
+            first_iteration(s, x, tile);
+            while (--s.iterations > 0) iterate(s, x, tile);
+            finish_tile(s, x, tile);
         }
     }
 
