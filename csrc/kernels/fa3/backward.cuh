@@ -65,209 +65,20 @@
 //                         dP is started                        too), before it starts S
 #pragma once
 
-#include "kernels/common/backward_math.cuh"
-#include "kernels/common/launch.cuh"
 #include "kernels/fa3/backward_postprocess.cuh"
-#include "kernels/fa3/cta.cuh"
+#include "kernels/fa3/backward_producers.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
-#include "plan/workspace_rows.cuh"
-#include "problem/score.cuh"
-#include "problem/sequences.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/grid_dependency.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/uniform.cuh"
-#include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/tma_load.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
 
-struct Fa3BackwardMaps : BackwardParams {
-    CUtensorMap q_map;
-    CUtensorMap do_map;
-    CUtensorMap k_map;
-    CUtensorMap v_map;
-
-    template <class Config>
-    cudaError_t encode() {
-        for (cudaError_t status :
-             {encode_tensor_map<typename Config::QTile>(q_map, q, head_dim),
-              encode_tensor_map<typename Config::DOTile>(do_map, dout, head_dim_v),
-              encode_tensor_map<typename Config::KTile>(k_map, k, head_dim),
-              encode_tensor_map<typename Config::VTile>(v_map, v, head_dim_v)})
-            if (status != cudaSuccess) return status;
-        return cudaSuccess;
-    }
-};
-
-// A part of a Q tile of dq_accum.
-struct DQHalf {
-    int first;  // its first float within the tile
-    int floats;
-};
-
-struct Fa3BackwardParams : Fa3BackwardMaps {
-    // The number of heads (of all batches) by which a head's first KV tile comes before its other
-    // tiles. 0: all tiles of a head are in order.
-    int lead;
-};
-
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Backward kTuning>
-struct Fa3BackwardConfig {
-    using Element = Element_;
-    using Params = Fa3BackwardParams;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
-    static constexpr int kBlockQ = kTuning.block_q;
-    static constexpr int kBlockKV = 64 * kConsumers;
-    static constexpr bool kPingPong = kTuning.ping_pong;
-    static constexpr bool kLateFences = kTuning.late_fences;
-    static constexpr bool kByMatmul = kTuning.by_matmul;
-    static_assert(!(kByMatmul && kGeneral));
-    using Statistic = std::conditional_t<kByMatmul, StatisticsRow, float>;
-    static constexpr bool kEarlyExponentials = kTuning.early_exponentials;
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kConsumerRegisters = 240;
-
-    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
-    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
-    using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
-    using KPipeline = Pipeline<1, KTile::kBytes>;
-    using VPipeline = Pipeline<1, VTile::kBytes>;
-    using WorkTiles = WorkTilePipeline<KeyTile>;
-
-    // A consumer's half of dQ has the 64 rows of a wgmma. From head dim 96 on these are rows of
-    // dQ^T, which are columns of dQ; the number of queries can then be any multiple of 8. At 32 and
-    // 64 they are queries. At 96 the last 32 rows do not exist: there wgmma reads what follows K in
-    // shared memory, and the warps that get the result do not store it.
-    static constexpr bool kTransposeDQ = kHeadDim > 64;
-    static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
-    // Where dQ takes dS^T as B, rows are queries: the keys of a consumer fill atoms of 128 bytes.
-    using DSTile = std::conditional_t<kTransposeDQ, SharedTile<Element, kBlockQ, kBlockKV>,
-                                      SharedTile<Element, kBlockKV, kBlockQ>>;
-    using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
-    static constexpr int kDQWarps = kTransposeDQ ? kHeadDim / 16 : kBlockQ / 16;  // that store dQ
-    using DQPipeline = Pipeline<1, 4 * 16 * DQ::kCols * 4>;  // one per consumer
-
-    // Where consumer i's half of dQ lies in a Q tile of dq_accum of which `rows` rows are stored.
-    static __device__ __forceinline__ DQHalf dq_half(int i, int rows) {
-        if constexpr (kTransposeDQ) {
-            const int cols = i == 0 ? 64 : kHeadDim - 64;
-            return {i * 64 * rows, cols * rows};
-        } else {
-            return {i * 64 * kHeadDim, clamp(rows - i * 64, 0, 64) * kHeadDim};
-        }
-    }
-    // Fragments are in the order of 8 queries each, so that the tile ends with its last query:
-    // [8 queries][warp of the consumer][lane][4] of dQ^T, or [8 queries][8 columns][lane][2].
-    static __device__ __forceinline__ int dq_warps(int consumer) {
-        return kDQWarps == 8 || consumer == 0 ? 4 : kDQWarps - 4;
-    }
-    // Do registers hold dS^T until dK takes it? Otherwise dK reads it from shared memory.
-    static constexpr bool kHoldDS = kBlockQ <= 96 || kHeadDim <= 32;
-    // Does dQ use the registers of S? With gradients of 32 columns there are enough for both.
-    static constexpr bool kDQTakesScores = kHeadDim > 32;
-
-    struct SharedStorage {
-        typename KPipeline::Stages k;
-        typename VPipeline::Stages v;  // after K: see kTransposeDQ
-        typename QPipeline::Stages q;
-        typename DOPipeline::Stages dout;
-        char ds[2][DSTile::kBytes];
-        // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
-        Statistic lse[QPipeline::kStages][kBlockQ];
-        Statistic delta[DOPipeline::kStages][kBlockQ];
-        typename DQPipeline::Stages dq[kConsumers];
-        typename QPipeline::Barriers q_barriers;
-        typename DOPipeline::Barriers do_barriers;
-        typename KPipeline::Barriers k_barriers;
-        typename VPipeline::Barriers v_barriers;
-        typename DQPipeline::Barriers dq_barriers[kConsumers];
-        uint64_t ds_barriers[2];
-        typename WorkTiles::Storage work_tiles;
-    };
-};
-
-// The position of the inner loop: Q tile and query head.
-struct QTilePosition {
-    int i;  // of the Q tile among the visible ones
-    int head;
-
-    __device__ __forceinline__ void advance(const VisibleTiles& q_tiles) {
-        if (++i == q_tiles.end) {
-            i = q_tiles.begin;
-            ++head;
-        }
-    }
-};
-
-// The Q tiles of which every query sees all of `keys`, so that scores need neither mask nor
-// reference. Queries past the end of the sequence do not count.
-__device__ __forceinline__ VisibleTiles full_q_tiles(const KeyTile& tile, const BandMask& mask,
-                                                     const Interval& keys, int block_q) {
-    if (tile.large_lse) return {0, 0};
-    const Interval first = mask.query_range(keys.begin);
-    const Interval last = mask.query_range(keys.end - 1);
-    const int end = min_of(first.end, last.end);
-    return {ceil_div(last.begin, block_q),
-            end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
-}
-
-// S^T to P^T, of a warp's 16 keys and a Q tile of kBlockQ queries. With StatisticsRows, lse / scale
-// has been subtracted by a matmul.
-template <class Element, bool kGeneral, int kBlockQ, class Statistic, class Scores>
-__device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& params,
-                                          const KeyTile& tile, int head, int first_key,
-                                          int first_query, bool masked, const Statistic* lse) {
-    constexpr bool kByMatmul = std::is_same_v<Statistic, StatisticsRow>;
-    const Sequence& sequence = tile.sequence;
-    const auto subtract = [&] {
-        const int64_t row = workspace_row(params, sequence, head, first_query);
-        if constexpr (kByMatmul) {
-            subtract_references<Rows::kKeys>(s, params.reference + row, params.lse_log2 + row,
-                                             params.scale_log2);
-        } else {
-            subtract_references<Rows::kKeys>(s, params.reference + row);
-        }
-    };
-    if constexpr (kGeneral) {
-        // In pieces of 32 columns, since softcap takes registers.
-        using Piece = RegisterTile<16, 32>;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; n += Piece::kN)
-            ScoreFunction<Element, Rows::kKeys, false>{params, sequence, head}.apply(
-                reinterpret_cast<Piece&>(s.v[0][n]), first_key, first_query + 8 * n);
-    }
-    if (masked) [[unlikely]] {
-        if (!kGeneral && tile.large_lse) [[unlikely]]
-            subtract();
-        const BandMask mask = mask_of(params, sequence);
-        mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
-    }
-    if (kGeneral && tile.large_lse) [[unlikely]]  // above, ptxas would run out of registers
-        subtract();
-    if constexpr (kByMatmul) {
-        exponentiate(s, params.scale_log2);
-    } else {
-        exponentiate<Rows::kKeys>(s, lse, kGeneral ? 1.f : params.scale_log2);
-    }
-}
-
 template <class Config_>
-struct Fa3Backward : Fa3Cta<Config_> {
+struct Fa3Backward : Fa3BackwardProducers<Config_> {
     using Config = Config_;
     using Element = typename Config::Element;
     using QTile = typename Config::QTile;
@@ -277,244 +88,27 @@ struct Fa3Backward : Fa3Cta<Config_> {
     using DSTile = typename Config::DSTile;
     using QPipeline = typename Config::QPipeline;
     using DOPipeline = typename Config::DOPipeline;
-    using KPipeline = typename Config::KPipeline;
-    using VPipeline = typename Config::VPipeline;
     using DQPipeline = typename Config::DQPipeline;
     using Scores = RegisterTile<16, Config::kBlockQ>;
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using DQ = typename Config::DQ;
-    using Statistic = typename Config::Statistic;
     using Statistics = RowNumbers<Config::kBlockQ>;
     using Order = PingPong<Config::kConsumers, Config::kPingPong>;
-    using Cta = Fa3Cta<Config>;
-    using Cta::elected, Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
-    using typename Cta::WorkTileState;
+    using Base = Fa3BackwardProducers<Config>;
+    using Base::elected, Base::group, Base::params, Base::storage, Base::work_tiles,
+        Base::q_pipeline, Base::do_pipeline, Base::k_pipeline, Base::v_pipeline, Base::dq_pipeline,
+        Base::ds_barrier, Base::first_head;
+    using typename Base::WorkTileState;
 
     int consumer;  // index of this thread's warpgroup among the consumers
     int warp_key;  // first row of this thread's warp within the KV tile
-    QPipeline q_pipeline;
-    DOPipeline do_pipeline;
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
 
     __device__ __forceinline__ explicit Fa3Backward(const Fa3BackwardParams& p)
-        : Cta(p),
+        : Base(p),
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
-          warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
-          q_pipeline(storage.q, storage.q_barriers),
-          do_pipeline(storage.dout, storage.do_barriers),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers) {}
-
-    __device__ __forceinline__ void init() const {
-        constexpr int kReaders = Config::kConsumers * 128;
-        constexpr int kWarps = Config::kConsumers * 4;
-        q_pipeline.init(kReaders);
-        do_pipeline.init(kReaders);
-        k_pipeline.init(kReaders);
-        v_pipeline.init(kReaders);
-        work_tiles.init(kWarps + 3);  // and the other producers
-        for (int i = 0; i < Config::kConsumers; ++i) dq_pipeline(i).init(1, 4);
-        ptx::mbarrier_init(ds_barrier(0), kWarps);
-        ptx::mbarrier_init(ds_barrier(1), kWarps);
-    }
-
-    __device__ __forceinline__ DQPipeline dq_pipeline(int i) const {
-        return {storage.dq[i], storage.dq_barriers[i]};
-    }
-
-    // --- Producer ---
-
-    __device__ __forceinline__ void describe_next(KeyTile& tile, int linear) const {
-        WorkTile work;
-        if (params.lead == 0) {
-            work = work_tile(linear, params.schedule);
-        } else {
-            const int tile_index = linear % params.schedule.tiles;
-            const int head = linear / params.schedule.tiles - (tile_index == 0 ? 0 : params.lead);
-            if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
-            work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
-        }
-        describe<Config>(tile, params, work);
-        if (params.query_parts > 1)
-            tile.q_tiles =
-                split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
-        tile.large_lse = params.large_lse.is_raised();
-        tile.first_row_group = first_row_group(tile.sequence.q_begin, tile.sequence.seq_idx);
-    }
-
-    __device__ __forceinline__ int first_head(const KeyTile& tile) const {
-        return tile.head / params.query_parts * group();
-    }
-
-    // visit(query head, the Q tile's first group of rows in the workspace, first row, is it the
-    // last?) for all iterations of a KV tile. The description stays in shared memory, since
-    // producers have few registers.
-    template <class Visit>
-    __device__ __forceinline__ void for_each_q_tile(const KeyTile& tile, Visit visit) const {
-        if (tile.q_tiles.empty()) return;
-        for (int left = group() - 1; left >= 0; --left) {
-            const int head = first_head(tile) + group() - 1 - left;
-            const int group = (tile.sequence.batch * params.heads_q + head) * params.row_groups +
-                              tile.first_row_group;
-            // With a row from tile(i), ptxas serializes wgmma at d 64 (note 014).
-            int row = tile.q_tiles.first() * Config::kBlockQ;
-            for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
-                visit(head, group + row / kWorkspaceRows, row,
-                      left == 0 && i == tile.q_tiles.end - 1);
-                row += tile.q_tiles.distance(i + 1) * Config::kBlockQ;
-            }
-        }
-    }
-
-    // Fetches the KV tiles and loads K and V. Tiles are fetched in ascending order of the work
-    // index, so those that add_dq() waits for are already running.
-    __device__ __forceinline__ void produce_tiles() const {
-        ptx::launch_dependents();  // the postprocess pass, in SMs that this kernel has left
-        const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
-        const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
-        work_tiles.produce(
-            fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
-            [&](const KeyTile& tile, const WorkTileState& t) {
-                load_keys<VTile>(v_pipeline, t, params.v_map, params.v, tile);
-                load_keys<KTile>(k_pipeline, t, params.k_map, params.k, tile);
-                work_tiles.wait_to_fetch(t);
-                return fetch();
-            });
-    }
-
-    template <class Tile, class Pipeline>
-    __device__ __forceinline__ void load_keys(const Pipeline& pipeline, const WorkTileState& t,
-                                              const CUtensorMap& map, const TensorView& view,
-                                              const KeyTile& tile) const {
-        const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
-                        shared_key_rows<Element>(params, view, s, tile.head), tile.first_key);
-    }
-
-    __device__ __forceinline__ void produce_q() const {
-        typename QPipeline::State q;
-        work_tiles.for_each([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) work_tiles.allow_fetch();
-            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
-                if (last) work_tiles.allow_fetch();
-                load_queries<QTile>(q_pipeline, q, params.q_map, params.q, tile, head, first_row,
-                                    storage.lse[q.stage],
-                                    statistics(params.lse_log2, params.lse_rows), row_group);
-            });
-        });
-    }
-
-    __device__ __forceinline__ void produce_do() const {
-        typename DOPipeline::State d;
-        work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool) {
-                load_queries<DOTile>(do_pipeline, d, params.do_map, params.dout, tile, head,
-                                     first_row, storage.delta[d.stage],
-                                     statistics(params.delta, params.delta_rows), row_group);
-            });
-        });
-    }
-
-    // lse or delta of all queries, as this kernel takes them.
-    static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
-                                                                  const StatisticsRow* rows) {
-        if constexpr (Config::kByMatmul) {
-            return rows;
-        } else {
-            return numbers;
-        }
-    }
-
-    // A Q or dO tile and its lse or delta.
-    template <class Tile, class Pipeline>
-    __device__ __forceinline__ void load_queries(const Pipeline& pipeline,
-                                                 typename Pipeline::State& state,
-                                                 const CUtensorMap& map, const TensorView& view,
-                                                 const KeyTile& tile, int head, int first_row,
-                                                 Statistic (&statistics)[Config::kBlockQ],
-                                                 const Statistic* source, int row_group) const {
-        const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
-            return RowStatisticsLoad<Statistic, Config::kBlockQ>{
-                statistics, source + int64_t{row_group} * kWorkspaceRows,
-                source + params.padding_row, stored_rows<Config::kBlockQ>(s, first_row)};
-        });
-        state.advance();
-    }
-
-    // Adds the consumers' halves to dQ; in deterministic mode KV tiles add in ascending order.
-    // Where dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore
-    // counts the KV tiles that have stored or added, where others wait for them; these were all
-    // fetched earlier. tiles_done() counts KV tiles for the postprocess pass.
-    __device__ __forceinline__ void add_dq() const {
-        typename DQPipeline::State c;
-        work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
-                const int rows = stored_rows<Config::kBlockQ>(tile.sequence, first_row);
-                float* accum =
-                    params.dq_accum + int64_t{row_group} * (kWorkspaceRows * Config::kHeadDim);
-                const auto dq_semaphore = [&] {
-                    return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
-                };
-                const Interval keys = mask_of(params, tile.sequence)
-                                          .keys_of({first_row, first_row + Config::kBlockQ});
-                const int before = tiles_of<false>(keys, Config::kBlockKV)
-                                       .count_before(tile.first_key / Config::kBlockKV);
-                const bool stores = before == 0 && !params.dq_accum_zeroed;
-                const int awaited =
-                    params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
-                if (awaited > 0) {
-                    ptx::wait_for_count(dq_semaphore(), awaited, 32);
-                    ptx::fence_proxy_async_global();
-                }
-#pragma unroll 1
-                for (int i = 0; i < Config::kConsumers; ++i) {
-                    const DQPipeline pipeline = dq_pipeline(i);
-                    const DQHalf half = Config::dq_half(i, rows);
-                    float* target = accum + half.first;
-                    pipeline.consumer_wait(c);
-                    if (half.floats == 0) {  // none of its queries exists
-                    } else if (stores) {
-                        ptx::bulk_store(target, pipeline.stage(c), half.floats * 4);
-                    } else {
-                        ptx::bulk_add(target, pipeline.stage(c), half.floats * 4);
-                    }
-                    ptx::bulk_wait_read();
-                    pipeline.consumer_release(c);
-                }
-                c.advance();
-                if (stores || params.deterministic) count_added(dq_semaphore());
-            });
-            count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
-        });
-        ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
-    }
-
-    // Counts once all that this thread has added to dQ is visible.
-    __device__ __forceinline__ void count_added(int* count) const {
-        ptx::bulk_wait();
-        ptx::fence_proxy_async_global();
-        ptx::red_add_release(count, 1);
-    }
-
-    __device__ __forceinline__ void produce() const {
-        ptx::wait_for_grid_before();  // the preprocess pass
-        switch (warp_id()) {
-            case 0:
-                return produce_q();
-            case 1:
-                return produce_do();
-            case 2:
-                return add_dq();
-            case 3:
-                return produce_tiles();
-        }
-    }
-
-    // --- Consumers ---
+          warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16) {}
 
     // By all threads, since without by_matmul all read lse and delta.
     template <class Pipeline>
@@ -870,7 +464,8 @@ struct Fa3Backward : Fa3Cta<Config_> {
             const KeyTile& tile = work_tiles[s.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return;
             s.q_tiles = warp_uniform(tile.q_tiles);
-            s.kv.phase = work_tiles.phase(s.tile);  // ptxas 13.0: later, it serializes wgmma at d 64
+            s.kv.phase =
+                work_tiles.phase(s.tile);  // ptxas 13.0: later, it serializes wgmma at d 64
             if (s.q_tiles.empty()) [[unlikely]] {
                 store_no_gradient(s, tile);
                 continue;
@@ -887,9 +482,6 @@ struct Fa3Backward : Fa3Cta<Config_> {
  private:
     __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
         return ptx::shared_address(storage.ds[stage]);
-    }
-    __device__ __forceinline__ uint32_t ds_barrier(uint32_t stage) const {
-        return ptx::shared_address(&storage.ds_barriers[stage]);
     }
 };
 
