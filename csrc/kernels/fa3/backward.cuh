@@ -307,40 +307,39 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         }
     }
 
-    // P^T = 2^(S^T scale - lse)
-    __device__ __forceinline__ void probabilities(State& s, const KeyTile& tile) const {
-        compute_p<Element, Config::kGeneral, Config::kBlockQ>(
-            s.rS, params, tile, s.at.head, tile.first_key + warp_key,
-            s.q_tiles.tile(s.at.i) * Config::kBlockQ, s.at.i < s.full.begin || s.at.i >= s.full.end,
-            storage.lse[s.q.stage]);
+    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kGeneral> warp_scores(
+        const KeyTile& tile, const QTilePosition& at, int col = 0) const {
+        return {params, tile.sequence, at.head, tile.first_key + warp_key,
+                tile.q_tiles.tile(at.i) * Config::kBlockQ + col};
     }
 
-    // From P^T and dP^T - delta to the operands P^T and dS^T.
+    // P^T = 2^(S^T scale - lse)
+    __device__ __forceinline__ void probabilities(State& s, const KeyTile& tile) const {
+        warp_scores(tile, s.at)
+            .probabilities(s.rS, storage.lse[s.q.stage],
+                           s.at.i < s.full.begin || s.at.i >= s.full.end, tile.large_lse);
+    }
+
+    // dS^T = P^T * (dP^T - delta), and both rounded to operands.
     __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
                                                      Operand& rdS, uint32_t lse_stage,
                                                      const KeyTile& tile,
                                                      const QTilePosition& at) const {
+        using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
         const bool softcap = Config::kGeneral && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            float (&ds)[4] = dp.v[0][n];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) ds[i] *= p.v[0][n][i];
+            const auto& piece_p = reinterpret_cast<const Piece&>(p.v[0][n]);
+            auto& ds = reinterpret_cast<Piece&>(dp.v[0][n]);
+            multiply(ds, piece_p);
             if constexpr (Config::kGeneral)
                 if (softcap)
-                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                        .softcap_gradient(
-                            reinterpret_cast<RegisterTile<16, 8>&>(ds),
-                            reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
-                            tile.first_key + warp_key,
-                            tile.q_tiles.tile(at.i) * Config::kBlockQ + 8 * n,
-                            [&](int col) -> float { return storage.lse[lse_stage][8 * n + col]; });
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                rP.v[n / 2][n % 2 * 2 + i] =
-                    ptx::pack<Element>(p.v[0][n][2 * i], p.v[0][n][2 * i + 1]);
-                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(ds[2 * i], ds[2 * i + 1]);
-            }
+                    warp_scores(tile, at, 8 * n)
+                        .softcap_gradient(ds, piece_p, [&](int col) -> float {
+                            return storage.lse[lse_stage][8 * n + col];
+                        });
+            round_piece<Element>(rP, piece_p, n);
+            round_piece<Element>(rdS, ds, n);
         }
     }
 

@@ -55,44 +55,80 @@ __device__ __forceinline__ VisibleTiles full_q_tiles(const KeyTile& tile, const 
             end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
 }
 
-// S^T to P^T, of a warp's 16 keys and a Q tile of kBlockQ queries. With StatisticsRows, lse / scale
-// has been subtracted by a matmul.
-template <class Element, bool kGeneral, int kBlockQ, class Statistic, class Scores>
-__device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& params,
-                                          const KeyTile& tile, int head, int first_key,
-                                          int first_query, bool masked, const Statistic* lse) {
-    constexpr bool kByMatmul = std::is_same_v<Statistic, StatisticsRow>;
-    const Sequence& sequence = tile.sequence;
-    const auto subtract = [&] {
-        const int64_t row = workspace_row(params, sequence, head, first_query);
-        if constexpr (kByMatmul) {
-            subtract_references<Rows::kKeys>(s, params.reference + row, params.lse_log2 + row,
-                                             params.scale_log2);
-        } else {
-            subtract_references<Rows::kKeys>(s, params.reference + row);
-        }
-    };
-    if constexpr (kGeneral) {
-        // In pieces of 32 columns, since softcap takes registers.
-        using Piece = RegisterTile<16, 32>;
+// Columns 8 n to 8 n + 7 of an operand, from an accumulator.
+template <class Element, class Operand>
+__device__ __forceinline__ void round_piece(Operand& operand, const RegisterTile<16, 8>& piece,
+                                            int n) {
 #pragma unroll
-        for (int n = 0; n < Scores::kN; n += Piece::kN)
-            ScoreFunction<Element, Rows::kKeys, false>{params, sequence, head}.apply(
-                reinterpret_cast<Piece&>(s.v[0][n]), first_key, first_query + 8 * n);
-    }
-    if (masked) [[unlikely]] {
-        if (!kGeneral && tile.large_lse) [[unlikely]]
-            subtract();
-        const BandMask mask = mask_of(params, sequence);
-        mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
-    }
-    if (kGeneral && tile.large_lse) [[unlikely]]  // above, ptxas would run out of registers
-        subtract();
-    if constexpr (kByMatmul) {
-        exponentiate(s, params.scale_log2);
-    } else {
-        exponentiate<Rows::kKeys>(s, lse, kGeneral ? 1.f : params.scale_log2);
-    }
+    for (int i = 0; i < 2; ++i)
+        operand.v[n / 2][n % 2 * 2 + i] =
+            ptx::pack<Element>(piece.v[0][0][2 * i], piece.v[0][0][2 * i + 1]);
 }
+
+// The scores of a warp's 16 rows and a tile of the other operand, from position first_row and
+// first_col of the sequence on. Rows are keys, or queries in backward_dq.cuh.
+template <class Element, Rows kRows, bool kGeneral>
+struct WarpScores {
+    const BackwardParams& params;
+    const Sequence& sequence;
+    int head;  // of Q
+    int first_row;
+    int first_col;
+
+    using Function = ScoreFunction<Element, kRows, false>;
+
+    // From S to P, with lse of each query. With StatisticsRows, lse / scale has been subtracted by
+    // a matmul. masked: do the scores need the mask? If large_lse, they count as masked.
+    template <class Scores, class Statistic>
+    __device__ __forceinline__ void probabilities(Scores& s, const Statistic* lse, bool masked,
+                                                  bool large_lse) const {
+        if constexpr (kGeneral) {
+            // In pieces of 32 columns, since softcap takes registers.
+            using Piece = RegisterTile<16, 32>;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; n += Piece::kN)
+                Function{params, sequence, head}.apply(reinterpret_cast<Piece&>(s.v[0][n]),
+                                                       first_row, first_col + 8 * n);
+        }
+        // ptxas 13.0: the general form has no registers for references beside the mask.
+        constexpr bool kReferencesLast = kGeneral && kRows == Rows::kKeys;
+        if (masked) [[unlikely]] {
+            if (!kReferencesLast && large_lse) [[unlikely]]
+                subtract_references<Statistic>(s);
+            const BandMask mask = mask_of(params, sequence);
+            mask_scores(s, first_col, [&](int row) {
+                return kRows == Rows::kKeys ? mask.query_range(first_row + row)
+                                            : mask.key_range(first_row + row);
+            });
+        }
+        if (kReferencesLast && large_lse) [[unlikely]]
+            subtract_references<Statistic>(s);
+        if constexpr (std::is_same_v<Statistic, StatisticsRow>) {
+            exponentiate(s, params.scale_log2);
+        } else {
+            exponentiate<kRows>(s, lse, kGeneral ? 1.f : params.scale_log2);
+        }
+    }
+
+    // From the gradient of the scores after softcap to the gradient of the scores before it.
+    template <class Scores, class LseOfQuery>
+    __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p,
+                                                     LseOfQuery lse_of) const {
+        Function{params, sequence, head}.softcap_gradient(ds, p, first_row, first_col, lse_of);
+    }
+
+ private:
+    template <class Statistic, class Scores>
+    __device__ __forceinline__ void subtract_references(Scores& s) const {
+        const int64_t row =
+            workspace_row(params, sequence, head, kRows == Rows::kKeys ? first_col : first_row);
+        if constexpr (std::is_same_v<Statistic, StatisticsRow>) {
+            flash_ext::subtract_references<kRows>(s, params.reference + row, params.lse_log2 + row,
+                                                  params.scale_log2);
+        } else {
+            flash_ext::subtract_references<kRows>(s, params.reference + row);
+        }
+    }
+};
 
 }  // namespace flash_ext

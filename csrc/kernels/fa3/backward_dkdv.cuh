@@ -300,18 +300,11 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // From dP^T, and P^T in shared memory, to dS^T as an operand.
     __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PState& at,
                                                      const IterationState& state) const {
+        Scores p;
 #pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            float p[4];
-            ptx::ld_shared_v4(p, p_address(at, n));
-            const float2 delta = column_pair(storage.statistics[state.dout()], n);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float* x = &dp.v[0][n][2 * i];
-                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(p[2 * i] * (x[0] - delta.x),
-                                                                 p[2 * i + 1] * (x[1] - delta.y));
-            }
-        }
+        for (int n = 0; n < Scores::kN; ++n) ptx::ld_shared_v4(p.v[0][n], p_address(at, n));
+        flash_ext::softmax_gradient<Rows::kKeys>(dp, p, storage.statistics[state.dout()]);
+        rdS.template round<Element>(dp);
     }
 
     // Stores dS^T to the workspace. The four lanes that hold a row exchange pairs of columns, as a
@@ -345,17 +338,21 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         return p_pipeline.stage(at) + n * 2048 + threadIdx.x % 128 * 16;
     }
 
+    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kGeneral> warp_scores(
+        const KeyTile& tile, const QTilePosition& at) const {
+        return {params, tile.sequence, at.head, tile.first_key + warp_key,
+                tile.q_tiles.tile(at.i) * Config::kBlockQ};
+    }
+
     // Passes P^T to consumer dK. The derivative of softcap is applied here, since it needs lse.
     __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const IterationState& state,
                                            const KeyTile& tile,
                                            const QTilePosition& position) const {
         Scores x = p;
-        if constexpr (Config::kGeneral)
-            if (params.softcap != 0.f)
-                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, position.head}
-                    .softcap_gradient(x, p, tile.first_key + warp_key,
-                                      tile.q_tiles.tile(position.i) * Config::kBlockQ,
-                                      [&](int col) { return storage.statistics[state.q()][col]; });
+        if (Config::kGeneral && params.softcap != 0.f)
+            warp_scores(tile, position).softcap_gradient(x, p, [&](int col) {
+                return storage.statistics[state.q()][col];
+            });
         p_pipeline.producer_acquire(at);
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(at, n), x.v[0][n]);
@@ -416,10 +413,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             warpgroup_fence(rS);
             if (walk.left == 0) release_and_advance(k_pipeline, k);
             const KeyTile& tile = work_tiles[walk.tile];
-            compute_p<Element, Config::kGeneral, Config::kBlockQ>(
-                rS, params, tile, walk.at.head, tile.first_key + warp_key,
-                walk.q_tiles.tile(walk.at.i) * Config::kBlockQ,
-                walk.at.i < full.begin || walk.at.i >= full.end, storage.statistics[state.q()]);
+            warp_scores(tile, walk.at)
+                .probabilities(rS, storage.statistics[state.q()],
+                               walk.at.i < full.begin || walk.at.i >= full.end, tile.large_lse);
             pass_p(rS, p, state, tile, walk.at);
             rP.template round<Element>(rS);
             release(state.q());

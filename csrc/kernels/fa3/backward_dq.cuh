@@ -287,46 +287,30 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         }
     }
 
+    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kGeneral> warp_scores(
+        const Walk& walk) const {
+        const QueryTile& tile = work_tiles[walk.tile];
+        return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
+                tile.kv_tiles.tile(walk.i) * Config::kBlockKV};
+    }
+
     // From S to P. lse has arrived with dO.
     __device__ __forceinline__ void compute_p(Scores& s, const Walk& walk) const {
-        const QueryTile& tile = work_tiles[walk.tile];
-        const int first_key = tile.kv_tiles.tile(walk.i) * Config::kBlockKV;
-        if constexpr (Config::kGeneral) {
-            // In pieces of 32 columns, since softcap takes registers.
-            using Piece = RegisterTile<16, 32>;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; n += Piece::kN)
-                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .apply(reinterpret_cast<Piece&>(s.v[0][n]), tile.first_query + warp_row(),
-                           first_key + 8 * n);
-        }
-        const BandMask mask = mask_of(params, tile.sequence);
-        const int first_query = tile.first_query + warp_row();
-        if (tile.large_lse || !mask.is_full({first_query, first_query + 16},
-                                            {first_key, first_key + Config::kBlockKV}))
-            [[unlikely]] {
-            mask_scores(s, first_key, [&](int row) { return mask.key_range(first_query + row); });
-            if (tile.large_lse)
-                subtract_references<Rows::kQueries>(
-                    s, params.reference +
-                           workspace_row(params, tile.sequence, tile.head, first_query));
-        }
-        exponentiate<Rows::kQueries>(s, storage.lse[0] + warp_row(),
-                                     Config::kGeneral ? 1.f : params.scale_log2);
+        const auto scores = warp_scores(walk);
+        const bool large_lse = work_tiles[walk.tile].large_lse;
+        const bool full = mask_of(params, scores.sequence)
+                              .is_full({scores.first_row, scores.first_row + 16},
+                                       {scores.first_col, scores.first_col + Config::kBlockKV});
+        scores.probabilities(s, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
     }
 
     // From P and dP to dS as an operand.
     __device__ __forceinline__ void compute_ds(const Scores& p, Scores& dp, Operand& rdS,
                                                const Walk& walk) const {
         softmax_gradient<Rows::kQueries>(dp, p, storage.delta[0] + warp_row());
-        if constexpr (Config::kGeneral)
-            if (params.softcap != 0.f) {
-                const QueryTile& tile = work_tiles[walk.tile];
-                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .softcap_gradient(dp, p, tile.first_query + warp_row(),
-                                      tile.kv_tiles.tile(walk.i) * Config::kBlockKV,
-                                      [&](int row) { return storage.lse[0][warp_row() + row]; });
-            }
+        if (Config::kGeneral && params.softcap != 0.f)
+            warp_scores(walk).softcap_gradient(
+                dp, p, [&](int row) { return storage.lse[0][warp_row() + row]; });
         rdS.template round<Element>(dp);
     }
 
