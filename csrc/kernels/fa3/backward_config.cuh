@@ -33,12 +33,15 @@ struct Fa3BackwardConfig {
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = 64 * kConsumers;
-    static constexpr bool kPingPong = kTuning.ping_pong;
-    static constexpr bool kLateFences = kTuning.late_fences;
-    static constexpr bool kByMatmul = kTuning.by_matmul;
+    static constexpr bool kPingPong = kTuning.steps().ping_pong;
+    static constexpr bool kByMatmul = kTuning.steps().by_matmul;
+    static constexpr bool kEarlyExponentials = kTuning.steps().early_exponentials;
+    static constexpr bool kLateFences = kTuning.steps().late_fences;
+    static constexpr bool kTransposeDQ = kTuning.transpose_dq;
+    static constexpr bool kHoldDS = kTuning.hold_ds;
+    static constexpr bool kDQTakesScores = kTuning.dq_takes_scores;
     static_assert(!(kByMatmul && kGeneral));
     using Statistic = std::conditional_t<kByMatmul, StatisticsRow, float>;
-    static constexpr bool kEarlyExponentials = kTuning.early_exponentials;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -52,13 +55,12 @@ struct Fa3BackwardConfig {
     using VPipeline = Pipeline<1, VTile::kBytes>;
     using WorkTiles = WorkTilePipeline<KeyTile>;
 
-    // A consumer's half of dQ has the 64 rows of a wgmma. From head dim 96 on these are rows of
-    // dQ^T, which are columns of dQ; the number of queries can then be any multiple of 8. At 32 and
-    // 64 they are queries. At 96 the last 32 rows do not exist: there wgmma reads what follows K in
-    // shared memory, and the warps that get the result do not store it.
-    static constexpr bool kTransposeDQ = kHeadDim > 64;
-    static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
-    // Where dQ takes dS^T as B, rows are queries: the keys of a consumer fill atoms of 128 bytes.
+    // A consumer's half of dQ has the 64 rows of a wgmma: queries, or with kTransposeDQ rows of
+    // dQ^T, which are columns of dQ. The number of queries can then be any multiple of 8. At head
+    // dim 96 the last 32 columns do not exist: wgmma reads what follows K in shared memory, and
+    // the warps that get the result do not store it.
+    static_assert(kTransposeDQ ? kHeadDim > 64 : kBlockQ == 64 * kConsumers);
+    // dQ^T takes dS^T as B. Rows are then queries: the keys of a consumer fill atoms of 128 bytes.
     using DSTile = std::conditional_t<kTransposeDQ, SharedTile<Element, kBlockQ, kBlockKV>,
                                       SharedTile<Element, kBlockKV, kBlockQ>>;
     using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
@@ -79,10 +81,6 @@ struct Fa3BackwardConfig {
     static __device__ __forceinline__ int dq_warps(int consumer) {
         return kDQWarps == 8 || consumer == 0 ? 4 : kDQWarps - 4;
     }
-    // Do registers hold dS^T until dK takes it? Otherwise dK reads it from shared memory.
-    static constexpr bool kHoldDS = kBlockQ <= 96 || kHeadDim <= 32;
-    // Does dQ use the registers of S? With gradients of 32 columns there are enough for both.
-    static constexpr bool kDQTakesScores = kHeadDim > 32;
 
     struct SharedStorage {
         typename KPipeline::Stages k;

@@ -43,6 +43,7 @@
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
+#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "schedule/packed_gqa.h"
@@ -50,8 +51,8 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kStagesK,
-          int kStagesV>
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3BackwardWide kTuning>
 struct Fa3BackwardDQConfig {
     using Element = Element_;
     using Params = Fa3BackwardWideParams;
@@ -63,9 +64,9 @@ struct Fa3BackwardDQConfig {
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // At head dim 256 the consumers need a few more.
-    static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
-    static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
+    // The consumers share what the producers leave of the registers of three warpgroups.
+    static constexpr int kProducerRegisters = kTuning.dq_producer_registers;
+    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2 / 8 * 8;
 
     // Of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;
@@ -74,10 +75,10 @@ struct Fa3BackwardDQConfig {
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using QPipeline = Pipeline<1, QTile::kBytes>;
     using DOPipeline = Pipeline<1, DOTile::kBytes>;
-    using KPipeline = Pipeline<kStagesK, KTile::kBytes>;
-    using VPipeline = Pipeline<kStagesV, VTile::kBytes>;
+    using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
+    using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
     using WorkTiles = WorkTilePipeline<QueryTile>;
-    static_assert(kStagesK >= 2);  // of this iteration and the next
+    static_assert(kTuning.k_stages >= 2);  // of this iteration and the next
 
     struct SharedStorage {
         typename QPipeline::Stages q[kConsumers];
