@@ -399,11 +399,15 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     // dS^T = P^T * (dP^T - delta), with P^T in shared memory.
     __device__ __forceinline__ void compute_operand(DK& s) const {
         p_pipeline.consumer_wait(s.p);
-        Scores p;
+        const float* delta = storage.statistics[s.pool.dout()];
 #pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) ptx::ld_shared_v4(p.v[0][n], p_address(s.p, n));
-        softmax_gradient<Rows::kKeys>(s.scores, p, storage.statistics[s.pool.dout()]);
-        s.operand.template round<Element>(s.scores);
+        for (int n = 0; n < Scores::kN; ++n) {
+            RegisterTile<16, 8> p;
+            ptx::ld_shared_v4(p.v[0][0], p_address(s.p, n));
+            auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(s.scores.v[0][n]);
+            softmax_gradient<Rows::kKeys>(ds, p, delta + 8 * n);
+            round_piece<Element>(s.operand, ds, n);
+        }
         p_pipeline.consumer_release(s.p);
         s.p.advance();
         release(s.pool.dout());
