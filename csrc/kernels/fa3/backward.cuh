@@ -65,7 +65,6 @@
 //                         dP is started                        too), before it starts S
 #pragma once
 
-#include "kernels/fa3/backward_postprocess.cuh"
 #include "kernels/fa3/backward_producers.cuh"
 #include "plan/launchers.h"
 #include "ptx/barrier.cuh"
@@ -93,7 +92,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using DQ = typename Config::DQ;
+    using DQTile = typename Config::DQTile;
+    using DQ = typename DQTile::Fragments;
     using Statistics = RowNumbers<Config::kBlockQ>;
     using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Base = Fa3BackwardProducers<Config>;
@@ -159,33 +159,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         return operand;
     }
 
-    // Writes the consumer's half of dQ to shared memory ...
-    __device__ __forceinline__ void store_dq(const DQ& rdQ,
-                                             const typename DQPipeline::State& c) const {
-        const int warp = threadIdx.x / 32 % 4;
-        char* stage = storage.dq[consumer].bytes[c.stage];
-        if constexpr (Config::kTransposeDQ) {
-            const int warps = Config::dq_warps(consumer);
-            auto* target = reinterpret_cast<float4*>(stage) + warp * 32 + lane_id();
-            if (Config::kDQWarps == 8 || ptx::warp_uniform(threadIdx.x / 32) - 4 < Config::kDQWarps)
-#pragma unroll
-                for (int n = 0; n < DQ::kN; ++n) {
-                    const float (&x)[4] = rdQ.v[0][n];
-                    target[n * warps * 32] = make_float4(x[0], x[1], x[2], x[3]);
-                }
-        } else {
-            auto* target = reinterpret_cast<float2*>(stage) + warp * (DQ::kN * 64) + lane_id();
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int n = 0; n < DQ::kN; ++n) {
-                    const float* x = &rdQ.v[0][n][2 * i];
-                    target[(i * DQ::kN + n) * 32] = make_float2(x[0], x[1]);
-                }
-        }
-    }
-
-    // ... and lets the producer add it. `stored`: is there any?
+    // Lets the producer add this consumer's half of dQ. `stored`: is there any?
     __device__ __forceinline__ void commit_dq(typename DQPipeline::State& c,
                                               bool stored = true) const {
         ptx::fence_proxy_async();
@@ -402,7 +376,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         warpgroup_fence(s.rdQ);
         next_ds(s);
         commit_ds(s);
-        store_dq(s.rdQ, s.dq);
+        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
         if (!Config::kLateFences) commit_dq(s.dq);
     }
 
@@ -420,7 +394,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         k_pipeline.consumer_release(s.kv);
         s.q.advance();
         s.d.advance();
-        store_dq(s.rdQ, s.dq);
+        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
         commit_dq(s.dq);
         s.rdK.scale(params.scale);
         store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
@@ -525,7 +499,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream)
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
                                                  {.pdl = true});
-    if (status == cudaSuccess) status = launch_fa3_postprocess_dq<Config>(params, stream);
+    if (status == cudaSuccess) status = postprocess_dq<typename Config::DQTile>(params, stream);
     return status;
 }
 

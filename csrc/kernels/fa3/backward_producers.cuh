@@ -3,7 +3,6 @@
 #pragma once
 
 #include "kernels/fa3/backward_config.cuh"
-#include "kernels/fa3/backward_postprocess.cuh"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -228,14 +227,14 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
 #pragma unroll 1
         for (int i = 0; i < Config::kConsumers; ++i) {
             const DQPipeline pipeline = dq_pipeline(i);
-            const DQHalf half = Config::dq_half(i, rows);
+            const auto half = Config::DQTile::half(i, rows);
             float* target = accum + half.first;
             pipeline.consumer_wait(c);
-            if (half.floats == 0) {  // none of its queries exists
+            if (half.size == 0) {  // none of its queries exists
             } else if (stores) {
-                ptx::bulk_store(target, pipeline.stage(c), half.floats * 4);
+                ptx::bulk_store(target, pipeline.stage(c), half.size * 4);
             } else {
-                ptx::bulk_add(target, pipeline.stage(c), half.floats * 4);
+                ptx::bulk_add(target, pipeline.stage(c), half.size * 4);
             }
             ptx::bulk_wait_read();
             pipeline.consumer_release(c);
