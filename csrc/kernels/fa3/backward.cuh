@@ -79,28 +79,22 @@ namespace flash_ext {
 template <class Config_>
 struct Fa3Backward : Fa3BackwardProducers<Config_> {
     using Config = Config_;
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using DOTile = typename Config::DOTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
-    using DSTile = typename Config::DSTile;
-    using QPipeline = typename Config::QPipeline;
-    using DOPipeline = typename Config::DOPipeline;
-    using DQPipeline = typename Config::DQPipeline;
-    using Scores = RegisterTile<16, Config::kBlockQ>;
-    using Operand = RegisterOperand<Config::kBlockQ>;
-    using GradientK = RegisterTile<16, Config::kHeadDim>;
-    using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using DQTile = typename Config::DQTile;
-    using DQ = typename DQTile::Fragments;
-    using Statistics = RowNumbers<Config::kBlockQ>;
-    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
     using Base = Fa3BackwardProducers<Config>;
     using Base::elected, Base::group, Base::params, Base::storage, Base::work_tiles,
         Base::q_pipeline, Base::do_pipeline, Base::k_pipeline, Base::v_pipeline, Base::dq_pipeline,
         Base::ds_barrier, Base::first_head;
-    using typename Base::WorkTileState;
+    using typename Base::Element, typename Base::QTile, typename Base::DOTile, typename Base::KTile,
+        typename Base::VTile, typename Base::QPipeline, typename Base::DOPipeline,
+        typename Base::DQPipeline, typename Base::WorkTileState;
+    using DSTile = typename Config::DSTile;
+    using DQTile = typename Config::DQTile;
+    using Scores = RegisterTile<16, Config::kBlockQ>;
+    using Operand = RegisterOperand<Config::kBlockQ>;
+    using GradientK = RegisterTile<16, Config::kHeadDim>;
+    using GradientV = RegisterTile<16, Config::kHeadDimV>;
+    using DQ = typename DQTile::Fragments;
+    using Statistics = RowNumbers<Config::kBlockQ>;
+    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
 
     int consumer;  // index of this thread's warpgroup among the consumers
     int warp_key;  // first row of this thread's warp within the KV tile
@@ -116,13 +110,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                                                                typename Pipeline::State& state) {
         pipeline.consumer_release(state);
         state.advance();
-    }
-
-    // The Q tiles of which every query sees all of this consumer's keys.
-    __device__ __forceinline__ VisibleTiles full_tiles(const KeyTile& tile) const {
-        const int first_key = tile.first_key + consumer * 64;
-        return full_q_tiles(tile, mask_of(params, tile.sequence), {first_key, first_key + 64},
-                            Config::kBlockQ);
     }
 
     // Initializes dP^T with -delta.
@@ -193,33 +180,22 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // Operands in shared memory. Operands of pipelines are in the first stage.
     struct Operands {
-        KMajor<KTile> k_rows;
-        KMajor<VTile> v_rows;
-        KMajor<QTile> q_rows;
-        KMajor<DOTile> do_rows;
-        MNMajor<QTile> q_columns;
-        MNMajor<DOTile> do_columns;
-        Statistics lse_rows, delta_rows;  // if kByMatmul
-        KMajor<DSTile> ds_rows;
-        MNMajor<DSTile> ds_columns;
-        MNMajor<KTile> k_columns;
+        const Fa3Backward& cta;
+        int consumer = cta.consumer;
+        KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
+        KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
+        KMajor<QTile> q_rows{cta.q_pipeline.stages};
+        KMajor<DOTile> do_rows{cta.do_pipeline.stages};
+        MNMajor<QTile> q_columns{cta.q_pipeline.stages};
+        MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
+        Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if kByMatmul
+        Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
+        KMajor<DSTile> ds_rows{cta.ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64};
+        MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
+        MNMajor<KTile> k_columns{cta.k_pipeline.stages + (Config::kTransposeDQ ? consumer : 0) *
+                                                             (64 / KTile::kAtomCols) *
+                                                             KTile::kAtomBytes};
     };
-
-    __device__ __forceinline__ Operands operands() const {
-        constexpr int kKAtoms = 64 / KTile::kAtomCols;  // of the rows of a wgmma
-        constexpr int kConsumerColumns = Config::kTransposeDQ ? kKAtoms * KTile::kAtomBytes : 0;
-        return {KMajor<KTile>(k_pipeline.stages, consumer * 64),
-                KMajor<VTile>(v_pipeline.stages, consumer * 64),
-                KMajor<QTile>(q_pipeline.stages),
-                KMajor<DOTile>(do_pipeline.stages),
-                MNMajor<QTile>(q_pipeline.stages),
-                MNMajor<DOTile>(do_pipeline.stages),
-                Statistics(ptx::shared_address(storage.lse)),
-                Statistics(ptx::shared_address(storage.delta)),
-                KMajor<DSTile>(ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64),
-                MNMajor<DSTile>(ds_tile(0) + consumer * DSTile::kAtomBytes),
-                MNMajor<KTile>(k_pipeline.stages + consumer * kConsumerColumns)};
-    }
 
     // S^T = K Q^T
     __device__ __forceinline__ void issue_s(State& s, const Operands& x) const {
@@ -421,29 +397,23 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         GradientK rdK;
         GradientV rdV;
         DQ own_rdQ;
-        State s{rS,
-                rdP,
-                rP,
-                rdS,
-                rdK,
-                rdV,
-                Config::kDQTakesScores ? reinterpret_cast<DQ&>(rS) : own_rdQ};
+        DQ& rdQ = Config::kDQTakesScores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
+        State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
-        const Operands x = operands();
+        const Operands x{*this};
 
         for (;; this->end_work_tile(s.tile)) {
             work_tiles.descriptions.consumer_wait(s.tile);
             const KeyTile& tile = work_tiles[s.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return;
             s.q_tiles = warp_uniform(tile.q_tiles);
-            s.kv.phase =
-                work_tiles.phase(s.tile);  // ptxas 13.0: later, it serializes wgmma at d 64
+            s.kv.phase = work_tiles.phase(s.tile);  // ptxas 13.0: later, wgmma is serialized
             if (s.q_tiles.empty()) [[unlikely]] {
                 store_no_gradient(s, tile);
                 continue;
             }
-            s.full = full_tiles(tile);
+            s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, Config::kBlockQ);
             s.at = {s.q_tiles.begin, ptx::warp_uniform(first_head(tile))};
             s.iterations = s.q_tiles.count() * group();
             first_iteration(s, x, tile);

@@ -43,13 +43,15 @@ struct QTilePosition {
     }
 };
 
-// The Q tiles of which every query sees all of `keys`, so that scores need neither mask nor
-// reference. Queries past the end of the sequence do not count.
-__device__ __forceinline__ VisibleTiles full_q_tiles(const KeyTile& tile, const BandMask& mask,
-                                                     const Interval& keys, int block_q) {
+// The Q tiles of which every query sees all of the 64 keys from first_key on, so that scores need
+// neither mask nor reference. Queries past the end of the sequence do not count.
+__device__ __forceinline__ VisibleTiles full_q_tiles(const BackwardParams& params,
+                                                     const KeyTile& tile, int first_key,
+                                                     int block_q) {
     if (tile.large_lse) return {0, 0};
-    const Interval first = mask.query_range(keys.begin);
-    const Interval last = mask.query_range(keys.end - 1);
+    const BandMask mask = mask_of(params, tile.sequence);
+    const Interval first = mask.query_range(first_key);
+    const Interval last = mask.query_range(first_key + 63);
     const int end = min_of(first.end, last.end);
     return {ceil_div(last.begin, block_q),
             end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
@@ -90,11 +92,19 @@ struct WarpScores {
                 Function{params, sequence, head}.apply(reinterpret_cast<Piece&>(s.v[0][n]),
                                                        first_row, first_col + 8 * n);
         }
+        constexpr bool kByMatmul = std::is_same_v<Statistic, StatisticsRow>;
+        const auto subtract = [&] {
+            const int query = kRows == Rows::kKeys ? first_col : first_row;
+            const int64_t row = workspace_row(params, sequence, head, query);
+            subtract_references<kRows>(s, params.reference + row,
+                                       kByMatmul ? params.lse_log2 + row : nullptr,
+                                       params.scale_log2);
+        };
         // ptxas 13.0: the general form has no registers for references beside the mask.
         constexpr bool kReferencesLast = kGeneral && kRows == Rows::kKeys;
         if (masked) [[unlikely]] {
             if (!kReferencesLast && large_lse) [[unlikely]]
-                subtract_references<Statistic>(s);
+                subtract();
             const BandMask mask = mask_of(params, sequence);
             mask_scores(s, first_col, [&](int row) {
                 return kRows == Rows::kKeys ? mask.query_range(first_row + row)
@@ -102,8 +112,8 @@ struct WarpScores {
             });
         }
         if (kReferencesLast && large_lse) [[unlikely]]
-            subtract_references<Statistic>(s);
-        if constexpr (std::is_same_v<Statistic, StatisticsRow>) {
+            subtract();
+        if constexpr (kByMatmul) {
             exponentiate(s, params.scale_log2);
         } else {
             exponentiate<kRows>(s, lse, kGeneral ? 1.f : params.scale_log2);
@@ -115,19 +125,6 @@ struct WarpScores {
     __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p,
                                                      LseOfQuery lse_of) const {
         Function{params, sequence, head}.softcap_gradient(ds, p, first_row, first_col, lse_of);
-    }
-
- private:
-    template <class Statistic, class Scores>
-    __device__ __forceinline__ void subtract_references(Scores& s) const {
-        const int64_t row =
-            workspace_row(params, sequence, head, kRows == Rows::kKeys ? first_col : first_row);
-        if constexpr (std::is_same_v<Statistic, StatisticsRow>) {
-            flash_ext::subtract_references<kRows>(s, params.reference + row, params.lse_log2 + row,
-                                                  params.scale_log2);
-        } else {
-            flash_ext::subtract_references<kRows>(s, params.reference + row);
-        }
     }
 };
 

@@ -456,8 +456,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     __device__ __forceinline__ void begin_tile(DV& s) const {
         const KeyTile& tile = work_tiles[s.tile];
-        s.full = full_q_tiles(tile, mask_of(params, tile.sequence),
-                              {tile.first_key, tile.first_key + Config::kBlockKV}, Config::kBlockQ);
+        s.full = full_q_tiles(params, tile, tile.first_key, Config::kBlockQ);
     }
     __device__ __forceinline__ void begin_tile(DK& s) const {
         if (stores_ds()) find_ds(s);
