@@ -271,25 +271,23 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     }
 
     // dS^T = P^T * (dP^T - delta), and both rounded to operands.
-    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
-                                                     Operand& rdS, uint32_t lse_stage,
-                                                     const KeyTile& tile,
-                                                     const QTilePosition& at) const {
+    __device__ __forceinline__ void softmax_gradient(State& s, const KeyTile& tile) const {
+        const QTilePosition at = s.at;
+        const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
         const bool softcap = Config::kGeneral && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            const auto& piece_p = reinterpret_cast<const Piece&>(p.v[0][n]);
-            auto& ds = reinterpret_cast<Piece&>(dp.v[0][n]);
-            multiply(ds, piece_p);
+            const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
+            auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
+            multiply(ds, p);
             if constexpr (Config::kGeneral)
                 if (softcap)
-                    warp_scores(tile, at, 8 * n)
-                        .softcap_gradient(ds, piece_p, [&](int col) -> float {
-                            return storage.lse[lse_stage][8 * n + col];
-                        });
-            round_piece<Element>(rP, piece_p, n);
-            round_piece<Element>(rdS, ds, n);
+                    warp_scores(tile, at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
+                        return lse[8 * n + col];
+                    });
+            round_piece<Element>(s.rP, p, n);
+            round_piece<Element>(s.rdS, ds, n);
         }
     }
 
@@ -319,7 +317,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Order::signal_next(consumer);
         probabilities(s, tile);
         finish_dp(s);
-        softmax_gradient(s.rS, s.rdP, s.rP, s.rdS, s.q.stage, tile, s.at);
+        softmax_gradient(s, tile);
         store_ds(s.rdS, s.ds);
         commit_ds(s);
         s.accumulate = false;
@@ -344,7 +342,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         if (Config::kEarlyExponentials) wait_ds(s);
         finish_dp(s);
         if (!Config::kEarlyExponentials) wait_ds(s);
-        softmax_gradient(s.rS, s.rdP, s.rP, s.rdS, s.q.stage, tile, s.at);
+        softmax_gradient(s, tile);
         if (!Config::kLateFences) store_ds(s.rdS, s.ds ^ 1);
         issue_dq(s, x);
         if (Config::kLateFences) store_ds(s.rdS, s.ds ^ 1);
