@@ -534,19 +534,12 @@ struct Fa3BackwardWide {
     int k_stages;        // dQ kernel: K tiles
     int v_stages;        // dQ kernel: V tiles
     int dq_gemm_stages;  // dQ GEMM: K tiles with their dS
-
-    int dq_producer_registers = 40;  // dQ kernel
 };
 
 inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
-    {.head_dims = {256, 256},
-     .pool_pairs = 2,
-     .k_stages = 2,
-     .v_stages = 1,
-     .dq_gemm_stages = 4,
-     .dq_producer_registers = 24},
+    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .dq_gemm_stages = 4},
 };
 
 constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {

@@ -17,10 +17,12 @@ struct Fa3BackwardParams : Fa3BackwardMaps {
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Backward kTuning>
+          tuning::Fa3Backward kTuning_>
 struct Fa3BackwardConfig {
     using Element = Element_;
     using Params = Fa3BackwardParams;
+    static constexpr tuning::Fa3Backward kTuning = kTuning_;
+    static constexpr tuning::Fa3BackwardSteps kSteps = kTuning.steps();
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -29,15 +31,8 @@ struct Fa3BackwardConfig {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDimV});
     static_assert(kBlockKV == 64 * kConsumers);
-    static constexpr bool kPingPong = kTuning.steps().ping_pong;
-    static constexpr bool kByMatmul = kTuning.steps().by_matmul;
-    static constexpr bool kEarlyExponentials = kTuning.steps().early_exponentials;
-    static constexpr bool kLateFences = kTuning.steps().late_fences;
-    static constexpr bool kTransposeDQ = kTuning.transpose_dq;
-    static constexpr bool kHoldDS = kTuning.hold_ds;
-    static constexpr bool kDQTakesScores = kTuning.dq_takes_scores;
-    static_assert(!(kByMatmul && kGeneral));
-    using Statistic = std::conditional_t<kByMatmul, StatisticsRow, float>;
+    static_assert(!(kSteps.by_matmul && kGeneral));
+    using Statistic = std::conditional_t<kSteps.by_matmul, StatisticsRow, float>;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
@@ -52,11 +47,10 @@ struct Fa3BackwardConfig {
     using WorkTiles = WorkTilePipeline<KeyTile>;
 
     // dQ^T takes dS^T as B. Rows are then queries: the keys of a consumer fill atoms of 128 bytes.
-    using DSTile = std::conditional_t<kTransposeDQ, SharedTile<Element, kBlockQ, kBlockKV>,
+    using DSTile = std::conditional_t<kTuning.transpose_dq, SharedTile<Element, kBlockQ, kBlockKV>,
                                       SharedTile<Element, kBlockKV, kBlockQ>>;
-    using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTransposeDQ>;
-    using DQPipeline =
-        Pipeline<1, 4 * sizeof(typename DQTile::Fragments) * 32>;  // one per consumer
+    using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTuning.transpose_dq>;
+    using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer
 
     struct SharedStorage {
         typename KPipeline::Stages k;

@@ -64,9 +64,8 @@ struct Fa3BackwardDQConfig {
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // The consumers share what the producers leave of the registers of three warpgroups.
-    static constexpr int kProducerRegisters = kTuning.dq_producer_registers;
-    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2 / 8 * 8;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
 
     // Of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;

@@ -33,14 +33,13 @@ __device__ __forceinline__ int* tiles_done(const BackwardParams& params, const S
 template <class Element_, int kHeadDim, int kBlockQ_, bool kTranspose>
 struct Fa3DQTile {
     using Element = Element_;
-    using Tile = SharedTile<Element, kBlockQ_, kHeadDim>;
+    using QTile = SharedTile<Element, kBlockQ_, kHeadDim>;
     using Fragments = RegisterTile<16, kTranspose ? kBlockQ_ : kHeadDim>;  // of a warp
     using Floats = std::conditional_t<kTranspose, float4, float2>;  // of a lane and 8 queries
     static constexpr int kBlockQ = kBlockQ_;
     static constexpr int kThreads = 256;
     static constexpr bool kMayBeVarlen = true;
-    static constexpr bool kMayBeUnaligned = false;
-    static constexpr bool kPdl = true;
+    static constexpr bool kGeneral = false;  // rows are aligned
     static_assert(kTranspose ? kHeadDim > 64 : kBlockQ == 128);
 
     // The consumers' warps that have rows.
@@ -85,24 +84,59 @@ struct Fa3DQTile {
     static __device__ __forceinline__ void store(char* half, const Fragments& rdQ, int consumer) {
         if (kWarps < 8 && ptx::warp_uniform(threadIdx.x / 32) - 4 >= kWarps) return;
         for_each(consumer, [&](int n, int i, int place, int) {
-            const float* x = &rdQ.v[0][n][i];
-            auto& floats = reinterpret_cast<Floats*>(half)[place];
-            if constexpr (kTranspose) {
-                floats = make_float4(x[0], x[1], x[2], x[3]);
-            } else {
-                floats = make_float2(x[0], x[1]);
-            }
+            reinterpret_cast<Floats*>(half)[place] =
+                reinterpret_cast<const Floats&>(rdQ.v[0][n][i]);
         });
     }
 
-    // --- The postprocess pass, with a warp for each of the consumers' ---
+    // For the postprocess pass, with a warp for each of the consumers'. Queries that do not exist,
+    // and tiles to which no KV tile has added, get zeros.
+    static __device__ __forceinline__ void fetch(const BackwardParams& params,
+                                                 const Sequence& sequence, int head, int q_tile,
+                                                 uint32_t shared) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+        wait_for_sum(params, sequence, head);
+        const int first_query = q_tile * kBlockQ;
+        if (first_query >= sequence.seqlen_q || warp_id() >= kWarps) return;
+        const int consumer = warp_id() / 4;
+        const int64_t row = workspace_row(params, sequence, head, first_query);
+        const bool stored =
+            params.dq_accum_zeroed || params.dq_semaphore[1 + row / kWorkspaceRows] != 0;
+        const int rows = stored ? stored_rows<kBlockQ>(sequence, first_query) : 0;
+        const float* source = params.dq_accum + row * kHeadDim + half(consumer, rows).first;
+        Fragments rdQ;
+        rdQ.clear();
+        for_each(consumer, [&](int n, int i, int place, int first_row) {
+            if (first_row < rows)
+                reinterpret_cast<Floats&>(rdQ.v[0][n][i]) =
+                    __ldcs(reinterpret_cast<const Floats*>(source) + place);
+        });
+        rdQ.scale(params.gradient_scale);
+        if constexpr (kTranspose) {
+            const int lane = lane_id();
+            const uint32_t address =
+                shared + QTile::offset(lane / 16 * 8 + lane % 8, 2 * warp_id() + lane / 8 % 2);
+#pragma unroll
+            for (int k = 0; k < kBlockQ / 16; ++k) {
+                uint32_t blocks[4];  // of 8 columns and 8 queries
+                AFromRegisters<Element, Fragments>{rdQ}.load_a(blocks, 0, k);
+                ptx::stmatrix_x4_trans(address + k * 16 * QTile::kPitch, blocks);
+            }
+        } else {
+            store_to_shared<Element, QTile>(shared, rdQ, 16 * warp_id());
+        }
+#else
+        __trap();  // never launched on other GPUs
+#endif
+    }
 
+ private:
     // The pass begins on SMs that the backward kernel leaves idle or has left, and converts heads
     // as they are complete. The next kernel in the stream waits only for this pass, so one CTA
     // waits for the end of the backward kernel. With varlen all do: with invalid offsets a counter
     // might never reach its count.
-    static __device__ __forceinline__ void wait(const BackwardParams& params,
-                                                const Sequence& sequence, int head) {
+    static __device__ __forceinline__ void wait_for_sum(const BackwardParams& params,
+                                                        const Sequence& sequence, int head) {
         constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDim});
         const bool varlen = params.cu_seqlens_q != nullptr;
         if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
@@ -112,54 +146,6 @@ struct Fa3DQTile {
                                 256);
         }
         __syncthreads();
-    }
-
-    // Queries that do not exist, and tiles to which no KV tile has added, get zeros.
-    static __device__ __forceinline__ void fetch(const BackwardParams& params,
-                                                 const Sequence& sequence, int head, int q_tile,
-                                                 uint32_t tile) {
-        const int consumer = warp_id() / 4;
-        const int first_query = q_tile * kBlockQ;
-        const int64_t row = workspace_row(params, sequence, head, first_query);
-        const bool stored =
-            params.dq_accum_zeroed || params.dq_semaphore[1 + row / kWorkspaceRows] != 0;
-        const int rows = stored ? stored_rows<kBlockQ>(sequence, first_query) : 0;
-        const float* source = params.dq_accum + row * kHeadDim + half(consumer, rows).first;
-        if (warp_id() >= kWarps) return;
-        Fragments rdQ;
-        rdQ.clear();
-        for_each(consumer, [&](int n, int i, int place, int first_row) {
-            if (first_row >= rows) return;
-            reinterpret_cast<Floats&>(rdQ.v[0][n][i]) =
-                __ldcs(reinterpret_cast<const Floats*>(source) + place);
-        });
-        rdQ.scale(params.gradient_scale);
-        if constexpr (kTranspose) {
-            store_transposed(rdQ, tile);
-        } else {
-            store_to_shared<Element, Tile>(tile, rdQ, 16 * warp_id());
-        }
-    }
-
- private:
-    static __device__ __forceinline__ void store_transposed(const Fragments& rdQ, uint32_t tile) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
-        const int lane = lane_id();
-#pragma unroll
-        for (int n = 0; n < Fragments::kN; n += 2) {
-            uint32_t blocks[4];  // of 8 columns and 8 queries
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float (&x)[4] = rdQ.v[0][n + i / 2];
-                blocks[i] = ptx::pack<Element>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
-            }
-            ptx::stmatrix_x4_trans(
-                tile + Tile::offset(8 * n + lane / 16 * 8 + lane % 8, 2 * warp_id() + lane / 8 % 2),
-                blocks);
-        }
-#else
-        __trap();  // never launched on other GPUs
-#endif
     }
 };
 

@@ -116,20 +116,17 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
         work_tiles.produce(
             fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
             [&](const KeyTile& tile, const WorkTileState& t) {
-                load_keys<VTile>(v_pipeline, t, params.v_map, params.v, tile);
-                load_keys<KTile>(k_pipeline, t, params.k_map, params.k, tile);
+                const Sequence& s = tile.sequence;
+                const PipelineState<1> kv{0, work_tiles.phase(t)};
+                load_tile<VTile>(v_pipeline, kv, params.v_map,
+                                 shared_key_rows<Element>(params, params.v, s, tile.head),
+                                 tile.first_key);
+                load_tile<KTile>(k_pipeline, kv, params.k_map,
+                                 shared_key_rows<Element>(params, params.k, s, tile.head),
+                                 tile.first_key);
                 work_tiles.wait_to_fetch(t);
                 return fetch();
             });
-    }
-
-    template <class Tile, class Pipeline>
-    __device__ __forceinline__ void load_keys(const Pipeline& pipeline, const WorkTileState& t,
-                                              const CUtensorMap& map, const TensorView& view,
-                                              const KeyTile& tile) const {
-        const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
-                        shared_key_rows<Element>(params, view, s, tile.head), tile.first_key);
     }
 
     __device__ __forceinline__ void produce_q() const {
@@ -159,7 +156,7 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
     // lse or delta of all queries, as this kernel takes them.
     static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
                                                                   const StatisticsRow* rows) {
-        if constexpr (Config::kByMatmul) {
+        if constexpr (Config::kSteps.by_matmul) {
             return rows;
         } else {
             return numbers;
