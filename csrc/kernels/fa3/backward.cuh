@@ -94,7 +94,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using DQ = typename DQTile::Fragments;
     using Statistics = RowNumbers<Config::kBlockQ>;
-    using Order = PingPong<Config::kConsumers, Config::kSteps.ping_pong>;
+    using Order = PingPong<Config::kConsumers, Config::kTuning.ping_pong()>;
 
     int consumer;  // index of this thread's warpgroup among the consumers
     int warp_key;  // first row of this thread's warp within the KV tile
@@ -200,17 +200,18 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     // S^T = K Q^T
     __device__ __forceinline__ void issue_s(State& s, const Operands& x) const {
         q_pipeline.consumer_wait(s.q);
-        if constexpr (Config::kSteps.by_matmul)
+        if constexpr (Config::kTuning.by_matmul())
             gemm_async<__nv_bfloat16, 16>(
                 s.rS, Ones{}, in_stage<Statistics::kBytes>(x.lse_rows, s.q.stage), false);
-        gemm_async<Element, Config::kHeadDim>(
-            s.rS, x.k_rows, in_stage<QTile::kBytes>(x.q_rows, s.q.stage), Config::kSteps.by_matmul);
+        gemm_async<Element, Config::kHeadDim>(s.rS, x.k_rows,
+                                              in_stage<QTile::kBytes>(x.q_rows, s.q.stage),
+                                              Config::kTuning.by_matmul());
     }
 
     // dP^T = V dO^T - delta
     __device__ __forceinline__ void issue_dp(State& s, const Operands& x) const {
         do_pipeline.consumer_wait(s.d);
-        if constexpr (Config::kSteps.by_matmul) {
+        if constexpr (Config::kTuning.by_matmul()) {
             gemm_async<__nv_bfloat16, 16>(
                 s.rdP, Ones{}, in_stage<Statistics::kBytes>(x.delta_rows, s.d.stage), false);
         } else {
@@ -332,26 +333,26 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if (Config::kSteps.late_fences) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
         s.accumulate = true;
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
         issue_dp(s, x);
         Order::signal_next(consumer);
         probabilities(s, tile);
-        if (Config::kSteps.early_exponentials) wait_ds(s);
+        if (Config::kTuning.early_exponentials()) wait_ds(s);
         finish_dp(s);
-        if (!Config::kSteps.early_exponentials) wait_ds(s);
+        if (!Config::kTuning.early_exponentials()) wait_ds(s);
         softmax_gradient(s, tile);
-        if (!Config::kSteps.late_fences) store_ds(s.rdS, s.ds ^ 1);
+        if (!Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         issue_dq(s, x);
-        if (Config::kSteps.late_fences) store_ds(s.rdS, s.ds ^ 1);
+        if (Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         ptx::wgmma_wait<0>();
         warpgroup_fence(s.rdQ);
         next_ds(s);
         commit_ds(s);
         DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        if (!Config::kSteps.late_fences) commit_dq(s.dq);
+        if (!Config::kTuning.late_fences()) commit_dq(s.dq);
     }
 
     // dV, dK and dQ of the last Q tile, and the results.
@@ -359,7 +360,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                                                 const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
-        if (Config::kSteps.late_fences) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
         wait_ds(s);
         issue_dq(s, x);
         finish_dv_dk(s);

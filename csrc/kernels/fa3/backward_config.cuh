@@ -22,7 +22,6 @@ struct Fa3BackwardConfig {
     using Element = Element_;
     using Params = Fa3BackwardParams;
     static constexpr tuning::Fa3Backward kTuning = kTuning_;
-    static constexpr tuning::Fa3BackwardSteps kSteps = kTuning.steps();
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -31,8 +30,8 @@ struct Fa3BackwardConfig {
     static constexpr int kBlockQ = kTuning.block_q;
     static constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDimV});
     static_assert(kBlockKV == 64 * kConsumers);
-    static_assert(!(kSteps.by_matmul && kGeneral));
-    using Statistic = std::conditional_t<kSteps.by_matmul, StatisticsRow, float>;
+    static_assert(!(kTuning.by_matmul() && kGeneral));
+    using Statistic = std::conditional_t<kTuning.by_matmul(), StatisticsRow, float>;
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 

@@ -277,14 +277,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_q_do();
-            case 1:
-                return produce_kv();
-            case 2:
-                return produce_tiles();
-        }
+        if (warp_id() == 0) produce_q_do();
+        if (warp_id() == 1) produce_kv();
+        if (warp_id() == 2) produce_tiles();
     }
 
     // --- Consumers ---
@@ -323,11 +318,11 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     __device__ __forceinline__ const KPipeline& keys(const DV&) const { return k_pipeline; }
     __device__ __forceinline__ const VPipeline& keys(const DK&) const { return v_pipeline; }
 
-    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const DV& s) const {
-        return gradient_rows<Element>(params.dv, work_tiles[s.tile], warp_key, params.head_dim_v);
-    }
-    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const DK& s) const {
-        return gradient_rows<Element>(params.dk, work_tiles[s.tile], warp_key, params.head_dim);
+    template <Consumer kConsumer>
+    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const State<kConsumer>& s) const {
+        return gradient_rows<Element>(kConsumer == kDV ? params.dv : params.dk, work_tiles[s.tile],
+                                      warp_key,
+                                      kConsumer == kDV ? params.head_dim_v : params.head_dim);
     }
 
     __device__ __forceinline__ uint32_t tile_in(uint32_t stage) const {

@@ -194,12 +194,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            {
-                const TensorRows rows = this->query_rows(params.q, s, tile.head);
-                for (int i = 0; i < Config::kConsumers; ++i)
-                    load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map, rows,
-                                     tile.first_query + i * 64);
-            }
+            for (int i = 0; i < Config::kConsumers; ++i)
+                load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map,
+                                 this->query_rows(params.q, s, tile.head),
+                                 tile.first_query + i * 64);
             const TensorRows rows = this->query_rows(params.dout, s, tile.head);
 #pragma unroll 1
             for (int i = 0; i < Config::kConsumers; ++i) {
@@ -223,16 +221,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_k();
-            case 1:
-                return produce_v();
-            case 2:
-                return produce_q_do();
-            case 3:
-                return produce_tiles();
-        }
+        if (warp_id() == 0) produce_k();
+        if (warp_id() == 1) produce_v();
+        if (warp_id() == 2) produce_q_do();
+        if (warp_id() == 3) produce_tiles();
     }
 
     // --- Consumers ---

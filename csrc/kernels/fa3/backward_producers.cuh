@@ -156,7 +156,7 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
     // lse or delta of all queries, as this kernel takes them.
     static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
                                                                   const StatisticsRow* rows) {
-        if constexpr (Config::kSteps.by_matmul) {
+        if constexpr (Config::kTuning.by_matmul()) {
             return rows;
         } else {
             return numbers;
