@@ -104,21 +104,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
           warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16) {}
 
-    // By all threads, since without by_matmul all read lse and delta.
-    template <class Pipeline>
-    static __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,
-                                                               typename Pipeline::State& state) {
-        pipeline.consumer_release(state);
-        state.advance();
-    }
-
-    // Initializes dP^T with -delta.
-    __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t stage) const {
-        for_each_with_query<Rows::kKeys, Scores>(
-            storage.delta[stage],
-            [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
-    }
-
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
         if constexpr (Config::kTuning.transpose_dq) {
@@ -215,14 +200,13 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
             gemm_async<__nv_bfloat16, 16>(
                 s.rdP, Ones{}, in_stage<Statistics::kBytes>(x.delta_rows, s.d.stage), false);
         } else {
-            subtract_delta(s.rdP, s.d.stage);
+            Scores& dp = s.rdP;
+            for_each_with_query<Rows::kKeys, Scores>(
+                storage.delta[s.d.stage],
+                [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
         }
         gemm_async<Element, Config::kHeadDimV>(
             s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
-    }
-    __device__ __forceinline__ void finish_dp(State& s) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdP);
     }
 
     // dV += P^T dO, dK += dS^T Q
@@ -239,11 +223,11 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         }
     }
     __device__ __forceinline__ void finish_dv_dk(State& s) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdV);
-        warpgroup_fence(s.rdK);
-        release_and_advance(q_pipeline, s.q_done);
-        release_and_advance(do_pipeline, s.d_done);
+        finish(s.rdV, s.rdK);
+        q_pipeline.consumer_release(s.q_done);  // by all threads, if all read lse and delta
+        s.q_done.advance();
+        do_pipeline.consumer_release(s.d_done);
+        s.d_done.advance();
     }
 
     // This consumer's half of dQ = dS K.
@@ -281,7 +265,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         for (int n = 0; n < Scores::kN; ++n) {
             const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
-            multiply(ds, p);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
             if constexpr (Config::kGeneral)
                 if (softcap)
                     warp_scores(tile, at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
@@ -311,13 +296,12 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         k_pipeline.consumer_wait(s.kv);
         Order::wait(consumer);
         issue_s(s, x);
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rS);
+        finish(s.rS);
         v_pipeline.consumer_wait(s.kv);
         issue_dp(s, x);
         Order::signal_next(consumer);
         probabilities(s, tile);
-        finish_dp(s);
+        finish(s.rdP);
         softmax_gradient(s, tile);
         store_ds(s.rdS, s.ds);
         commit_ds(s);
@@ -341,14 +325,13 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Order::signal_next(consumer);
         probabilities(s, tile);
         if (Config::kTuning.early_exponentials()) wait_ds(s);
-        finish_dp(s);
+        finish(s.rdP);
         if (!Config::kTuning.early_exponentials()) wait_ds(s);
         softmax_gradient(s, tile);
         if (!Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         issue_dq(s, x);
         if (Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdQ);
+        finish(s.rdQ);
         next_ds(s);
         commit_ds(s);
         DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);

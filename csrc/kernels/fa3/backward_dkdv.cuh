@@ -476,8 +476,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
     template <class State>
     __device__ __forceinline__ void finish_scores(State& s) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.scores);
+        finish(s.scores);
         if (s.left == 0) release_and_advance(keys(s), s.keys);
         compute_operand(s);
     }
@@ -509,8 +508,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 issue_gradient(s, before);
                 issue_scores(s);
                 Order::signal_next(kConsumer);
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(s.gradient);
+                finish<1>(s.gradient);
                 release(s.gradient_stage(before));
                 finish_scores(s);
             }
@@ -518,8 +516,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             Order::wait(kConsumer);
             issue_gradient(s, s.pool);
             Order::signal_next(kConsumer);
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(s.gradient);
+            finish(s.gradient);
             release(s.gradient_stage(s.pool));
             s.pool.advance();
             if (kConsumer == kDK) s.gradient.scale(params.scale);
