@@ -453,11 +453,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         const KeyTile& tile = work_tiles[s.tile];
         s.full = full_q_tiles(params, tile, tile.first_key, Config::kBlockQ);
     }
+    // The same for each query head.
     __device__ __forceinline__ void begin_tile(DK& s) const {
-        if (stores_ds()) find_ds(s);
-    }
-
-    __device__ __forceinline__ void find_ds(DK& s) const {
+        if (!stores_ds()) return;
         const KeyTile& tile = work_tiles[s.tile];
         s.ds = params.ds_workspace.template tile<Element>(params, tile.sequence.batch, s.at.head,
                                                           s.q_tiles.tile(s.at.i),
@@ -470,8 +468,8 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             s.ds +=
                 params.ds_workspace.tiles.of_row(s.q_tiles.tile(s.at.i)) * DSTile<Element>::kBytes;
         s.at.advance(s.q_tiles);
-        if (stores_ds() && (s.at.i == s.q_tiles.begin || s.q_tiles.distance(s.at.i) != 1))
-            find_ds(s);  // of the next head
+        if (s.at.i == s.q_tiles.begin || s.q_tiles.distance(s.at.i) != 1)
+            begin_tile(s);  // of the next head
     }
 
     template <class State>
