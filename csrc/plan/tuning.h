@@ -441,31 +441,42 @@ constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
 
 // --- FA3, backward ---
 
+// What runs beside what in a consumer's iteration: the sets of steps that pay somewhere, by which
+// steps they have. Note 010, "Between the matmuls", says what each step gains.
+enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
+using enum Fa3BackwardSchedule;
+
 struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
-    // Ping-pong gains 2 to 9 % where exponentials take as long as matmuls, and 1 % at d 128. In the
+    Fa3BackwardSchedule schedule;
+    bool transpose_dq = true;     // a consumer's half of dQ: 64 columns, or 64 rows
+    bool hold_ds = true;          // dK takes dS from registers, or from shared memory
+    bool dq_takes_scores = true;  // dQ in the registers of S, or in its own
+
+    // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
     // general form at d 128 it costs 1 to 4 % (with softcap).
-    bool ping_pong = false;
-    // lse and delta are added to S and dP by a matmul (StatisticsRow), where that is faster than to
+    constexpr bool ping_pong() const { return schedule <= kByMatmulEarly; }
+    // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
     // load them into registers and to subtract them. Not in the general form.
-    bool by_matmul = false;
+    constexpr bool by_matmul() const { return schedule == kByMatmul || schedule == kByMatmulEarly; }
     // All exponentials run beside dP, which ptxas does not do by itself.
-    bool early_exponentials = false;
-    // Fences behind the stores of dS and dQ wait for these. Late ones come when the next matmuls
-    // have been started.
-    bool late_fences = false;
+    constexpr bool early_exponentials() const {
+        return schedule == kByMatmulEarly || schedule == kEarly;
+    }
+    // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
+    // next matmuls have been started.
+    constexpr bool late_fences() const { return schedule != kPingPong; }
 };
 
-// For heads whose dQ is summed in HBM. Note 010, "Between the matmuls", says where each flag gains
-// how much. Tiles of 80 queries pay where Q, dO and dQ of a head no longer stay in L2; up to
-// 32,768 queries both are level.
+// For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
+// longer stay in L2; up to 32,768 queries both are level.
 struct Fa3BackwardRow {
     HeadDims head_dims;
     Fa3Backward usual;
-    Fa3Backward general = usual;
-    Fa3Backward many_queries = usual;  // not in the general form
+    Fa3BackwardSchedule general = usual.schedule;  // in the general form
+    Fa3Backward many_queries = usual;              // not in the general form
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
@@ -473,42 +484,34 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 3,
-               .ping_pong = true,
-               .by_matmul = true,
-               .late_fences = true},
-     .general = {.block_q = 128, .q_stages = 3, .do_stages = 3, .ping_pong = true}},
+               .schedule = kByMatmul,
+               .transpose_dq = false,
+               .dq_takes_scores = false},
+     .general = kPingPong},
     {.head_dims = {64, 64},
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 2,
-               .ping_pong = true,
-               .by_matmul = true,
-               .late_fences = true},
-     .general = {.block_q = 128, .q_stages = 3, .do_stages = 2, .ping_pong = true}},
+               .schedule = kByMatmul,
+               .transpose_dq = false,
+               .hold_ds = false},
+     .general = kPingPong},
     {.head_dims = {96, 96},
-     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .ping_pong = true}},
+     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},
     {.head_dims = {128, 128},
-     .usual = {.block_q = 64,
-               .q_stages = 3,
-               .do_stages = 2,
-               .ping_pong = true,
-               .by_matmul = true,
-               .early_exponentials = true,
-               .late_fences = true},
-     .general = {.block_q = 64,
-                 .q_stages = 3,
-                 .do_stages = 2,
-                 .early_exponentials = true,
-                 .late_fences = true},
-     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .late_fences = true}},
+     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .schedule = kByMatmulEarly},
+     .general = kEarly,
+     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .schedule = kLateFences}},
 };
 
 inline constexpr int kManyQueries = 16384;
 
 constexpr Fa3Backward fa3_backward(HeadDims dims, Features features, bool many_queries) {
     const Fa3BackwardRow row = row_of(kFa3Backward, dims);
-    if (features == Features::kGeneral) return row.general;
-    return many_queries ? row.many_queries : row.usual;
+    if (features != Features::kGeneral) return many_queries ? row.many_queries : row.usual;
+    Fa3Backward general = row.usual;
+    general.schedule = row.general;
+    return general;
 }
 
 // For wider heads. Stages are as many as shared memory holds.
