@@ -122,16 +122,11 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
         }
     };
     const auto load = [](const Element* p) { return __ldg(reinterpret_cast<const uint4*>(p)); };
-    const auto load_halves = [](const Element* p) {
-        uint32_t words[4];
-        load_unaligned(words, reinterpret_cast<const uint16_t*>(p));
-        return uint4{words[0], words[1], words[2], words[3]};
-    };
     const auto reduce_rows = [&](auto& results) {
         if (params.aligned) {
             reduce(results, load);
         } else {
-            reduce(results, load_halves);
+            reduce(results, [](const Element* p) { return load_8(p); });
         }
     };
     float found[8];

@@ -143,12 +143,6 @@ class TilePosition {
     uint32_t bits_;  // one register, over many tiles
 };
 
-// Eight elements that may lie at any address.
-__device__ __forceinline__ void load_unaligned(uint32_t (&words)[4], const uint16_t* x) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) words[w] = x[2 * w] | static_cast<uint32_t>(x[2 * w + 1]) << 16;
-}
-
 // Copies a warp's part of a tile from x. A lane copies the vectors 32 i + lane.
 template <class Layout>
 class TileLoader {
@@ -175,9 +169,8 @@ class TileLoader {
         } else {
 #pragma unroll 1
             for (int i = 0; i < Layout::kThreadVectors; ++i, x += step) {
-                uint32_t words[4] = {0, 0, 0, 0};
-                if (Layout::kVectorRows * i < rows) load_unaligned(words, x);
-                ptx::st_shared_v4(Layout::vector_address(target, 32 * i), words);
+                const uint4 v = load_8(x, Layout::kVectorRows * i < rows ? 8 : 0);
+                ptx::st_shared_v4(Layout::vector_address(target, 32 * i), {v.x, v.y, v.z, v.w});
             }
         }
         ptx::cp_async_commit();
