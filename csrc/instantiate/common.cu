@@ -3,4 +3,5 @@
 #include "kernels/common/combine.cuh"
 #include "kernels/common/sanitize_cu_seqlens.cuh"
 #include "kernels/common/sink_gradient.cuh"
+#include "kernels/common/sum_parts.cuh"
 #include "kernels/common/sum_rows.cuh"

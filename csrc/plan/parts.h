@@ -4,7 +4,7 @@
 // suffice and all queries see all keys (cross attention to few keys), the Q tiles of each head. For
 // the kernels each part is a KV head, with the same K and V as the other parts (shared_key_rows())
 // and with gradients of its own. These are summed afterwards, always in the same order
-// (kernels/common/sum_rows.cuh).
+// (kernels/common/sum_parts.cuh).
 #pragma once
 
 #include <cstdint>

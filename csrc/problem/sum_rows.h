@@ -49,7 +49,6 @@ struct SumRowsParams {
     const int32_t* index = nullptr;  // (S), the row that each row of out is; without it, itself
     int parts = 0;
     RowsPart part[kMostParts];  // those beyond `parts` have no rows
-    int64_t next_parts = 0;  // of more than kMostParts: from each to the one so many later, bytes
 
     FLASH_HOST_DEVICE int64_t all_rows() const { return int64_t{batch} * rows * heads; }
 };

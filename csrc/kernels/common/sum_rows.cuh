@@ -5,17 +5,14 @@
 //
 // Between GPUs every step of a method is a whole call with results of its own. (combine.cuh is for
 // the splits of one call, with maxima and sums in place of lse.) Several tensors may get the same
-// rows, those of other GPUs among them. The parts of a head in FA3's backward are added up likewise
-// (plan/parts.h). Bound by memory: each row is read and written once, always in the same order. A
-// row has 8, 16 or 32 lanes; heads are next to each other in memory, so a warp's rows are too.
+// rows, those of other GPUs among them. Bound by memory: each row is read and written once. A row
+// has 8, 16 or 32 lanes; heads are next to each other in memory, so a warp's rows are too.
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/common/launch.cuh"
-#include "plan/launchers.h"
 #include "plan/sum_rows.h"
-#include "problem/sequences.cuh"
 #include "ptx/math.cuh"
 #include "tile/copy.cuh"
 
@@ -128,7 +125,7 @@ FLASH_HOST_DEVICE constexpr int lanes_per_row(int head_dim) {
     return lanes;
 }
 
-// A row of parts, kParts at a time, whose loads are all under way before the first one is used.
+// A row of up to kParts parts. All loads are under way before the first one is used.
 template <int kParts, class Element>
 __global__ void __launch_bounds__(kSumRowsThreads)
     sum_rows_kernel(const __grid_constant__ SumRowsParams params) {
@@ -164,7 +161,6 @@ __global__ void __launch_bounds__(kSumRowsThreads)
         weight[p] = weighted && has[p] ? *statistic(part.lse, at) : -INFINITY;
     }
     int column = lane * kLaneColumns;
-    int first_part = 0;  // of those in `bits`
     const auto place_of = [&](const ResultView& view, int64_t at) {
         return row_of(view, at) + column * (Bits::is_float(view.type) ? 4 : 2);
     };
@@ -173,10 +169,9 @@ __global__ void __launch_bounds__(kSumRowsThreads)
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
             const RowsPart& part = params.part[p];
-            if (has[p] && first_part + p < params.parts && column < params.head_dim)
-                bits[p].load(
-                    place_of(part.x, source - part.first) + first_part / kParts * params.next_parts,
-                    part.x.type, params.whole, params.head_dim - column);
+            if (has[p] && column < params.head_dim)
+                bits[p].load(place_of(part.x, source - part.first), part.x.type, params.whole,
+                             params.head_dim - column);
         }
     };
     load();
@@ -197,28 +192,22 @@ __global__ void __launch_bounds__(kSumRowsThreads)
         for (int p = 0; p < kParts; ++p) weight[p] *= scale;
     }
 
-    float total[kLaneColumns]{};
     while (valid && column < params.head_dim) {
+        float total[kLaneColumns]{};
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
-            if (!has[p] || first_part + p >= params.parts) continue;
+            if (!has[p]) continue;
             float x[kLaneColumns];
             bits[p].to_floats(x, params.part[p].x.type);
 #pragma unroll
             for (int i = 0; i < kLaneColumns; ++i) total[i] += weighted ? weight[p] * x[i] : x[i];
         }
-        first_part += kParts;
-        if (first_part >= params.parts) {
-            Bits result;
-            result.set(total, params.out.type);
-            for (int i = 0; i < params.outs; ++i)
-                result.store(place_of(params.out, row) + params.distance[i], params.out.type,
-                             params.whole, params.head_dim - column);
-#pragma unroll
-            for (float& x : total) x = 0.f;
-            first_part = 0;
-            column += static_cast<int>(lanes) * kLaneColumns;
-        }
+        Bits result;
+        result.set(total, params.out.type);
+        for (int i = 0; i < params.outs; ++i)
+            result.store(place_of(params.out, row) + params.distance[i], params.out.type,
+                         params.whole, params.head_dim - column);
+        column += static_cast<int>(lanes) * kLaneColumns;
         load();
     }
 
@@ -249,28 +238,6 @@ cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream) {
     return !alike                         ? launch_sum_rows_of<void>(params, stream)
            : type == ResultType::kFloat16 ? launch_sum_rows_of<__half>(params, stream)
                                           : launch_sum_rows_of<__nv_bfloat16>(params, stream);
-}
-
-cudaError_t sum_parts(BackwardParams params, cudaStream_t stream) {
-    const ResultType type =
-        params.element_type == ElementType::kFloat16 ? ResultType::kFloat16 : ResultType::kBFloat16;
-    const auto add = [&](const TensorView& gradient, float* parts, int cols) {
-        const int64_t row = int64_t{params.heads_k} * cols;  // a part is a KV head
-        SumRowsParams sum{.batch = tensor_batches(params),
-                          .rows = params.seqlen_k,
-                          .heads = params.heads_k / params.parts,
-                          .head_dim = cols,
-                          .whole = true,
-                          .out = {gradient, type},
-                          .parts = params.parts,
-                          .next_parts = int64_t{kMostParts} * cols * 4};
-        for (int p = 0; p < min_of(params.parts, kMostParts); ++p, parts += cols)
-            sum.part[p] = {.x = {{parts, params.seqlen_k * row, row, int64_t{params.parts} * cols}},
-                           .rows = params.seqlen_k};
-        return sum_rows(sum, stream);
-    };
-    const cudaError_t status = add(params.dk, params.dk_parts, params.head_dim);
-    return status != cudaSuccess ? status : add(params.dv, params.dv_parts, params.head_dim_v);
 }
 
 }  // namespace flash_ext
