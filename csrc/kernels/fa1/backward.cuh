@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
 template <class Config>
 __device__ __forceinline__ auto& old_dq(int block, int n) {
     using Accum = DQAccum<Config>;
-    const int index = (block * Config::DQ::kN + n) * 2 / Accum::kFloats;
+    const int index = (block * Config::DQ::kN + n) / Accum::kStep;
     return reinterpret_cast<typename Accum::Floats*>(
         dynamic_shared() + Config::kOldDQ)[index * Config::kThreads + threadIdx.x];
 }
@@ -153,17 +153,22 @@ int fa1_backward_shared_bytes() {
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element,
-                                                                             auto features) {
-        using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-        cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
-        if (status == cudaSuccess)
-            status = launch_kernel<fa1_backward_kernel<Config>>(
-                params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
-                params, stream);
-        if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
-        return status;
-    });
+    constexpr int kBlockQ = tuning::fa1_backward({kHeadDim, kHeadDimV}).block_q;
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(
+        params,
+        [&](auto element, auto features) {
+            using Config =
+                Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
+            cudaError_t status =
+                backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
+            if (status == cudaSuccess)
+                status = launch_kernel<fa1_backward_kernel<Config>>(
+                    params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
+                    params, stream);
+            if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
+            return status;
+        },
+        least_backward_form(params, kBlockQ));
 }
 
 }  // namespace flash_ext

@@ -66,8 +66,10 @@ __device__ __forceinline__ void add_dq(const typename Config::DQ& rdQ,
                                        const DQAccum<Config>& accum) {
     using Accum = DQAccum<Config>;
     accum.for_all([&](int block, int n, typename Accum::Floats& floats) {
-        ptx::red_add_v2(floats.x, Accum::element(rdQ, block, n, 0),
-                        Accum::element(rdQ, block, n, 1));
+        float x[Accum::kFloats];
+#pragma unroll
+        for (int i = 0; i < Accum::kFloats; ++i) x[i] = Accum::element(rdQ, block, n, i);
+        ptx::red_add(floats.x, x);
     });
 }
 
@@ -148,11 +150,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         const DQSemaphore<Config> dq_semaphore{params, cta, kv_tile, walk.head, walk.q_tile()};
         if (kWaitFirst && params.deterministic) dq_semaphore.wait();
         compile_time_for<Config::kDQSlices>([&](auto slice) {
-            // Before the matmul, so that no addition waits for its address.
-            const DQAccum<Config> accum(params, cta.sequence, walk.head, walk.q_tile(), slice);
             typename Config::DQ rdQ;
             cta.template compute_dq<slice>(rdQ);
             if (!kWaitFirst && params.deterministic) dq_semaphore.wait();
+            const DQAccum<Config> accum(params, cta.sequence, walk.head, walk.q_tile(), slice);
             add_dq<Config>(rdQ, accum);
         });
         if (params.deterministic) dq_semaphore.end();
@@ -206,7 +207,10 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
 
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
-    constexpr Features kLeast = tuning::least_fa2_form({kHeadDim, kHeadDimV});
+    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
+    constexpr Features kLeast = tuning::least_fa2_form(kDims);
+    constexpr int kBlockQ = tuning::fa2_backward(kDims, Features::kPlain).block_q;
+    static_assert(kBlockQ % tuning::small_fa2_backward(kDims, Features::kPlain).block_q == 0);
     return dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
         params,
         [&](auto element, auto features) {
@@ -221,7 +225,7 @@ cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
                 return kNoKernel;
             }
         },
-        kLeast);
+        max_of(kLeast, least_backward_form(params, kBlockQ)));
 }
 
 }  // namespace flash_ext

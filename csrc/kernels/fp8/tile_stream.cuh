@@ -220,6 +220,7 @@ class TileStream {
             cursor.advance();
             choose(cursor, params);
         }
+        if (again) __syncwarp();  // all lanes have read `repeat`
         if (threadIdx.x % 32 == 0) storage.repeat = again ? Repeat::kDone : Repeat::kNo;
 #pragma unroll 1
         for (bool is_next = again;; is_next = false) {
@@ -237,6 +238,7 @@ class TileStream {
     __device__ bool repeat() {
         if (!Rows::kRotates) return false;
         if (__any_sync(0xffffffff, storage.repeat == Repeat::kDone)) return false;
+        __syncwarp();  // all lanes have read it
         if (threadIdx.x % 32 == 0) storage.repeat = Repeat::kWanted;
         __syncwarp();  // other lanes read it
         return true;
@@ -270,9 +272,9 @@ class TileStream {
     __device__ StreamTile& current() { return storage.tiles[number() % 2]; }
 
     __device__ void divide_current() {
-        if (current().divisor == 1.f && divide_large<typename Rows::Type>(storage) &&
-            threadIdx.x % 32 == 0)
-            current().divisor = kSumDivisor;
+        const bool divided = current().divisor == 1.f && divide_large<typename Rows::Type>(storage);
+        __syncwarp();  // all lanes have read the divisor
+        if (divided && threadIdx.x % 32 == 0) current().divisor = kSumDivisor;
         __syncwarp();  // other lanes read it, and the elements
     }
 
