@@ -130,7 +130,7 @@ struct Fa1Forward {
     float first_max;  // m of a row that has seen no key
     int team;
     int warp;  // within the team: which part of the keys, and which columns of O, are its own
-    char* team_memory;
+    TeamStorage& storage;
     int64_t first_tile;  // the number of Q tile 0 in the workspaces
     uint32_t sK;
     uint32_t sV;
@@ -147,13 +147,12 @@ struct Fa1Forward {
                         : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
-          team_memory(dynamic_shared() + static_cast<int>(offsetof(SharedStorage, teams)) +
-                      team * static_cast<int>(sizeof(TeamStorage))),
+          storage(shared_storage<SharedStorage>().teams[team]),
           first_tile(workspace_tile(p, sequence, head, 0,
                                     tile_numbers(p, p.seqlen_q, Config::kBlockQ), Config::kBlockQ)),
-          sK(ptx::shared_address(dynamic_shared()) + static_cast<int>(offsetof(SharedStorage, k))),
-          sV(ptx::shared_address(dynamic_shared()) + static_cast<int>(offsetof(SharedStorage, v))),
-          sQ(ptx::shared_address(team_memory) + static_cast<int>(offsetof(TeamStorage, q))) {}
+          sK(ptx::shared_address(shared_storage<SharedStorage>().k)),
+          sV(ptx::shared_address(shared_storage<SharedStorage>().v)),
+          sQ(ptx::shared_address(storage.q)) {}
 
     __device__ __forceinline__ void team_barrier() const {
         ptx::barrier_sync(1 + team, Config::kTeamThreads);
@@ -198,7 +197,7 @@ struct Fa1Forward {
     __device__ __forceinline__ void load_statistics(int q_tile) const {
         const int chunk = threadIdx.x % Config::kTeamThreads;
         if (chunk < sizeof(typename Config::Statistics) / 16)
-            ptx::cp_async_16(ptx::shared_address(old_statistics()) + chunk * 16,
+            ptx::cp_async_16(ptx::shared_address(&old_statistics()) + chunk * 16,
                              statistics_global(q_tile) + chunk * 4, true);
     }
 
@@ -206,8 +205,8 @@ struct Fa1Forward {
     __device__ __forceinline__ void read_statistics(bool first_visit, RowValues& row_max,
                                                     RowValues& row_sum) const {
         for_each_row([&](int m, int i, int row) {
-            row_max.v[m][i] = first_visit ? first_max : old_statistics()[row];
-            row_sum.v[m][i] = first_visit ? first_sum() : old_statistics()[Config::kBlockQ + row];
+            row_max.v[m][i] = first_visit ? first_max : old_statistics().row_max[row];
+            row_sum.v[m][i] = first_visit ? first_sum() : old_statistics().row_sum[row];
         });
     }
 
@@ -238,7 +237,7 @@ struct Fa1Forward {
             for (int n = 0; n < Scores::kN; ++n)
                 x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
             x = quad_max(x);
-            if (lane_col() == 0) maxima()[warp * Config::kBlockQ + row] = x;
+            if (lane_col() == 0) storage.max[warp][row] = x;
         });
     }
 
@@ -246,10 +245,9 @@ struct Fa1Forward {
     __device__ __forceinline__ void exponentiate(Scores& rS, Weights& rP, RowValues& tile_max,
                                                  int q_tile, int kv_tile) const {
         for_each_row([&](int m, int i, int row) {
-            float x = maxima()[row];
+            float x = storage.max[0][row];
 #pragma unroll
-            for (int w = 1; w < Config::kTeamWarps; ++w)
-                x = fmaxf(x, maxima()[w * Config::kBlockQ + row]);
+            for (int w = 1; w < Config::kTeamWarps; ++w) x = fmaxf(x, storage.max[w][row]);
             tile_max.v[m][i] = x;
         });
         for_each_row([&](int m, int i, int row) {
@@ -273,7 +271,7 @@ struct Fa1Forward {
                     sum += x;
                 }
             sum = quad_sum(sum);
-            if (lane_col() == 0) sums()[warp * Config::kBlockQ + row] = sum;
+            if (lane_col() == 0) storage.sum[warp][row] = sum;
         });
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
@@ -380,8 +378,7 @@ struct Fa1Forward {
         for_each_row([&](int m, int i, int row) {
             float tile_sum = 0.f;
 #pragma unroll
-            for (int w = 0; w < Config::kTeamWarps; ++w)
-                tile_sum += sums()[w * Config::kBlockQ + row];
+            for (int w = 0; w < Config::kTeamWarps; ++w) tile_sum += storage.sum[w][row];
             const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
             const auto factor = [&](float max) {
                 return ptx::ex2((max - finite_max(new_max)) * score_scale());
@@ -431,34 +428,23 @@ struct Fa1Forward {
     }
 
  private:
-    __device__ __forceinline__ float* maxima() const {
-        return reinterpret_cast<float*>(team_memory + static_cast<int>(offsetof(TeamStorage, max)));
-    }
-    __device__ __forceinline__ float* sums() const {
-        return reinterpret_cast<float*>(team_memory + static_cast<int>(offsetof(TeamStorage, sum)));
-    }
-
     // Where warp (owner ^ t) stores what it gives to warp `owner`.
     __device__ __forceinline__ char* partial(int owner, int t) const {
-        return team_memory + static_cast<int>(offsetof(TeamStorage, partial)) +
-               (owner * (Config::kTeamWarps - 1) + t - 1) * Config::kOwnedBytes;
+        return storage.partial[owner][t - 1];
     }
 
     // This warp's part of a chunk of O_i, fetched ahead; and in HBM, where this lane's begins.
     __device__ __forceinline__ char* old_shared(int chunk) const {
-        return team_memory + static_cast<int>(offsetof(TeamStorage, old)) +
-               (warp * Config::kChunks + chunk) * Config::kOwnedBytes;
+        return storage.old[warp][chunk];
     }
     __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
         return params.out_accum + (first_tile + q_tile) * (Config::kBlockQ * Config::kHeadDimV) +
                (warp * Config::kChunks + chunk) * (Config::kOwnedBytes / 4) + lane_id() * 4;
     }
 
-    // m_i, then l_i: fetched ahead, and in HBM.
-    __device__ __forceinline__ float* old_statistics() const {
-        return reinterpret_cast<float*>(
-            dynamic_shared() + static_cast<int>(offsetof(SharedStorage, statistics)) +
-            team * static_cast<int>(sizeof(typename Config::Statistics)));
+    // m_i and l_i: fetched ahead, and in HBM.
+    __device__ __forceinline__ typename Config::Statistics& old_statistics() const {
+        return shared_storage<SharedStorage>().statistics[team];
     }
     __device__ __forceinline__ float* statistics_global(int q_tile) const {
         return params.row_statistics + (first_tile + q_tile) * (2 * Config::kBlockQ);
