@@ -26,10 +26,6 @@
 // Warp w visits the columns of an atom in its own order: the t-th quarter belongs to warp (w ^ t).
 // So its own quarter is the first, and the code of the exchange is the same in every warp.
 //
-// Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
-// [to warp][t - 1][its columns], the O_i fetched ahead, maxima and sums [warp][kBlockQ], the m_i
-// and l_i fetched ahead.
-//
 // Barriers (of a team, except those of the KV tiles) are explained in the code. cp.async groups are
 // committed in the order Q with m and l, O chunk 0, O chunk 1, ... of each iteration, so that the
 // number of pending groups tells what has landed.
@@ -84,8 +80,8 @@ struct Fa1ForwardConfig {
 
     struct alignas(1024) TeamStorage {  // which swizzled tiles start on
         char q[QTile::kBytes];
-        char partial[kTeamWarps][kTeamWarps - 1][kOwnedBytes];
-        char old[kTeamWarps][kChunks][kOwnedBytes];
+        char partial[kTeamWarps][kTeamWarps - 1][kOwnedBytes];  // products, [to warp][t - 1]
+        char old[kTeamWarps][kChunks][kOwnedBytes];             // O_i, fetched ahead
         float max[kTeamWarps][kBlockQ];
         float sum[kTeamWarps][kBlockQ];
     };
@@ -97,7 +93,7 @@ struct Fa1ForwardConfig {
         char k[KTile::kBytes];
         char v[VTile::kBytes];
         TeamStorage teams[kTeams];
-        Statistics statistics[kTeams];
+        Statistics statistics[kTeams];  // m_i and l_i, fetched ahead
     };
     static constexpr int kSharedBytes =  // without the padding at the end
         offsetof(SharedStorage, statistics) + kTeams * sizeof(Statistics);
@@ -182,7 +178,7 @@ struct Fa1Forward {
     // Fetches this lane's part of a chunk of O_i. No other lane uses it.
     __device__ __forceinline__ void load_old(int q_tile, int chunk) const {
         const float* global = old_global(q_tile, chunk);
-        const uint32_t shared = ptx::shared_address(old_shared(chunk)) + lane_id() * 16;
+        const uint32_t shared = ptx::shared_address(storage.old[warp][chunk]) + lane_id() * 16;
 #pragma unroll
         for (int f = 0; f < Owned::kM * Owned::kN; ++f)
             ptx::cp_async_16(shared + f * 512, global + f * 128, true);
@@ -314,7 +310,8 @@ struct Fa1Forward {
 #pragma unroll
                         for (int e = 0; e < 4; ++e) own.v[m][n][e] = x[e];
                     } else {
-                        *fragment(partial(warp ^ t, t), m, n) = make_float4(x[0], x[1], x[2], x[3]);
+                        *fragment(storage.partial[warp ^ t][t - 1], m, n) =
+                            make_float4(x[0], x[1], x[2], x[3]);
                     }
                 }
     }
@@ -323,7 +320,8 @@ struct Fa1Forward {
     __device__ __forceinline__ void collect(Owned& own) const {
 #pragma unroll
         for (int t = 1; t < Config::kTeamWarps; ++t)
-            add(own, partial(warp, t), [](float sum, float x, int, int) { return sum + x; });
+            add(own, storage.partial[warp][t - 1],
+                [](float sum, float x, int, int) { return sum + x; });
     }
 
     // own = old_factor O_i + new_factor own, for each row.
@@ -338,7 +336,7 @@ struct Fa1Forward {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) own.v[m][n][e] *= new_factor.v[m][e / 2];
         } else {
-            add(own, old_shared(chunk), [&](float product, float old, int m, int i) {
+            add(own, storage.old[warp][chunk], [&](float product, float old, int m, int i) {
                 return new_factor.v[m][i] * product + old_factor.v[m][i] * old;
             });
         }
@@ -428,15 +426,7 @@ struct Fa1Forward {
     }
 
  private:
-    // Where warp (owner ^ t) stores what it gives to warp `owner`.
-    __device__ __forceinline__ char* partial(int owner, int t) const {
-        return storage.partial[owner][t - 1];
-    }
-
-    // This warp's part of a chunk of O_i, fetched ahead; and in HBM, where this lane's begins.
-    __device__ __forceinline__ char* old_shared(int chunk) const {
-        return storage.old[warp][chunk];
-    }
+    // This warp's part of a chunk of O_i in HBM, where this lane's begins.
     __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
         return params.out_accum + (first_tile + q_tile) * (Config::kBlockQ * Config::kHeadDimV) +
                (warp * Config::kChunks + chunk) * (Config::kOwnedBytes / 4) + lane_id() * 4;
@@ -461,12 +451,11 @@ struct Fa1Forward {
         for (int m = 0; m < Owned::kM; ++m)
 #pragma unroll
             for (int n = 0; n < Owned::kN; ++n) {
-                const float4 x = *fragment(shared, m, n);
-                float (&sum)[4] = own.v[m][n];
-                sum[0] = combine(sum[0], x.x, m, 0);
-                sum[1] = combine(sum[1], x.y, m, 0);
-                sum[2] = combine(sum[2], x.z, m, 1);
-                sum[3] = combine(sum[3], x.w, m, 1);
+                const float4 quad = *fragment(shared, m, n);
+                const float x[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    own.v[m][n][e] = combine(own.v[m][n][e], x[e], m, e / 2);
             }
     }
 
@@ -579,12 +568,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes() {
-    const auto bytes = [](auto features) {
-        return Fa1ForwardConfig<
-            __half, kHeadDim, kHeadDimV, features.value,
-            tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv>::kSharedBytes;
-    };
-    constexpr int kBytes = largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
+    constexpr int kBlockKV = tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv;
+    constexpr int kBytes =  // of both forms
+        Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, Features::kPlain, kBlockKV>::kSharedBytes;
     static_assert(kHeadDim > 64 || kBytes <= 99 * 1024, "compute capability 8.6, 8.9 and 12.x");
     return kBytes;
 }
@@ -601,14 +587,13 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
         using Small =
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
-        const auto launch = [&](auto config) {
+        // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
+        return launch_fitting<Large, Small>([&](auto config) {
             using Config = decltype(config);
             return launch_kernel<fa1_forward_kernel<Config>>(
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
-        };
-        // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
-        return launch_fitting<Large, Small>(launch);
+        });
     });
 }
 
