@@ -131,7 +131,8 @@ def quantize(
             orthonormal Hadamard matrix H. Where D is no power of two H is block-diagonal, with
             blocks of the largest power of two that divides D. q and k need the same signs. Not with
             scales="channel".
-        mean: float32 (B, H, D), contiguous, subtracted first: `token_mean(k)` for k, never for q.
+        mean: float32 (B, H, D), contiguous, subtracted first: `token_mean(k)` for k, never for q
+            nor with scales="channel".
         cu_seqlens: int32 (B + 1), of packed sequences. Blocks count from each sequence's first row.
         seqused: int32 (B): only so many rows of each sequence are in use. The others, and rows of
             no sequence, are not read and become 0.

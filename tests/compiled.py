@@ -31,7 +31,8 @@ def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> 
     """
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no C++ compiler {COMPILER} (set CXX)")
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
+    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra"]
+    command += ["-Werror", "-Wno-missing-field-initializers"]
     command += [f"-I{CSRC}", *map(str, sources), *flags]
     content = hashlib.sha256(" ".join([*command, sys.version]).encode())
     headers = (*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), *NATIVE.rglob("*.h"))
