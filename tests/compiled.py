@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 NATIVE = ROOT / "tests" / "native"
 COMPILER = os.environ.get("CXX", "g++")
+FAKE_CUDA = NATIVE / "fake_cuda"
+DEVICE_CODE = (f"-iquote{FAKE_CUDA}", f"-I{FAKE_CUDA}", "-Wno-unknown-pragmas")
+"""Flags for device code: fake_cuda/ has CUDA's headers, and ptx/ in place of that of csrc/."""
 
 
 def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
@@ -35,7 +38,9 @@ def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> 
     command += ["-Werror", "-Wno-missing-field-initializers"]
     command += [f"-I{CSRC}", *map(str, sources), *flags]
     content = hashlib.sha256(" ".join([*command, sys.version]).encode())
-    headers = (*CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), *NATIVE.rglob("*.h"))
+    headers = (
+        x for folder in (CSRC, NATIVE) for end in ("cuh", "h") for x in folder.rglob(f"*.{end}")
+    )
     for path in [*sources, *sorted(headers)]:
         content.update(path.read_bytes())
     folder = ROOT / "build" / "tests-native"

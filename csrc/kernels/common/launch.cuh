@@ -114,31 +114,26 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int shared_bytes, const Par
         status =
             set_attribute<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(most_shared_bytes);
     if (status != cudaSuccess) return status;
-    if (options.pdl || options.cluster > 1) {
-        cudaLaunchAttribute attributes[2]{};
-        cudaLaunchConfig_t config{};
-        config.gridDim = static_cast<unsigned>(ctas);
-        config.blockDim = threads;
-        config.dynamicSmemBytes = shared_bytes;
-        config.stream = stream;
-        config.attrs = attributes;
-        if (options.pdl) {
-            cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-            attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-            attribute.val.programmaticStreamSerializationAllowed = 1;
-        }
-        if (options.cluster > 1) {
-            cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-            attribute.id = cudaLaunchAttributeClusterDimension;
-            attribute.val.clusterDim = {static_cast<unsigned>(options.cluster), 1, 1};
-        }
-        status = cudaLaunchKernelEx(&config, kKernel, params);
-        if (status != cudaSuccess)
-            cudaGetLastError();  // clears it: the next launch would report it
-        return status;
+    cudaLaunchAttribute attributes[2]{};
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(ctas);
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (options.pdl) {
+        cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
     }
-    kKernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(params);
-    return cudaGetLastError();
+    if (options.cluster > 1) {
+        cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {static_cast<unsigned>(options.cluster), 1, 1};
+    }
+    status = cudaLaunchKernelEx(&config, kKernel, params);
+    if (status != cudaSuccess) cudaGetLastError();  // clears it: the next launch would report it
+    return status;
 }
 
 }  // namespace flash_ext

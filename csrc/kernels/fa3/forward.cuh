@@ -55,7 +55,12 @@
 //                       loads of the tile are issued; 4 a    another tile
 //                       consumer: each warp, when its rows
 //                       of O are stored
-//   full(V^T)           2: each warp that transposes         consumers, before P V
+//   full(V^T), FP8      2: each warp that transposes         consumers, before P V
+//   empty(V^T), FP8     4 a consumer: each warp, when P V    the warps that transpose
+//                       is complete
+//   empty(work tiles),  3: Q's producer, when all loads of   K's producer
+//   FP8                 the tile are issued, and each warp
+//                       that transposes; 4 a consumer
 //   full(V), FP8        1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V), FP8       2: each warp that transposes         K's producer, before the next load
 //   ping-pong (named)   128: consumer i, when its matmuls    consumer i + 1 (its 128 threads count

@@ -1,0 +1,281 @@
+// The FA3 kernels, for tests/test_barriers.py: each runs on the host with products that are 0, and
+// its threads note what they do with shared memory and barriers (fake_cuda/device.h). Whether a
+// wait may end is decided in Python.
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "device.h"
+#include "kernels/fa3/backward.cuh"
+#include "kernels/fa3/backward_wide.cuh"
+#include "kernels/fa3/decode.cuh"
+#include "kernels/fa3/forward_launch.cuh"
+
+namespace flash_ext {
+
+const Device& current_device() {
+    static constexpr Device kOneMultiprocessor{9, 0, 227 << 10, 1};
+    return kOneMultiprocessor;
+}
+
+cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
+    return cudaSuccess;
+}
+
+namespace {
+
+// --- The kernels ---
+
+// A call: all lengths, and the options that change a schedule.
+struct Call {
+    int batch, heads_q, heads_k, seqlen_q, seqlen_k, window_left, window_right;
+    int num_splits, pack_gqa_log2, deterministic, varlen;
+    int cu_seqlens_q[8], cu_seqlens_k[8];
+};
+
+alignas(16) char global[32 << 20];  // all tensors: nobody looks at their elements
+
+TensorView view(const Call& call, int rows, int heads, int cols) {
+    return {global, call.varlen ? 0 : int64_t{rows} * heads * cols, int64_t{heads} * cols, cols};
+}
+
+template <class Params>
+Params params_of(const Call& call, ElementType type, int head_dim, bool general) {
+    Params x{};
+    x.element_type = type;
+    x.out_type = ElementType::kBFloat16;
+    x.batch = call.batch;
+    x.heads_q = call.heads_q;
+    x.heads_k = call.heads_k;
+    x.seqlen_q = call.seqlen_q;
+    x.seqlen_k = call.seqlen_k;
+    x.head_dim = x.head_dim_v = head_dim;
+    if (call.varlen) {
+        x.cu_seqlens_q = call.cu_seqlens_q;
+        x.cu_seqlens_k = call.cu_seqlens_k;
+    }
+    const auto side = [](int window) { return window < 0 ? BandMask::kUnlimited : window; };
+    x.window_left = side(call.window_left);
+    x.window_right = side(call.window_right);
+    x.scale = x.scale_log2 = 1.f;
+    x.softcap = general ? 1.f : 0.f;
+    x.aligned = true;
+    x.q = view(call, call.seqlen_q, call.heads_q, head_dim);
+    x.k = view(call, call.seqlen_k, call.heads_k, head_dim);
+    x.v = view(call, call.seqlen_k, call.heads_k, head_dim);
+    x.out = view(call, call.seqlen_q, call.heads_q, head_dim);
+    return x;
+}
+
+ForwardParams forward_params(const Call& call, ElementType type, int head_dim, bool general) {
+    static unsigned long long counter;
+    auto x = params_of<ForwardParams>(call, type, head_dim, general);
+    x.lse = reinterpret_cast<float*>(global);
+    x.counters = &counter;
+    x.pack_gqa_log2 = call.pack_gqa_log2;
+    x.num_splits = call.num_splits;
+    if (call.num_splits > 1) {
+        x.o_partial = reinterpret_cast<float*>(global);
+        x.statistics_partial = reinterpret_cast<PartialStatistics*>(global);
+    }
+    return x;
+}
+
+BackwardParams backward_params(const Call& call, int head_dim, bool general = false) {
+    static unsigned long long words[3];
+    auto x = params_of<BackwardParams>(call, ElementType::kBFloat16, head_dim, general);
+    x.dout = x.out;
+    x.dq = x.q;
+    x.dk = x.k;
+    x.dv = x.v;
+    x.large_lse = {&words[2], 1};
+    x.deterministic = call.deterministic;
+    x.row_groups = row_groups(x);
+    x.padding_row = padding_row(x);
+    x.dq_accum = x.lse_log2 = x.delta = x.reference = reinterpret_cast<float*>(global);
+    x.lse_rows = x.delta_rows = reinterpret_cast<StatisticsRow*>(global);
+    static int semaphores[1 << 16];
+    std::fill(std::begin(semaphores), std::end(semaphores), 0);
+    x.dq_semaphore = semaphores;
+    x.tile_count_semaphore = words;
+    return x;
+}
+
+// The members of a kernel's shared memory: "kind address bytes name", a line each. Those of
+// barriers have the names of the tables in the kernels' headers. A pipeline's are pairs: full and
+// empty.
+std::string members;
+
+template <class Storage>
+void list_members() {
+    members.clear();
+    const auto add = [](const char* kind, size_t address, size_t bytes, const char* name) {
+        members += std::string(kind) + " " + std::to_string(address) + " " + std::to_string(bytes) +
+                   " " + name + "\n";
+    };
+#define FLASH_MEMBER(kind, name, member)              \
+    if constexpr (requires(Storage& x) { x.member; }) \
+        add(kind, offsetof(Storage, member), sizeof(Storage::member), name);
+    constexpr bool kTransposesV = requires(Storage& x) { x.fp8.barriers; };
+    FLASH_MEMBER("pipeline", "Q", q_barriers)
+    FLASH_MEMBER("pipeline", "K", k_barriers)
+    FLASH_MEMBER("pipeline", kTransposesV ? "V^T" : "V", v_barriers)
+    FLASH_MEMBER("pipeline", "V", fp8.barriers)
+    FLASH_MEMBER("pipeline", "dO", do_barriers)
+    FLASH_MEMBER("pipeline", "dQ", dq_barriers)
+    FLASH_MEMBER("pipeline", "pool", pool_barriers)
+    FLASH_MEMBER("pipeline", "P", p_barriers)
+    FLASH_MEMBER("pipeline", "stages", barriers)
+    FLASH_MEMBER("pipeline", "work tiles", work_tiles.barriers)
+    FLASH_MEMBER("barrier", "fetch", work_tiles.fetch)
+    FLASH_MEMBER("barrier", "dS", ds_barriers)
+    FLASH_MEMBER("data", "Q", q)
+    FLASH_MEMBER("data", "K", k)
+    FLASH_MEMBER("data", "V", v)
+    FLASH_MEMBER("data", "row-major V", fp8.stages)
+    FLASH_MEMBER("data", "dO", dout)
+    FLASH_MEMBER("data", "dS", ds)
+    FLASH_MEMBER("data", "dQ", dq)
+    FLASH_MEMBER("data", "lse", lse)
+    FLASH_MEMBER("data", "delta", delta)
+    FLASH_MEMBER("data", "pool", pool)
+    FLASH_MEMBER("data", "statistics", statistics)
+    FLASH_MEMBER("data", "P", p)
+    FLASH_MEMBER("data", "stages", stages)
+    FLASH_MEMBER("data", "work tiles", work_tiles.stages)
+#undef FLASH_MEMBER
+}
+
+// Keeps what launch(call) launches with the config's shared memory.
+template <class Config, class Launch>
+cudaError_t keep(Launch launch) {
+    device::keep_launch_of(sizeof(typename Config::SharedStorage));
+    list_members<typename Config::SharedStorage>();
+    return launch();
+}
+
+using enum tuning::Fa3ForwardTile;
+using enum DecodeTile;
+using Element = __nv_bfloat16;
+
+template <int kHeadDim, tuning::Fa3ForwardTile kTile, Features kFeatures = Features::kVarlen>
+cudaError_t forward(const Call& call) {
+    constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    using Config = Fa3ForwardConfig<Element, kHeadDim, kHeadDim, kFeatures,
+                                    tuning::fa3_forward({kHeadDim, kHeadDim}, kFeatures, kTile),
+                                    kTile == kSplits || kGeneral>;
+    return keep<Config>([&] {
+        return launch_fa3_forward<Config>(
+            forward_params(call, ElementType::kBFloat16, kHeadDim, kGeneral), nullptr);
+    });
+}
+
+template <int kHeadDim, bool kMayHaveSplits>
+cudaError_t forward_fp8(const Call& call) {
+    using Config = Fa3ForwardConfig<Float8, kHeadDim, kHeadDim, Features::kVarlen,
+                                    tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, kMayHaveSplits),
+                                    kMayHaveSplits, Float8>;
+    return keep<Config>([&] {
+        return launch_fa3_forward<Config>(
+            forward_params(call, ElementType::kFloat8, kHeadDim, false), nullptr);
+    });
+}
+
+template <int kHeadDim, bool kManyQueries = false, Features kFeatures = Features::kVarlen>
+cudaError_t backward(const Call& call) {
+    using Config =
+        Fa3BackwardConfig<Element, kHeadDim, kHeadDim, kFeatures,
+                          tuning::fa3_backward({kHeadDim, kHeadDim}, kFeatures, kManyQueries)>;
+    return keep<Config>([&] {
+        return launch_fa3_backward<Config>(
+            backward_params(call, kHeadDim, kFeatures == Features::kGeneral), nullptr);
+    });
+}
+
+template <int kHeadDim>
+constexpr tuning::Fa3BackwardWide kWide = tuning::fa3_backward_wide({kHeadDim, kHeadDim});
+
+template <int kHeadDim, bool kStoresDS>
+cudaError_t backward_dkdv(const Call& call) {
+    using Config = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDim, Features::kVarlen,
+                                         kWide<kHeadDim>.pool_pairs, kStoresDS>;
+    return keep<Config>([&] {
+        const auto params = backward_params(call, kHeadDim);
+        const DSWorkspace ds{global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params)};
+        return launch_fa3_backward_dkdv<Config>(params, kStoresDS ? ds : DSWorkspace{}, nullptr);
+    });
+}
+
+template <int kHeadDim>
+cudaError_t backward_dq(const Call& call) {
+    using Config = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, Features::kVarlen,
+                                       kWide<kHeadDim>.k_stages, kWide<kHeadDim>.v_stages>;
+    return keep<Config>(
+        [&] { return launch_fa3_backward_dq<Config>(backward_params(call, kHeadDim), nullptr); });
+}
+
+template <int kHeadDim>
+cudaError_t backward_dq_gemm(const Call& call) {
+    using Config = Fa3BackwardDQGemmConfig<Element, kHeadDim, kWide<kHeadDim>.dq_gemm_stages>;
+    return keep<Config>([&] {
+        const auto params = backward_params(call, kHeadDim);
+        const DSWorkspace ds{global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params)};
+        return launch_fa3_backward_dq_gemm<Config>(params, ds, nullptr);
+    });
+}
+
+template <int kHeadDim, DecodeTile kTile>
+cudaError_t decode(const Call& call) {
+    using Config = Fa3DecodeConfig<Element, kHeadDim, kHeadDim,
+                                   tuning::fa3_decode({kHeadDim, kHeadDim}, kTile)>;
+    return keep<Config>([&] {
+        auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
+        params.decode_tile = kTile;
+        return fa3_decode<kHeadDim, kHeadDim>(params, nullptr);
+    });
+}
+
+// tests/test_barriers.py reads their names here.
+const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
+    {"forward 64, few queries", forward<64, kFewQueries>},  // ping-pong
+    {"forward 64", forward<64, kUsual>},                    // four consumers
+    {"forward 128", forward<128, kUsual>},                  // two P, two steps with a mask
+    {"forward 64, splits", forward<64, kSplits>},
+    {"forward 64, general", forward<64, kUsual, Features::kGeneral>},
+    {"forward 256", forward<256, kUsual>},  // one stage of Q
+    {"forward_fp8 64", forward_fp8<64, false>},
+    {"forward_fp8 256", forward_fp8<256, false>},
+    {"backward 64", backward<64>},    // dK takes dS from shared memory
+    {"backward 96", backward<96>},    // early fences
+    {"backward 128", backward<128>},  // early exponentials
+    {"backward 128, many queries", backward<128, true>},
+    {"backward 64, general", backward<64, false, Features::kGeneral>},
+    {"backward_dkdv 192", backward_dkdv<192, false>},
+    {"backward_dkdv 256, stores dS", backward_dkdv<256, true>},
+    {"backward_dq 192", backward_dq<192>},
+    {"backward_dq 256", backward_dq<256>},
+    {"backward_dq_gemm 256", backward_dq_gemm<256>},
+    {"decode 128", decode<128, kFewRows>},
+    {"decode 64, many rows", decode<64, kManyRows>},
+};
+
+}  // namespace
+}  // namespace flash_ext
+
+// --- For Python ---
+
+extern "C" {
+
+// Begins the first CTA of a kernel. Returns the number of its threads, 0 where nothing was
+// launched.
+int start(const char* name, const flash_ext::Call* call) {
+    const cudaError_t status = flash_ext::kKernels.at(name)(*call);
+    return status == cudaSuccess ? device::start_threads() : 0;
+}
+
+// The members of the shared memory of this kernel.
+const char* members() { return flash_ext::members.c_str(); }
+
+// A thread's next events, up to one for which it may have to wait.
+int resume(int thread, const uint64_t** events) { return device::resume(thread, events); }
+}

@@ -1,0 +1,182 @@
+// What csrc's device code takes of CUDA C++, so that a plain C++ compiler compiles kernels and
+// tests call them on the host: one thread at a time, threads of a warp too. Of a warp vote or a
+// shuffle each thread gets its own value. ptx/ beside this file has the instructions, each as the
+// event that device.h notes.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda_runtime_api.h"
+#include "device.h"
+
+using std::max, std::min;
+
+#define __host__
+#define __device__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+    dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+extern dim3 threadIdx, blockIdx, gridDim;
+
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+inline __attribute__((always_inline)) float2 make_float2(float x, float y) { return {x, y}; }
+inline __attribute__((always_inline)) float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
+
+struct __half {
+    uint16_t bits;
+};
+struct __nv_bfloat16 {
+    uint16_t bits;
+};
+struct __half2 {
+    __half x, y;
+};
+struct __nv_bfloat162 {
+    __nv_bfloat16 x, y;
+};
+
+template <class To, class From>
+To bits_as(From from) {
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+inline uint32_t __float_as_uint(float x) { return bits_as<uint32_t>(x); }
+inline int __float_as_int(float x) { return bits_as<int>(x); }
+inline float __uint_as_float(uint32_t x) { return bits_as<float>(x); }
+inline float __int_as_float(int x) { return bits_as<float>(x); }
+// Numbers of 16 bits: no test looks at them.
+inline float __half2float(__half x) { return x.bits; }
+inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(uint32_t{x.bits} << 16); }
+inline float2 __half22float2(__half2 x) { return {__half2float(x.x), __half2float(x.y)}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 x) {
+    return {__bfloat162float(x.x), __bfloat162float(x.y)};
+}
+inline __half __float2half_rn(float x) { return {static_cast<uint16_t>(x)}; }
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+    return {static_cast<uint16_t>(__float_as_uint(x) >> 16)};
+}
+inline __half2 __floats2half2_rn(float x, float y) {
+    return {__float2half_rn(x), __float2half_rn(y)};
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+inline float __fmul_ru(float x, float y) { return x * y; }
+inline float __fmaf_rz(float x, float y, float z) { return x * y + z; }
+inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
+
+template <class T>
+T __ldg(const T* p) {
+    return *p;
+}
+template <class T>
+T __ldcs(const T* p) {
+    return *p;
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T x, int, int = 32) {
+    return x;
+}
+template <class T>
+T __shfl_sync(uint32_t, T x, int, int = 32) {
+    return x;
+}
+template <class T>
+T __shfl_up_sync(uint32_t, T x, int, int = 32) {
+    return x;
+}
+inline bool __any_sync(uint32_t, bool x) { return x; }
+inline uint32_t __ballot_sync(uint32_t, bool x) { return x ? 0xffffffff : 0; }
+inline uint32_t __reduce_or_sync(uint32_t, uint32_t x) { return x; }
+inline int __reduce_max_sync(uint32_t, int x) { return x; }
+
+template <class T>
+T atomicAdd(T* p, T x) {
+    const T before = *p;
+    *p += x;
+    return before;
+}
+template <class T>
+T atomicExch(T* p, T x) {
+    const T before = *p;
+    *p = x;
+    return before;
+}
+template <class T>
+T atomicCAS(T* p, T expected, T x) {
+    const T before = *p;
+    if (before == expected) *p = x;
+    return before;
+}
+
+[[noreturn]] inline void __trap() { std::abort(); }
+inline void __nanosleep(unsigned) {}
+void __syncwarp();
+void __syncthreads();
+inline int __syncthreads_or(int x) {
+    __syncthreads();
+    return x;
+}
+
+// Launches: device.h keeps the kernel with its arguments.
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeProgrammaticStreamSerialization,
+    cudaLaunchAttributeClusterDimension
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+        dim3 clusterDim;
+    } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+    return cudaSuccess;
+}
+
+template <class... Expected, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Expected...),
+                               Arguments... arguments) {
+    device::launch(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
+                   [=] { kernel(arguments...); });
+    return cudaSuccess;
+}

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device.h"
+
+namespace flash_ext::ptx {
+
+inline void mbarrier_init(uint32_t barrier, int arrivals) { note(Event::kInit, barrier, arrivals); }
+inline void mbarrier_arrive(uint32_t barrier) { note(Event::kArrive, barrier); }
+inline void mbarrier_arrive_if(bool active, uint32_t barrier) {
+    if (active) note(Event::kArrive, barrier);
+}
+inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+    note(Event::kExpect, barrier, bytes);
+}
+inline void mbarrier_fence_init() {}
+inline void mbarrier_arrive_after_cp_async(uint32_t) { std::abort(); }
+// "Not yet": then the usual wait follows.
+inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+    note(Event::kTest, barrier, parity);
+    return false;
+}
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    note(Event::kWait, barrier, parity);
+}
+
+}  // namespace flash_ext::ptx

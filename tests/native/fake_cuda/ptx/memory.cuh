@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device.h"
+
+namespace flash_ext::ptx {
+
+inline void red_add_v2(float* p, float x, float y) { p[0] += x, p[1] += y; }
+template <class Element>
+void load_pair(Element (&pair)[2], const Element* p) {
+    std::memcpy(pair, p, sizeof(pair));
+}
+// Other CTAs have counted.
+inline void wait_for_count(const int*, int, int) {}
+inline unsigned long long atom_add_acq_rel(unsigned long long* p, unsigned long long value) {
+    return atomicAdd(p, value);
+}
+inline void red_add_release(int* p, int value) { atomicAdd(p, value); }
+
+}  // namespace flash_ext::ptx

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "device.h"
+
+namespace flash_ext::ptx {
+
+inline void tma_load_4d(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y,
+                        int z, int w) {
+    note(Event::kLoad, shared, map.box_bytes(), barrier);
+}
+inline void bulk_load(uint32_t shared, const void*, int bytes, uint32_t barrier) {
+    note(Event::kLoad, shared, bytes, barrier);
+}
+inline void fence_proxy_async() { note(Event::kProxyFence); }
+inline void fence_proxy_async_global() {}
+inline void bulk_store(float*, uint32_t shared, int bytes) { note(Event::kStore, shared, bytes); }
+inline void bulk_add(float*, uint32_t shared, int bytes) { note(Event::kStore, shared, bytes); }
+inline void bulk_wait_read() { note(Event::kStoreWait); }
+inline void bulk_wait() { note(Event::kStoreWait); }
+inline void tma_prefetch_4d(const CUtensorMap&, int, int, int, int) {}
+inline void prefetch_tensor_map(const CUtensorMap&) {}
+
+}  // namespace flash_ext::ptx
