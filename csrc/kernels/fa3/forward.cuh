@@ -190,22 +190,6 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         warpgroup_fence(x.rO);
     }
 
-    // Applies the options, and the mask unless kFull excludes one.
-    template <bool kFull>
-    __device__ __forceinline__ void finish_scores(Scores& rS, const QueryTile& tile, int i,
-                                                  const VisibleTiles& full) const {
-        const int first_row = warp_row();
-        const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
-        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
-                rS, tile.first_query + first_row, first_key);
-        if (!kFull && (i < full.begin || i >= full.end)) {
-            const BandMask mask = mask_of(params, tile.sequence);
-            mask_scores(rS, first_key,
-                        [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
-        }
-    }
-
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_p(State& x, Probabilities& rP, bool new_tile) const {
@@ -217,7 +201,7 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         }
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
             release_and_advance(q_pipeline, x.q);
-        finish_scores<kUnmasked>(x.rS, work_tiles[x.tile], x.kv_tile, x.full_tiles);
+        this->template finish_scores<kUnmasked>(x.rS, work_tiles[x.tile], x.kv_tile, x.full_tiles);
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
         x.rescaling = x.softmax.step(x.rS, rP, exponent_scale(), fresh);

@@ -31,15 +31,15 @@
 
 namespace flash_ext {
 
-template <class QKElement, int kHeadDim, int kHeadDimV, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kMayHaveSplits>
+template <class QKElement, int kHeadDim, int kHeadDimV, tuning::Fa3Forward kTuning,
+          bool kMayHaveSplits>
 struct Fa3ForwardFp8Config
     : Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
     using Tiles =
         Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits>;
     static_assert(Tiles::kPingPong);
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kScaledScores = true;  // before the softmax, or within
+    static constexpr bool kGeneral = false;
+    static constexpr bool kScaledScores = true;  // with the descales, in the softmax
     static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
     static constexpr int kProducerRegisters = kTuning.transposer_registers;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
@@ -51,7 +51,6 @@ struct Fa3ForwardFp8Config
     using RowMajorVPipeline = Pipeline<2, Tiles::VTile::kBytes>;
 
     struct SharedStorage : Tiles::SharedStorage {
-        int has_marked[Tiles::kConsumers * 4];
         typename RowMajorVPipeline::Barriers v_row_major_barriers;
         // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
         uint8_t cooling[Tiles::kConsumers * 128][2];
@@ -59,8 +58,17 @@ struct Fa3ForwardFp8Config
     };
 };
 
+// A float in a register of the scores.
 __device__ __forceinline__ float as_float(float x) { return x; }
 __device__ __forceinline__ float as_float(int bits) { return __int_as_float(bits); }
+template <class Number>
+__device__ __forceinline__ Number as_bits(float x) {
+    if constexpr (std::is_same_v<Number, int>) {
+        return __float_as_int(x);
+    } else {
+        return x;
+    }
+}
 
 static __device__ const float kNoDescale = 1.f;
 
@@ -192,6 +200,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         return descales == &kNoDescale ? 0 : x.last_block;
     }
 
+    // Is the scale negative? Hidden scores are -inf before they are multiplied. So iterations with
+    // a mask negate scores, and all iterations have one.
+    __device__ __forceinline__ bool is_negative() const { return params.scale_log2 < 0.f; }
+
     // The factors of the scores of this lane's two rows, without those of the keys, and where those
     // are.
     __device__ __forceinline__ void begin_scales(State& x, const QueryTile& tile) const {
@@ -203,7 +215,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             const int block =
                 min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
             x.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
-            if (!Config::kGeneral) x.q_scale[i] *= params.scale_log2;
+            x.q_scale[i] *= fabsf(params.scale_log2);
         }
         constexpr float kLargest = Config::kInt8 ? 128.f : 448.f;  // element of Q and K
         x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * Config::kHeadDim);
@@ -224,11 +236,9 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             x.k_scale[1] = load(block + 1);
             x.second_k_scale = (block + 1) * kDescaleRows - first_key;
         }
-        if constexpr (!Config::kGeneral) {
-            const float q_scale = fmaxf(x.q_scale[0], x.q_scale[1]);
-            const float k_scale = fmaxf(x.k_scale[0], x.k_scale[kTwoKScales]);
-            x.may_be_large = __any_sync(0xffffffff, q_scale * k_scale > x.scale_limit);
-        }
+        const float q_scale = fmaxf(x.q_scale[0], x.q_scale[1]);
+        const float k_scale = fmaxf(x.k_scale[0], x.k_scale[kTwoKScales]);
+        x.may_be_large = __any_sync(0xffffffff, q_scale * k_scale > x.scale_limit);
     }
 
     // By how many powers of two row i of this thread is cooled.
@@ -345,14 +355,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         });
     }
 
-    template <class Tile, class Scale>
-    static __device__ __forceinline__ void scale_scores(Tile& rS, Scale scale) {
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) rS.v[0][n][i] *= scale(n, i / 2);
-    }
-
     template <class Target, class Source, class Function>
     static __device__ __forceinline__ void convert(Target& target, const Source& source,
                                                    Function function) {
@@ -362,23 +364,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             for (int i = 0; i < 4; ++i) target.v[0][n][i] = function(source.v[0][n][i]);
     }
 
-    // Applies the options, and the mask unless kFull excludes one.
-    template <bool kFull>
-    __device__ __forceinline__ void finish_scores(RegisterTile<16, Config::kBlockKV>& rS,
-                                                  const QueryTile& tile, int i,
-                                                  const VisibleTiles& full) const {
-        const int first_row = warp_row();
-        const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
-        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<Float8, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
-                rS, tile.first_query + first_row, first_key);
-        if (!kFull && (i < full.begin || i >= full.end)) {
-            const BandMask mask = mask_of(params, tile.sequence);
-            mask_scores(rS, first_key,
-                        [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
-        }
-    }
-
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_p(State& x, Probabilities& rP, bool new_tile) const {
@@ -386,32 +371,24 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         release_and_advance(k_pipeline, x.k);
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
             release_and_advance(q_pipeline, x.q);
-        const ScoreScale<!kUnmasked && !Config::kGeneral> scale{x};
-        constexpr bool kFinishes = Config::kGeneral || !kUnmasked;
-        if constexpr (!Config::kInt8) {
-            if constexpr (Config::kGeneral) scale_scores(x.rS, scale);
-            finish_scores<kUnmasked>(x.rS, work_tiles[x.tile], x.kv_tile, x.full_tiles);
-        } else if constexpr (kFinishes) {
+        if constexpr (!kUnmasked) {
             RegisterTile<16, Config::kBlockKV> scores;
-            convert(scores, x.rS, [](int x) { return static_cast<float>(x); });
-            if constexpr (Config::kGeneral) scale_scores(scores, scale);
-            finish_scores<kUnmasked>(scores, work_tiles[x.tile], x.kv_tile, x.full_tiles);
-            convert(x.rS, scores, [](float x) { return __float_as_int(x); });
+            convert(scores, x.rS, [](auto score) { return static_cast<float>(score); });
+            if (is_negative()) [[unlikely]]  // q_scale has the magnitude of the scale
+                scores.scale(-1.f);
+            this->template finish_scores<false>(scores, work_tiles[x.tile], x.kv_tile,
+                                                x.full_tiles);
+            convert(x.rS, scores, as_bits<typename Scores::Number>);
         }
-        if (!kUnmasked && new_tile)
-            x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
         const bool fresh = !kUnmasked && new_tile;
+        if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
         using Form =
             std::conditional_t<!Config::kInt8, FloatScores,
-                               std::conditional_t<kFinishes, FloatScoresAsBits, IntegerScores>>;
-        if constexpr (Config::kGeneral) {
-            x.rescaling =
-                x.softmax.template step<Form>(x.rS, rP, [](int, int) { return 1.f; }, fresh);
-        } else {
-            if (x.may_be_large) [[unlikely]]
-                cool<Form>(x, scale);
-            x.rescaling = x.softmax.template step<Form>(x.rS, rP, scale, fresh);
-        }
+                               std::conditional_t<kUnmasked, IntegerScores, FloatScoresAsBits>>;
+        const ScoreScale<!kUnmasked> scale{x};
+        if (x.may_be_large) [[unlikely]]
+            cool<Form>(x, scale);
+        x.rescaling = x.softmax.template step<Form>(x.rS, rP, scale, fresh);
     }
 
     // Before P V: rescales O, or stores it as the result of the previous Q tile.
@@ -458,22 +435,18 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
-        x.full_tiles = full_tiles(tile);
+        x.full_tiles = is_negative() ? VisibleTiles{0, 0} : full_tiles(tile);
         begin_scales(x, tile);
         q_pipeline.consumer_wait(x.q);
     }
 
-    // Goes on to the next KV tile, as Tiles::advance().
+    // Goes on to the next KV tile.
     __device__ __forceinline__ bool advance(State& x) const {
-        const bool last = x.kv_tile == x.first_kv_tile;
-        --x.kv_tile;
-        if (last) {
-            if constexpr (!Config::kGeneral) warm(x);
-            if (!Tiles::kReleaseEarly) release_and_advance(q_pipeline, x.q);
+        if (x.kv_tile == x.first_kv_tile) {
+            warm(x);
             if (kOverlapsStore) x.output_tile = x.tile;
-            x.tile.advance();
         }
-        return last;
+        return Tiles::advance(x);
     }
 
     // One iteration: P V is complete before the Q K^T that takes its registers starts. new_tile and
@@ -518,8 +491,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         State x{{rS, rO, softmax, rescaling, prev_softmax}};
         Probabilities rP;
 
-        this->storage.has_marked[warp_row() / 16] = false;
-        if constexpr (!Config::kGeneral) cooling(0) = cooling(1) = 0;
+        cooling(0) = cooling(1) = 0;
         if (!this->find_tile(x)) return;
         begin_tile(x);
         if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
@@ -569,29 +541,19 @@ template <ElementType kQKType, int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-    [[maybe_unused]] constexpr bool kHasFewQueries =
-        tuning::fa3_forward_fp8(kDims, true).consumers !=
-        tuning::fa3_forward_fp8(kDims, false).consumers;
-    const bool has_splits = has_splits_or_groups(params);
-    return dispatch_features<Features::kVarlen, Features::kGeneral>(
-        params, Features::kPlain, [&](auto features) {
-            const auto launch = [&](auto may_have_splits, auto usual) {
-                using Config =
-                    Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV, features.value,
-                                        tuning::fa3_forward_fp8(kDims, !usual), may_have_splits>;
-                return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, stream);
-            };
-            constexpr std::true_type kYes;
-            constexpr std::false_type kNo;
-            if constexpr (features == Features::kGeneral) {
-                return launch(kYes, kNo);
-            } else {
-                if (has_splits) return launch(kYes, kNo);
-                if constexpr (kHasFewQueries)
-                    if (tuning::few_queries_fp8(kDims, fa3_call(params))) return launch(kNo, kNo);
-                return launch(kNo, kYes);
-            }
-        });
+    const auto launch = [&](auto may_have_splits, auto few_rows) {
+        using Config =
+            Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV,
+                                tuning::fa3_forward_fp8(kDims, few_rows), may_have_splits>;
+        return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, stream);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    if (has_splits_or_groups(params)) return launch(kYes, kYes);
+    if constexpr (tuning::fa3_forward_fp8(kDims, true).consumers !=
+                  tuning::fa3_forward_fp8(kDims, false).consumers)
+        if (tuning::few_queries_fp8(kDims, fa3_call(params))) return launch(kNo, kYes);
+    return launch(kNo, kNo);
 }
 
 }  // namespace flash_ext

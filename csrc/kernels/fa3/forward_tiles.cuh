@@ -347,6 +347,24 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         }
     }
 
+    // Applies the options, and the mask unless kFull excludes one.
+    template <bool kFull>
+    __device__ __forceinline__ void finish_scores(RegisterTile<16, Config::kBlockKV>& rS,
+                                                  const QueryTile& tile, int i,
+                                                  const VisibleTiles& full) const {
+        const int first_row = warp_row();
+        const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
+            ScoreFunction<typename Config::Element, Rows::kQueries, false>{params, tile.sequence,
+                                                                           tile.head}
+                .apply(rS, tile.first_query + first_row, first_key);
+        if (!kFull && (i < full.begin || i >= full.end)) {
+            const BandMask mask = mask_of(params, tile.sequence);
+            mask_scores(rS, first_key,
+                        [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
+        }
+    }
+
     // With the sink, which is in the first split.
     template <class Softmax>
     __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
