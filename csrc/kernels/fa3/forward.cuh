@@ -235,7 +235,8 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         return !Config::kGeneral && needs_recomputing(max, lse);
     }
 
-    // Stores O / l and lse to HBM, or the results of a split.
+    // Stores O / l and lse, or the results of a split.
+    template <bool kLast = false>
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
@@ -247,26 +248,8 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
             }
             return lse;
         };
-        this->store_tile(rO, softmax, tile, lse_of, [](auto store_as) { store_as(Element{}); });
-    }
-
-    // The same for the rows of a group (stores_group()).
-    __device__ __forceinline__ void store_group(Output& rO, Softmax& softmax,
-                                                const QueryTile& tile) const {
-        this->normalize(rO, softmax);
-        const int first_row = warp_row();
-        uint32_t left =
-            this->store_group_rows(rO, softmax, tile, first_row, needs_recompute,
-                                   [](float x, float y) { return ptx::pack<Element>(x, y); });
-        if constexpr (!Config::kGeneral) {
-            left = __reduce_or_sync(0xffffffff, left);
-            __syncwarp();  // these rows are written again, by other lanes
-            for (; left != 0; left &= left - 1) {
-                const int row = first_row + __ffs(left) - 1;
-                recompute_row<Element>(params, tile.sequence, tile.head + this->head_of(row),
-                                       query_of(tile, row));
-            }
-        }
+        this->template store_tile<kLast>(rO, softmax, tile, lse_of,
+                                         [](auto store_as) { store_as(Element{}); });
     }
 
     // --- The loop ---
@@ -379,13 +362,8 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         }
         Order::signal_next(consumer);
         finish_output(x);
-        const QueryTile& tile = work_tiles[x.output_tile];
-        if (this->stores_group()) {
-            store_group(rO, softmax, tile);
-        } else {
-            store(rO, softmax, tile);
-        }
-        if constexpr (!Config::kGeneral && !Config::kMayHaveSplits) {
+        store<true>(rO, softmax, work_tiles[x.output_tile]);
+        if constexpr (!Config::kGeneral) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
                 recompute_all_marked<Element>(params, warp_number());
