@@ -492,16 +492,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         ptx::wgmma_wait<0>();
         compute_p<false>(x, rP, true);
 
-        // May the next iteration belong to the unmasked main loop?
-        const auto is_unmasked = [&](int unmasked_until) {
-            return !x.first_iteration && x.kv_tile - 1 >= unmasked_until &&
-                   x.kv_tile - 1 < x.full_tiles.end;
-        };
-        const auto main_loop = [&] {
-            const int unmasked_until =
-                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            while (is_unmasked(unmasked_until)) iterate<true>(x, rP);
-        };
         while (true) {  // ends where find_tile() says so, as in forward.cuh
             const bool new_tile = advance(x);
             if (new_tile) {
@@ -509,7 +499,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
                 begin_tile(x);
             }
             iterate<false>(x, rP, new_tile);
-            main_loop();
+            const int unmasked_until =
+                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
+            while (!x.first_iteration && x.kv_tile > unmasked_until &&
+                   x.kv_tile <= x.full_tiles.end)
+                iterate<true>(x, rP);
         }
         rescale_or_store(x);
         v_pipeline.consumer_wait(x.v);

@@ -233,21 +233,17 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     template <class Visit>
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
-        if (pack_gqa_log2() == 0) {
-            const TensorRows queries = this->query_rows(params.q, s, tile.head);
-#pragma unroll 1
-            for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows)
-                visit(queries, row, tile.first_query + row);
-            return;
-        }
-        // A row of the map is a head.
-        const TensorView heads_as_rows = with_heads_as_rows(params.q);
+        TensorRows rows = this->query_rows(params.q, s, tile.head);
 #pragma unroll 1
         for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
             const int query = query_of(tile, row);
-            const TensorRows heads = tensor_rows<typename Config::Element>(
-                heads_as_rows, s.batch, s.q_begin + query, tile.head, group());
-            visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // past the end: zeros
+            int first = query;
+            if (pack_gqa_log2() > 0) {  // a row of the map is a head
+                rows = tensor_rows<typename Config::Element>(with_heads_as_rows(params.q), s.batch,
+                                                             s.q_begin + query, tile.head, group());
+                first = query < s.seqlen_q ? head_of(row) : group();  // past the end: zeros
+            }
+            visit(rows, row, first);
         }
     }
 
@@ -419,14 +415,13 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             const int64_t index = index_from(first, row);
             if (has_row && index >= 0)
                 params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
-            flash_ext::store_rows(params.o_partial, rO,
-                                  [&](int row) { return index_from(first, row); });
+            store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
         } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {
             const float lse = lse_of(i);
             const int64_t index = index_from(statistics, row);
             if (has_row && index >= 0) params.lse[index] = lse;
             with_out_type([&](auto element) {
-                store_rows(rO, params.head_dim_v, [&](int row) {
+                store_apart(rO, params.head_dim_v, [&](int row) {
                     auto* out = row_pointer<decltype(element)>(
                         params.out, s.batch, s.q_begin + query_of(tile, first_row + row),
                         tile.head + head_of(first_row + row));
@@ -439,7 +434,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             const float lse = lse_of(i);
             if (has_row && row < rows) params.lse[statistics + first_query + row] = lse;
             with_out_type([&](auto element) {
-                flash_ext::store_rows(
+                store_rows(
                     global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_query,
                                                    tile.head, rows, params.head_dim_v),
                     rO);
@@ -449,7 +444,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
     // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
     template <class RowOf>
-    static __device__ __forceinline__ void store_rows(const Output& rO, int cols, RowOf row_of) {
+    static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             auto* row = row_of(lane_row() + 8 * i);
