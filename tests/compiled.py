@@ -23,7 +23,12 @@ CSRC = ROOT / "csrc"
 NATIVE = ROOT / "tests" / "native"
 COMPILER = os.environ.get("CXX", "g++")
 FAKE_CUDA = NATIVE / "fake_cuda"
-DEVICE_CODE = (f"-iquote{FAKE_CUDA}", f"-I{FAKE_CUDA}", "-Wno-unknown-pragmas")
+DEVICE_CODE = (
+    f"-iquote{FAKE_CUDA}",
+    f"-I{FAKE_CUDA}",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+)
 """Flags for device code: fake_cuda/ has CUDA's headers, and ptx/ in place of that of csrc/."""
 
 

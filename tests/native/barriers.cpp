@@ -9,7 +9,8 @@
 #include "kernels/fa3/backward.cuh"
 #include "kernels/fa3/backward_wide.cuh"
 #include "kernels/fa3/decode.cuh"
-#include "kernels/fa3/forward_launch.cuh"
+#include "kernels/fa3/forward.cuh"
+#include "kernels/fa3/forward_fp8.cuh"
 
 namespace flash_ext {
 
@@ -165,18 +166,19 @@ cudaError_t forward(const Call& call) {
                                     tuning::fa3_forward({kHeadDim, kHeadDim}, kFeatures, kTile),
                                     kTile == kSplits || kGeneral>;
     return keep<Config>([&] {
-        return launch_fa3_forward<Config>(
+        return launch_fa3_forward<Fa3Forward<Config>>(
             forward_params(call, ElementType::kBFloat16, kHeadDim, kGeneral), nullptr);
     });
 }
 
 template <int kHeadDim, bool kMayHaveSplits>
 cudaError_t forward_fp8(const Call& call) {
-    using Config = Fa3ForwardConfig<Float8, kHeadDim, kHeadDim, Features::kVarlen,
-                                    tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, kMayHaveSplits),
-                                    kMayHaveSplits, Float8>;
+    using Config =
+        Fa3ForwardFp8Config<Float8, kHeadDim, kHeadDim,
+                            tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, kMayHaveSplits),
+                            kMayHaveSplits>;
     return keep<Config>([&] {
-        return launch_fa3_forward<Config>(
+        return launch_fa3_forward<Fa3ForwardFp8<Config>>(
             forward_params(call, ElementType::kFloat8, kHeadDim, false), nullptr);
     });
 }
@@ -208,8 +210,8 @@ cudaError_t backward_dkdv(const Call& call) {
 
 template <int kHeadDim>
 cudaError_t backward_dq(const Call& call) {
-    using Config = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, Features::kVarlen,
-                                       kWide<kHeadDim>.k_stages, kWide<kHeadDim>.v_stages>;
+    using Config =
+        Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, Features::kVarlen, kWide<kHeadDim>>;
     return keep<Config>(
         [&] { return launch_fa3_backward_dq<Config>(backward_params(call, kHeadDim), nullptr); });
 }
