@@ -165,7 +165,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window": (50, 20)},
-    "softcap": {"softcap": 5.0},
     "not incoherent": {"incoherent": False},
     "not smooth": {"smooth_k": False},
 }

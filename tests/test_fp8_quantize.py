@@ -467,8 +467,6 @@ ATTENTION_OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": (40, 10)},
     "scale": {"scale": 0.2},
-    "softcap": {"softcap": 5.0},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.02, 0.3, 0.01])},
     "sink": {"sink": torch.tensor([0.5, -1.0, 2.0, 0.0])},
     "seqused_k": {"seqused_k": torch.tensor([150, 3], dtype=torch.int32)},
     "not incoherent": {"incoherent": False},
@@ -586,7 +584,8 @@ def test_what_fp8_cannot_do() -> None:
     refused("no dropout: no variant", q, k, v, dropout_p=0.1)
     refused("no rng_state: no variant", q, k, v, rng_state=torch.zeros(2, dtype=torch.int64))
     refused("no v_descale: quantization makes it", q, k, v, v_descale=ones)
-    refused("smooth_k must be None or False with softcap", q, k, v, smooth_k=True, softcap=1.0)
+    refused("no softcap: no variant", q, k, v, softcap=1.0)
+    refused("no alibi_slopes: no variant", q, k, v, alibi_slopes=ones)
     refused("smooth_k must be None or False with sink", q, k, v, smooth_k=True, sink=ones)
     refused("q must be float16 or bfloat16", q.float(), k, v)
     refused("qk_dtype must be int8 or float8_e4m3fn", q, k, v, qk_dtype=torch.bfloat16)
@@ -631,7 +630,7 @@ def test_gradients_are_as_near_as_out(name: str, mean: int, device: str) -> None
     times a large mean. Errors at random are seen from twice out's on, 4 to 15 % of the gradient; a
     factor, which is the same everywhere, from 1 % on.
     """
-    if mean > 1 and name in ("softcap", "not smooth", "not incoherent", "FP8, not incoherent"):
+    if mean > 1 and name in ("not smooth", "not incoherent", "FP8, not incoherent"):
         pytest.skip("the mean is part of such scores, or too much for 8 bits")
     options = {
         n: x.to(device) if isinstance(x, Tensor) else x

@@ -460,16 +460,19 @@ def test_only_fa3_has_8_bits(name: str, head_dims: tuple[int, int], native: Modu
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        (dict(softcap=2049.0), "has no softcap above 2048"),
+        (dict(softcap=2.0), "has no softcap with 8-bit inputs"),
+        (dict(softcap=2049.0), "has no softcap with 8-bit inputs"),
+        (dict(alibi=True), "has no ALiBi with 8-bit inputs"),
         (dict(head_dim=72), "needs rows of q that start and end on 16-byte boundaries"),
         (dict(head_dim_v=72), "needs rows of v that start and end on 16-byte boundaries"),
         (dict(gpu=A100), "needs a Hopper GPU (compute capability 9.0), this one has 8.0"),
     ],
 )
-def test_no_variant_stands_in_for_fp8(
-    fields: dict[str, object], why: str, native: ModuleType
+@pytest.mark.parametrize("name", ("fp8", "int8"))
+def test_no_variant_stands_in_for_8_bits(
+    name: str, fields: dict[str, object], why: str, native: ModuleType
 ) -> None:
-    p = problem(native, **{"seqlen_q": 100, "seqlen_k": 100, "fp8": True, **fields})
+    p = problem(native, **{"seqlen_q": 100, "seqlen_k": 100, name: True, **fields})
     assert p.choose_forward("fa3") == (None, f"variant 'fa3' {why}")
     others = ", and no other variant has 8-bit inputs"
     assert p.choose_forward("auto") == (None, f"variant 'fa3' {why}{others}")

@@ -1,4 +1,4 @@
-#include "kernels/fa3/forward_launch.cuh"
+#include "kernels/fa3/forward_fp8.cuh"
 
 template cudaError_t flash_ext::fa3_forward_fp8<flash_ext::ElementType::kFloat8, 64, 64>(
     flash_ext::ForwardParams, cudaStream_t);

@@ -62,6 +62,7 @@ struct Call {
     double softcap;
     bool has_bias;
     bool has_dropout;
+    bool has_alibi;
 
     // v is in float8_e4m3fn then, q and k in that or int8.
     bool has_8_bits() const { return operands[0].element_bytes == 1; }

@@ -304,7 +304,7 @@ constexpr double decoding_time_alone(DecodeTile tile) {
 // P V of partial_cols columns is in the registers of the scores.
 struct Fa3ForwardFp8Row {
     HeadDims head_dims;
-    Fa3Forward splits;  // also for packed GQA and the general form
+    Fa3Forward splits;  // also for packed GQA
     Fa3Forward usual = splits;
 };
 

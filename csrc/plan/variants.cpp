@@ -198,6 +198,8 @@ std::string fa3_unsupported_reason(const Call& call, Pass pass) {
     if (call.has_8_bits() && backward) return "has no backward for 8-bit inputs";
     if (call.has_dropout) return "has no dropout";
     if (call.has_bias) return "has no bias";
+    if (call.has_8_bits() && call.softcap != 0) return "has no softcap with 8-bit inputs";
+    if (call.has_8_bits() && call.has_alibi) return "has no ALiBi with 8-bit inputs";
     if (call.softcap > kMaxFa3Softcap) return "has no softcap above 2048";
     for (const Operand& x : call.operands) {
         // A tensor map needs memory.

@@ -210,7 +210,7 @@ struct Problem {
         const std::vector<Operand> all = operands();
         const Choice choice =
             choose({*find_device(gpu), sizes(), std::span(all).first(operands_there), softcap, bias,
-                    dropout});
+                    dropout, alibi});
         if (!choice.variant) return {std::nullopt, choice.why};
         return {name_of(*choice.variant), choice.why};
     }

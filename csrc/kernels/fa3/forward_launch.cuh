@@ -1,18 +1,17 @@
-// Launches the FA3 forward: tensor maps, the order of tiles, and which config a call takes.
+// Launches the FA3 forward: tensor maps, the order of tiles, and on what the choice of tiles
+// depends.
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/fa3/forward_fp8.cuh"
-#include "kernels/fa3/forward_output.cuh"
-#include "kernels/fa3/forward_producers.cuh"
+#include "kernels/fa3/forward_tiles.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
 #include "schedule/packed_gqa.h"
 
 namespace flash_ext {
 
-template <class Config>
+template <class Kernel>
 cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
+    using Config = typename Kernel::Config;
     Fa3ForwardParams params{call};
     if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
         params.k.data = params.q.data;
@@ -35,7 +34,7 @@ cudaError_t launch_fa3_forward(const ForwardParams& call, cudaStream_t stream) {
     const int total = cta_count(params.schedule) / params.schedule.tiles_at_once;
     if (total > multiprocessors() && params.scheduler.fetched.word == nullptr)
         return cudaErrorInvalidValue;
-    return launch_fa3<Fa3Forward<Config>>(params, total, stream);
+    return launch_fa3<Kernel>(params, total, stream);
 }
 
 // Does the call need a kernel with Q tiles whose rows are not adjacent, or with splits?
@@ -52,54 +51,6 @@ inline tuning::Fa3ForwardCall fa3_call(const ForwardParams& params) {
             .alike = !is_varlen(params) && !is_masked(params),
             .few_tiles = params.few_tiles,
             .multiprocessors = multiprocessors()};
-}
-
-template <ElementType kQKType, int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
-    using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
-    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-    [[maybe_unused]] constexpr bool kHasFewQueries =
-        tuning::fa3_forward_fp8(kDims, true).consumers !=
-        tuning::fa3_forward_fp8(kDims, false).consumers;
-    const bool has_splits = has_splits_or_groups(params);
-    return dispatch_features<Features::kVarlen, Features::kGeneral>(
-        params, Features::kPlain, [&](auto features) {
-            const auto launch = [&](auto may_have_splits, auto usual) {
-                using Config = Fa3ForwardConfig<Float8, kHeadDim, kHeadDimV, features.value,
-                                                tuning::fa3_forward_fp8(kDims, !usual),
-                                                may_have_splits, QKElement>;
-                return launch_fa3_forward<Config>(params, stream);
-            };
-            constexpr std::true_type kYes;
-            constexpr std::false_type kNo;
-            if constexpr (features == Features::kGeneral) {
-                return launch(kYes, kNo);
-            } else {
-                if (has_splits) return launch(kYes, kNo);
-                if constexpr (kHasFewQueries)
-                    if (tuning::few_queries_fp8(kDims, fa3_call(params))) return launch(kNo, kNo);
-                return launch(kNo, kYes);
-            }
-        });
-}
-
-template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                              auto features) {
-        using enum tuning::Fa3ForwardTile;
-        constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-        const auto needed = has_splits_or_groups(params)
-                                ? kSplits
-                                : tuning::fa3_forward_tile(kDims, fa3_call(params));
-        return dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto tile) {
-            constexpr bool kMayHaveSplits = tile == kSplits || features == Features::kGeneral;
-            using Config =
-                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward(kDims, features.value, tile), kMayHaveSplits>;
-            return launch_fa3_forward<Config>(params, stream);
-        });
-    });
 }
 
 }  // namespace flash_ext
