@@ -441,31 +441,55 @@ constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
 
 // --- FA3, backward ---
 
+// What runs beside what in a consumer's iteration. Note 010, "Between the matmuls", says what each
+// step gains.
+struct Fa3BackwardSteps {
+    // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
+    // general form at d 128 it costs 1 to 4 % (with softcap).
+    bool ping_pong;
+    // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
+    // load them into registers and to subtract them. Not in the general form.
+    bool by_matmul;
+    // All exponentials run beside dP, which ptxas does not do by itself.
+    bool early_exponentials;
+    // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
+    // next matmuls have been started.
+    bool late_fences;
+};
+
+// The sets of steps that pay somewhere.
+enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
+using enum Fa3BackwardSchedule;
+inline constexpr Fa3BackwardSteps kFa3BackwardSteps[] = {
+    // ping-pong, by matmul, early exponentials, late fences
+    {true, false, false, false},  // kPingPong
+    {true, true, false, true},    // kByMatmul
+    {true, true, true, true},     // kByMatmulEarly
+    {false, false, true, true},   // kEarly
+    {false, false, false, true},  // kLateFences
+};
+
 struct Fa3Backward {
     int block_q;
     int q_stages;   // of Q tiles with their lse
     int do_stages;  // of dO tiles with their delta
-    // Ping-pong gains 2 to 9 % where exponentials take as long as matmuls, and 1 % at d 128. In the
-    // general form at d 128 it costs 1 to 4 % (with softcap).
-    bool ping_pong = false;
-    // lse and delta are added to S and dP by a matmul (StatisticsRow), where that is faster than to
-    // load them into registers and to subtract them. Not in the general form.
-    bool by_matmul = false;
-    // All exponentials run beside dP, which ptxas does not do by itself.
-    bool early_exponentials = false;
-    // Fences behind the stores of dS and dQ wait for these. Late ones come when the next matmuls
-    // have been started.
-    bool late_fences = false;
+    Fa3BackwardSchedule schedule;
+    bool transpose_dq = true;     // a consumer's half of dQ: 64 columns, or 64 rows
+    bool hold_ds = true;          // dK takes dS from registers, or from shared memory
+    bool dq_takes_scores = true;  // dQ in the registers of S, or in its own
+
+    constexpr Fa3BackwardSteps steps() const {
+        return kFa3BackwardSteps[static_cast<int>(schedule)];
+    }
 };
 
-// For heads whose dQ is summed in HBM. Note 010, "Between the matmuls", says where each flag gains
-// how much. Tiles of 80 queries pay where Q, dO and dQ of a head no longer stay in L2; up to
-// 32,768 queries both are level.
+// For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
+// longer stay in L2; up to 32,768 queries both are level.
 struct Fa3BackwardRow {
     HeadDims head_dims;
     Fa3Backward usual;
-    Fa3Backward general = usual;
-    Fa3Backward many_queries = usual;  // not in the general form
+    Fa3BackwardSchedule general = usual.schedule;  // in the general form
+    Fa3Backward many_queries = usual;              // not in the general form
 };
 
 inline constexpr Fa3BackwardRow kFa3Backward[] = {
@@ -473,42 +497,34 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 3,
-               .ping_pong = true,
-               .by_matmul = true,
-               .late_fences = true},
-     .general = {.block_q = 128, .q_stages = 3, .do_stages = 3, .ping_pong = true}},
+               .schedule = kByMatmul,
+               .transpose_dq = false,
+               .dq_takes_scores = false},
+     .general = kPingPong},
     {.head_dims = {64, 64},
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 2,
-               .ping_pong = true,
-               .by_matmul = true,
-               .late_fences = true},
-     .general = {.block_q = 128, .q_stages = 3, .do_stages = 2, .ping_pong = true}},
+               .schedule = kByMatmul,
+               .transpose_dq = false,
+               .hold_ds = false},
+     .general = kPingPong},
     {.head_dims = {96, 96},
-     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .ping_pong = true}},
+     .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},
     {.head_dims = {128, 128},
-     .usual = {.block_q = 64,
-               .q_stages = 3,
-               .do_stages = 2,
-               .ping_pong = true,
-               .by_matmul = true,
-               .early_exponentials = true,
-               .late_fences = true},
-     .general = {.block_q = 64,
-                 .q_stages = 3,
-                 .do_stages = 2,
-                 .early_exponentials = true,
-                 .late_fences = true},
-     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .late_fences = true}},
+     .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .schedule = kByMatmulEarly},
+     .general = kEarly,
+     .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .schedule = kLateFences}},
 };
 
 inline constexpr int kManyQueries = 16384;
 
 constexpr Fa3Backward fa3_backward(HeadDims dims, Features features, bool many_queries) {
     const Fa3BackwardRow row = row_of(kFa3Backward, dims);
-    if (features == Features::kGeneral) return row.general;
-    return many_queries ? row.many_queries : row.usual;
+    if (features != Features::kGeneral) return many_queries ? row.many_queries : row.usual;
+    Fa3Backward general = row.usual;
+    general.schedule = row.general;
+    return general;
 }
 
 // For wider heads. Stages are as many as shared memory holds.
@@ -518,12 +534,19 @@ struct Fa3BackwardWide {
     int k_stages;        // dQ kernel: K tiles
     int v_stages;        // dQ kernel: V tiles
     int dq_gemm_stages;  // dQ GEMM: K tiles with their dS
+
+    int dq_producer_registers = 40;  // dQ kernel
 };
 
 inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
-    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .dq_gemm_stages = 4},
+    {.head_dims = {256, 256},
+     .pool_pairs = 2,
+     .k_stages = 2,
+     .v_stages = 1,
+     .dq_gemm_stages = 4,
+     .dq_producer_registers = 24},
 };
 
 constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {

@@ -323,7 +323,7 @@ void plan_fa3_backward(BackwardPlan& plan, const Device& device) {
         const tuning::Fa3Backward tuned = tuning::fa3_backward(
             dims, features_of(params), mean_queries(params) >= tuning::kManyQueries);
         reserve_rows(plan, dims.qk);
-        if (tuned.by_matmul) {
+        if (tuned.steps().by_matmul) {
             const int64_t rows = workspace_rows(params);
             plan.workspace.reserve(params.lse_rows, rows);
             plan.workspace.reserve(params.delta_rows, rows);

@@ -22,6 +22,7 @@
 
 #include "kernels/common/backward_math.cuh"
 #include "kernels/common/launch.cuh"
+#include "kernels/common/postprocess_dq.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
@@ -469,48 +470,46 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                      true);
 }
 
-// The postprocess pass, dq_accum to dQ: the factor scale, the element type, and the order of rows.
-// One CTA per Q tile, with the warp layout of those that wrote the tile.
+// dQ of a Q tile for the postprocess pass, with the warp layout of those that wrote the tile.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
-    backward_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
+struct DQTile {
     using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    const auto [tile, head] =
-        q_tile_index<Config::kMayBeVarlen>(params, blockIdx.x, Config::kBlockQ);
-    const auto [sequence, q_tile] = tile;
+    using Tile = typename Config::QTile;
+    static constexpr int kBlockQ = Config::kBlockQ;
+    static constexpr int kThreads = Config::kThreads;
+    static constexpr bool kMayBeVarlen = Config::kMayBeVarlen;
+    static constexpr bool kMayBeUnaligned = Config::kGeneral;
+    static constexpr bool kPdl = false;
 
-    using DQ = typename Config::DQ;
-    const uint32_t sdQ = ptx::shared_address(dynamic_shared());
-#pragma unroll
-    for (int slice = 0; slice < Config::kDQSlices; ++slice) {
-        DQ rdQ;
-        rdQ.clear();
+    static __device__ __forceinline__ void wait(const BackwardParams&, const Sequence&, int) {}
+
+    static __device__ __forceinline__ void fetch(const BackwardParams& params,
+                                                 const Sequence& sequence, int head, int q_tile,
+                                                 uint32_t tile) {
+        using DQ = typename Config::DQ;
         using Accum = DQAccum<Config>;
-        Accum(params, sequence, head, q_tile, slice)
-            .for_each([&](int block, int n, const typename Accum::Floats& floats) {
-                const auto y = floats;
 #pragma unroll
-                for (int i = 0; i < Accum::kFloats; ++i) Accum::element(rdQ, block, n, i) = y.x[i];
-            });
-        rdQ.scale(params.gradient_scale);
-        store_to_shared<Element, QTile, Config::kWarpsN>(
-            sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
-            warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
+        for (int slice = 0; slice < Config::kDQSlices; ++slice) {
+            DQ rdQ;
+            rdQ.clear();
+            Accum(params, sequence, head, q_tile, slice)
+                .for_each([&](int block, int n, const typename Accum::Floats& floats) {
+                    const auto y = floats;
+#pragma unroll
+                    for (int i = 0; i < Accum::kFloats; ++i)
+                        Accum::element(rdQ, block, n, i) = y.x[i];
+                });
+            rdQ.scale(params.gradient_scale);
+            store_to_shared<Element, Tile, Config::kWarpsN>(
+                tile, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
+                warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
+        }
     }
-    __syncthreads();  // the tile is complete
-    const int first_query = q_tile * Config::kBlockQ;
-    const auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
-                                          head, sequence.seqlen_q - first_query, params.head_dim);
-    store_tile<QTile, Config::kThreads, Config::kBlockQ, Config::kGeneral>(gdQ, sdQ, 0,
-                                                                           params.aligned);
-}
+};
 
 template <class Config>
 cudaError_t launch_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
-    const int64_t ctas = q_tile_count(params, Config::kBlockQ);
-    return launch_kernel<backward_postprocess_dq_kernel<Config>>(
-        ctas, Config::kThreads, Config::QTile::kBytes, params, stream);
+    return postprocess_dq<DQTile<Config>>(params, stream);
 }
 
 }  // namespace flash_ext

@@ -43,6 +43,7 @@
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
+#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "schedule/packed_gqa.h"
@@ -50,8 +51,8 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kStagesK,
-          int kStagesV>
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3BackwardWide kTuning>
 struct Fa3BackwardDQConfig {
     using Element = Element_;
     using Params = Fa3BackwardWideParams;
@@ -63,9 +64,9 @@ struct Fa3BackwardDQConfig {
     static constexpr int kBlockQ = kConsumers * 64;
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // At head dim 256 the consumers need a few more.
-    static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
-    static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
+    // The consumers share what the producers leave of the registers of three warpgroups.
+    static constexpr int kProducerRegisters = kTuning.dq_producer_registers;
+    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2 / 8 * 8;
 
     // Of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;
@@ -74,10 +75,10 @@ struct Fa3BackwardDQConfig {
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using QPipeline = Pipeline<1, QTile::kBytes>;
     using DOPipeline = Pipeline<1, DOTile::kBytes>;
-    using KPipeline = Pipeline<kStagesK, KTile::kBytes>;
-    using VPipeline = Pipeline<kStagesV, VTile::kBytes>;
+    using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
+    using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
     using WorkTiles = WorkTilePipeline<QueryTile>;
-    static_assert(kStagesK >= 2);  // of this iteration and the next
+    static_assert(kTuning.k_stages >= 2);  // of this iteration and the next
 
     struct SharedStorage {
         typename QPipeline::Stages q[kConsumers];
@@ -259,18 +260,27 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         }
     }
 
-    // A consumer's position in the Q tiles: that of its scores.
-    struct Walk {
-        WorkTileState tile;
-        int i;     // of the KV tile among the visible ones
-        int last;  // of the last one that its rows see
+    // The state of a consumer's loops. Matrices are only referenced, as in backward.cuh.
+    struct State {
+        Scores& rS;
+        Scores& rdP;
+        Operand& rdS;
+        DQ& rdQ;
+
+        WorkTileState tile{};
+        typename QPipeline::State q{};  // and of dO
+        KState k{};                     // of S
+        VState v{};
+        int i = 0;                // of the KV tile of S among the visible ones
+        int last = 0;             // of the last one that this consumer's rows see
+        bool accumulate = false;  // has dQ a sum already?
     };
 
     // Goes on to the next Q tile that has KV tiles. Tiles without any get zeros as dQ.
-    __device__ __forceinline__ bool find_tile(Walk& walk) const {
-        for (;; end_work_tile(walk.tile)) {
-            work_tiles.descriptions.consumer_wait(walk.tile);
-            const QueryTile& tile = work_tiles[walk.tile];
+    __device__ __forceinline__ bool find_tile(State& s) const {
+        for (;; end_work_tile(s.tile)) {
+            work_tiles.descriptions.consumer_wait(s.tile);
+            const QueryTile& tile = work_tiles[s.tile];
             if (ptx::warp_uniform(tile.first_query) < 0) return false;
             const VisibleTiles kv = warp_uniform(tile.kv_tiles);
             if (!kv.empty()) {
@@ -279,55 +289,12 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                     mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
                     Config::kBlockKV);
                 // At least one, even if it is hidden.
-                walk.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
-                walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.i, kv.end - 1));
+                s.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
+                s.last = ptx::warp_uniform(clamp(own.end - 1, s.i, kv.end - 1));
                 return true;
             }
             store_zeros(gradient_rows(tile));
         }
-    }
-
-    // From S to P. lse has arrived with dO.
-    __device__ __forceinline__ void compute_p(Scores& s, const Walk& walk) const {
-        const QueryTile& tile = work_tiles[walk.tile];
-        const int first_key = tile.kv_tiles.tile(walk.i) * Config::kBlockKV;
-        if constexpr (Config::kGeneral) {
-            // In pieces of 32 columns, since softcap takes registers.
-            using Piece = RegisterTile<16, 32>;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; n += Piece::kN)
-                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .apply(reinterpret_cast<Piece&>(s.v[0][n]), tile.first_query + warp_row(),
-                           first_key + 8 * n);
-        }
-        const BandMask mask = mask_of(params, tile.sequence);
-        const int first_query = tile.first_query + warp_row();
-        if (tile.large_lse || !mask.is_full({first_query, first_query + 16},
-                                            {first_key, first_key + Config::kBlockKV}))
-            [[unlikely]] {
-            mask_scores(s, first_key, [&](int row) { return mask.key_range(first_query + row); });
-            if (tile.large_lse)
-                subtract_references<Rows::kQueries>(
-                    s, params.reference +
-                           workspace_row(params, tile.sequence, tile.head, first_query));
-        }
-        exponentiate<Rows::kQueries>(s, storage.lse[0] + warp_row(),
-                                     Config::kGeneral ? 1.f : params.scale_log2);
-    }
-
-    // From P and dP to dS as an operand.
-    __device__ __forceinline__ void compute_ds(const Scores& p, Scores& dp, Operand& rdS,
-                                               const Walk& walk) const {
-        softmax_gradient<Rows::kQueries>(dp, p, storage.delta[0] + warp_row());
-        if constexpr (Config::kGeneral)
-            if (params.softcap != 0.f) {
-                const QueryTile& tile = work_tiles[walk.tile];
-                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .softcap_gradient(dp, p, tile.first_query + warp_row(),
-                                      tile.kv_tiles.tile(walk.i) * Config::kBlockKV,
-                                      [&](int row) { return storage.lse[0][warp_row() + row]; });
-            }
-        rdS.template round<Element>(dp);
     }
 
     // Prevents the compiler from moving the arithmetic of P past the next wait, where no matmul
@@ -350,94 +317,123 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                                     s.seqlen_q - first_row, params.head_dim);
     }
 
+    // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
+    // of every 16 columns in registers throughout the loop.
+
+    // S = Q K^T
+    __device__ __forceinline__ void issue_s(State& s) const {
+        const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
+        const KMajor<KTile> k_rows(k_pipeline.stage(s.k));
+        gemm_async<Element, Config::kHeadDim>(s.rS, q_rows, k_rows, false);
+    }
+
+    // dP = dO V^T
+    __device__ __forceinline__ void issue_dp(State& s) const {
+        v_pipeline.consumer_wait(s.v);
+        const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
+        const KMajor<VTile> v_rows(v_pipeline.stage(s.v));
+        gemm_async<Element, Config::kHeadDimV>(s.rdP, do_rows, v_rows, false);
+    }
+
+    // dQ += dS K
+    __device__ __forceinline__ void issue_dq(State& s, uint32_t k_stage) const {
+        const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
+        gemm_async<Element, Config::kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
+    }
+
+    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kGeneral> warp_scores(
+        const State& s) const {
+        const QueryTile& tile = work_tiles[s.tile];
+        return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
+                tile.kv_tiles.tile(s.i) * Config::kBlockKV};
+    }
+
+    // P = 2^(S scale - lse), while dP runs. lse has arrived with dO.
+    __device__ __forceinline__ void probabilities(State& s) const {
+        ptx::wgmma_wait<1>();
+        warpgroup_fence(s.rS);
+        if (s.i == s.last) release(q_pipeline(consumer()), s.q);
+        const auto scores = warp_scores(s);
+        const bool large_lse = work_tiles[s.tile].large_lse;
+        const bool full = mask_of(params, scores.sequence)
+                              .is_full({scores.first_row, scores.first_row + 16},
+                                       {scores.first_col, scores.first_col + Config::kBlockKV});
+        scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
+        compute_here(s.rS);
+    }
+
+    // dS = P * (dP - delta)
+    __device__ __forceinline__ void gradient_of_scores(State& s) const {
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(s.rdP);
+        release_and_advance(v_pipeline, s.v);
+        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.delta[0] + warp_row());
+        if (Config::kGeneral && params.softcap != 0.f)
+            warp_scores(s).softcap_gradient(
+                s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
+        s.rdS.template round<Element>(s.rdP);
+        if (s.i == s.last) {
+            do_pipeline(consumer()).consumer_release({0, s.q.phase});
+            s.q.advance();
+        }
+    }
+
+    __device__ __forceinline__ void first_iteration(State& s) const {
+        q_pipeline(consumer()).consumer_wait(s.q);
+        k_pipeline.consumer_wait(s.k);
+        Order::wait(consumer());
+        issue_s(s);
+        do_pipeline(consumer()).consumer_wait({0, s.q.phase});
+        issue_dp(s);
+        Order::signal_next(consumer());
+        probabilities(s);
+        gradient_of_scores(s);
+        s.accumulate = false;
+    }
+
+    // dQ of this KV tile, and S, P, dP and dS of the next one.
+    __device__ __forceinline__ void iterate(State& s) const {
+        ++s.i;
+        const uint32_t k_stage = s.k.stage;
+        s.k.advance();
+        k_pipeline.consumer_wait(s.k);
+        Order::wait(consumer());
+        issue_dq(s, k_stage);
+        issue_s(s);
+        ptx::wgmma_wait<1>();
+        warpgroup_fence(s.rdQ);
+        release(k_pipeline, {k_stage, 0});
+        issue_dp(s);
+        Order::signal_next(consumer());
+        probabilities(s);
+        gradient_of_scores(s);
+        s.accumulate = true;
+    }
+
+    // dQ of the last KV tile, and the result.
+    __device__ __forceinline__ void finish_tile(State& s) const {
+        issue_dq(s, s.k.stage);
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(s.rdQ);
+        release_and_advance(k_pipeline, s.k);
+        s.rdQ.scale(params.scale);
+        store_rows(gradient_rows(work_tiles[s.tile]), s.rdQ);
+    }
+
     __device__ __forceinline__ void consume() const {
-        Walk walk;
-        typename QPipeline::State q;  // and of dO
-        KState k;                     // of the scores
-        VState v;
         Scores rS, rdP;
         Operand rdS;
         DQ rdQ;
-
-        // Descriptors are made where they are used: otherwise the compiler would keep those of
-        // every 16 columns in registers throughout the loop.
-        const auto issue_scores = [&] {
-            const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
-            const KMajor<KTile> k_rows(k_pipeline.stage(k));
-            gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
-        };
-        const auto issue_dp = [&](bool first) {
-            if (first) do_pipeline(consumer()).consumer_wait({0, q.phase});
-            v_pipeline.consumer_wait(v);
-            const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
-            const KMajor<VTile> v_rows(v_pipeline.stage(v));
-            gemm_async<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
-        };
-        const auto issue_gradient = [&](uint32_t k_stage, bool accumulate) {
-            const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
-            gemm_async<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
-        };
-        const auto probabilities = [&] {
-            if (walk.i == walk.last) release(q_pipeline(consumer()), q);
-            compute_p(rS, walk);
-            compute_here(rS);
-        };
-        const auto gradient_of_scores = [&] {
-            warpgroup_fence(rdP);
-            release_and_advance(v_pipeline, v);
-            compute_ds(rS, rdP, rdS, walk);
-            if (walk.i == walk.last) {
-                do_pipeline(consumer()).consumer_release({0, q.phase});
-                q.advance();
-            }
-        };
-        const auto store = [&](const QueryTile& tile) {
-            rdQ.scale(params.scale);
-            store_rows(gradient_rows(tile), rdQ);
-        };
-
+        State s{rS, rdP, rdS, rdQ};
         if (consumer() == 1) Order::signal_next(consumer());  // consumer 0 starts
-        while (find_tile(walk)) {
-            const VisibleTiles& kv_tiles = work_tiles[walk.tile].kv_tiles;
-            skip(k, v, walk.i - ptx::warp_uniform(kv_tiles.begin));
-            q_pipeline(consumer()).consumer_wait(q);
-            k_pipeline.consumer_wait(k);
-            Order::wait(consumer());
-            issue_scores();
-            issue_dp(true);
-            Order::signal_next(consumer());
-            ptx::wgmma_wait<1>();
-            warpgroup_fence(rS);
-            probabilities();
-            ptx::wgmma_wait<0>();
-            gradient_of_scores();
-            bool accumulate = false;
-            for (; walk.i < walk.last; accumulate = true) {
-                ++walk.i;
-                const uint32_t k_stage = k.stage;
-                k.advance();
-                k_pipeline.consumer_wait(k);
-                Order::wait(consumer());
-                issue_gradient(k_stage, accumulate);
-                issue_scores();
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(rdQ);
-                release(k_pipeline, {k_stage, 0});
-                issue_dp(false);
-                Order::signal_next(consumer());
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(rS);
-                probabilities();
-                ptx::wgmma_wait<0>();
-                gradient_of_scores();
-            }
-            issue_gradient(k.stage, accumulate);
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(rdQ);
-            release_and_advance(k_pipeline, k);
-            store(work_tiles[walk.tile]);
-            skip(k, v, ptx::warp_uniform(kv_tiles.end) - 1 - walk.last);
-            end_work_tile(walk.tile);
+        while (find_tile(s)) {
+            const VisibleTiles& kv_tiles = work_tiles[s.tile].kv_tiles;
+            skip(s.k, s.v, s.i - ptx::warp_uniform(kv_tiles.begin));
+            first_iteration(s);
+            while (s.i < s.last) iterate(s);
+            finish_tile(s);
+            skip(s.k, s.v, ptx::warp_uniform(kv_tiles.end) - 1 - s.last);
+            end_work_tile(s.tile);
         }
     }
 };

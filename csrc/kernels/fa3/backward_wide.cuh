@@ -25,8 +25,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     using DKDVStoringDS =
         Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs, true>;
     using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
-    using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.k_stages,
-                                   kTuning.v_stages>;
+    using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning>;
     cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, DKDV::kGeneral, stream);
     const int heads = params.heads_k * params.batch;
     const auto heads_at_a_time = static_cast<int>(params.ds_bytes / ds_group_bytes(params));

@@ -1,0 +1,166 @@
+// dQ of a Q tile in the FA3 backward, where it is summed in HBM: which part of it a consumer has,
+// the order of its fragments in shared memory and in dq_accum, and the way to dQ.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/common/postprocess_dq.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/uniform.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash_ext {
+
+// The counter of KV tiles of a head of K and V (or of the parts that share query heads) that have
+// added all of their dQ. These counters follow the counters of Q tiles in params.dq_semaphore;
+// there are no more of them than Q tiles.
+__device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
+                                           int head) {
+    return params.dq_semaphore + 1 + params.padding_row / kWorkspaceRows +
+           sequence.index() * params.heads_k + head;
+}
+
+// A consumer's half of dQ has the 64 rows of a wgmma: queries, or with kTranspose rows of dQ^T,
+// which are columns of dQ. The number of queries can then be any multiple of 8. At head dim 96 the
+// last 32 columns do not exist: wgmma reads what follows K in shared memory, and the warps that get
+// the result do not store it.
+template <class Element_, int kHeadDim, int kBlockQ_, bool kTranspose>
+struct Fa3DQTile {
+    using Element = Element_;
+    using Tile = SharedTile<Element, kBlockQ_, kHeadDim>;
+    using Fragments = RegisterTile<16, kTranspose ? kBlockQ_ : kHeadDim>;  // of a warp
+    using Floats = std::conditional_t<kTranspose, float4, float2>;  // of a lane and 8 queries
+    static constexpr int kBlockQ = kBlockQ_;
+    static constexpr int kThreads = 256;
+    static constexpr bool kMayBeVarlen = true;
+    static constexpr bool kMayBeUnaligned = false;
+    static constexpr bool kPdl = true;
+    static_assert(kTranspose ? kHeadDim > 64 : kBlockQ == 128);
+
+    // The consumers' warps that have rows.
+    static constexpr int kWarps = kTranspose ? kHeadDim / 16 : kBlockQ / 16;
+    static __device__ __forceinline__ int warps(int consumer) {
+        return kWarps == 8 || consumer == 0 ? 4 : kWarps - 4;
+    }
+
+    // A consumer's half, in floats, if `rows` rows of the tile are stored.
+    struct Half {
+        int first;
+        int size;
+    };
+    static __device__ __forceinline__ Half half(int consumer, int rows) {
+        if constexpr (kTranspose) {
+            const int cols = consumer == 0 ? 64 : kHeadDim - 64;
+            return {consumer * 64 * rows, cols * rows};
+        } else {
+            return {consumer * 64 * kHeadDim, clamp(rows - consumer * 64, 0, 64) * kHeadDim};
+        }
+    }
+
+    // visit(n, i, place, first row) for the lane's Floats in a half: elements v[0][n][i] and the
+    // next ones, of 8 rows. They are in the order of these 8 rows, so that a half ends with the
+    // last query: [8 queries][warp of the consumer][lane] of dQ^T, or [8 queries][8 columns][lane].
+    template <class Visit>
+    static __device__ __forceinline__ void for_each(int consumer, Visit visit) {
+        const int warp = warp_id() % 4;
+#pragma unroll
+        for (int n = 0; n < Fragments::kN; ++n)
+            if constexpr (kTranspose) {
+                visit(n, 0, (n * warps(consumer) + warp) * 32 + lane_id(), 8 * n);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    visit(n, 2 * i, ((2 * warp + i) * Fragments::kN + n) * 32 + lane_id(),
+                          64 * consumer + 16 * warp + 8 * i);
+            }
+    }
+
+    // A consumer warp writes its fragments to a half in shared memory.
+    static __device__ __forceinline__ void store(char* half, const Fragments& rdQ, int consumer) {
+        if (kWarps < 8 && ptx::warp_uniform(threadIdx.x / 32) - 4 >= kWarps) return;
+        for_each(consumer, [&](int n, int i, int place, int) {
+            const float* x = &rdQ.v[0][n][i];
+            auto& floats = reinterpret_cast<Floats*>(half)[place];
+            if constexpr (kTranspose) {
+                floats = make_float4(x[0], x[1], x[2], x[3]);
+            } else {
+                floats = make_float2(x[0], x[1]);
+            }
+        });
+    }
+
+    // --- The postprocess pass, with a warp for each of the consumers' ---
+
+    // The pass begins on SMs that the backward kernel leaves idle or has left, and converts heads
+    // as they are complete. The next kernel in the stream waits only for this pass, so one CTA
+    // waits for the end of the backward kernel. With varlen all do: with invalid offsets a counter
+    // might never reach its count.
+    static __device__ __forceinline__ void wait(const BackwardParams& params,
+                                                const Sequence& sequence, int head) {
+        constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDim});
+        const bool varlen = params.cu_seqlens_q != nullptr;
+        if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+        if (!varlen && threadIdx.x == 0) {
+            const int* done = tiles_done(params, sequence, head / group_of(params));
+            ptx::wait_for_count(done, ceil_div(sequence.rows_k, kBlockKV) * params.query_parts,
+                                256);
+        }
+        __syncthreads();
+    }
+
+    // Queries that do not exist, and tiles to which no KV tile has added, get zeros.
+    static __device__ __forceinline__ void fetch(const BackwardParams& params,
+                                                 const Sequence& sequence, int head, int q_tile,
+                                                 uint32_t tile) {
+        const int consumer = warp_id() / 4;
+        const int first_query = q_tile * kBlockQ;
+        const int64_t row = workspace_row(params, sequence, head, first_query);
+        const bool stored =
+            params.dq_accum_zeroed || params.dq_semaphore[1 + row / kWorkspaceRows] != 0;
+        const int rows = stored ? stored_rows<kBlockQ>(sequence, first_query) : 0;
+        const float* source = params.dq_accum + row * kHeadDim + half(consumer, rows).first;
+        if (warp_id() >= kWarps) return;
+        Fragments rdQ;
+        rdQ.clear();
+        for_each(consumer, [&](int n, int i, int place, int first_row) {
+            if (first_row >= rows) return;
+            reinterpret_cast<Floats&>(rdQ.v[0][n][i]) =
+                __ldcs(reinterpret_cast<const Floats*>(source) + place);
+        });
+        rdQ.scale(params.gradient_scale);
+        if constexpr (kTranspose) {
+            store_transposed(rdQ, tile);
+        } else {
+            store_to_shared<Element, Tile>(tile, rdQ, 16 * warp_id());
+        }
+    }
+
+ private:
+    static __device__ __forceinline__ void store_transposed(const Fragments& rdQ, uint32_t tile) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+        const int lane = lane_id();
+#pragma unroll
+        for (int n = 0; n < Fragments::kN; n += 2) {
+            uint32_t blocks[4];  // of 8 columns and 8 queries
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float (&x)[4] = rdQ.v[0][n + i / 2];
+                blocks[i] = ptx::pack<Element>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+            }
+            ptx::stmatrix_x4_trans(
+                tile + Tile::offset(8 * n + lane / 16 * 8 + lane % 8, 2 * warp_id() + lane / 8 % 2),
+                blocks);
+        }
+#else
+        __trap();  // never launched on other GPUs
+#endif
+    }
+};
+
+}  // namespace flash_ext
