@@ -604,9 +604,9 @@ int fa1_forward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element,
-                                                                             auto features) {
+cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
+                        cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
         constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
         // At 256 the branches of AnyHalf cost 5 to 7 % (note 023).
         constexpr bool kForBoth = features == Features::kGeneral && kHeadDim <= 128;
@@ -615,15 +615,16 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
         using Small =
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
-        const auto launch = [&](auto config) {
+        // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
+        return launch_fitting<Large, Small>([&](auto config) {
             using Config = decltype(config);
             return launch_kernel<fa1_forward_kernel<Config>>(
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
-        };
-        // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
-        return launch_fitting<Large, Small>(launch);
-    });
+        });
+    };
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
+                                                                 launch);
 }
 
 }  // namespace flash_ext

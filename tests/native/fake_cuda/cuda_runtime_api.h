@@ -8,6 +8,7 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMinor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
     cudaDevAttrMultiProcessorCount,
+    cudaDevAttrL2CacheSize,
 };
 using cudaStream_t = void*;
 
