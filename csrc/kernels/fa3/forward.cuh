@@ -48,7 +48,6 @@
 
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/common/recompute_rows.cuh"
-#include "kernels/fa3/forward_launch.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 
 namespace flash_ext {

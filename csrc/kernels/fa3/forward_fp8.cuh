@@ -25,7 +25,6 @@
 #include <cfloat>
 
 #include "kernels/common/fp8_softmax.cuh"
-#include "kernels/fa3/forward_launch.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 #include "tile/transpose.cuh"
 
