@@ -116,18 +116,15 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         }
     }
 
-    // The last KV tile of which this consumer's rows see a key.
-    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
-        const Interval queries{query_of(tile, consumer * 64),
-                               query_of(tile, consumer * 64 + 63) + 1};
-        return (mask_of(params, tile.sequence).keys_of(queries).end - 1) / Config::kBlockKV;
-    }
-
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
         if constexpr (!Config::kPingPong) {  // which needs equal numbers of iterations
-            x.skipped_tiles = max_of(x.kv_tile - max_of(last_tile(tile), x.first_kv_tile), 0);
+            const Interval queries{query_of(tile, consumer * 64),
+                                   query_of(tile, consumer * 64 + 63) + 1};
+            const Interval keys = mask_of(params, tile.sequence).keys_of(queries);
+            const int last_tile = (keys.end - 1) / Config::kBlockKV;
+            x.skipped_tiles = max_of(x.kv_tile - max_of(last_tile, x.first_kv_tile), 0);
             x.kv_tile -= x.skipped_tiles;
             skip(k_pipeline, x.k, x.skipped_tiles, x.k_ready);
         }
@@ -184,11 +181,6 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         gemm_async<Element, Config::kBlockKV>(x.rO, rP, v_columns, accumulate);
     }
 
-    __device__ __forceinline__ void finish_output(const State& x) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(x.rO);
-    }
-
     // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
     template <bool kUnmasked>
     __device__ __forceinline__ void compute_p(State& x, Probabilities& rP, bool new_tile) const {
@@ -230,42 +222,22 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
     __device__ __forceinline__ int& has_marked() const {
         return storage.has_marked[warp_row() / 16];
     }
-    static __device__ __forceinline__ bool needs_recompute(float max, float lse) {
-        return !Config::kGeneral && needs_recomputing(max, lse);
-    }
 
-    // Stores O / l and lse to HBM, or the results of a split.
+    // Stores O / l and lse, or the results of a split.
+    template <bool kLast = false>
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
         const auto lse_of = [&](int i) {
             float lse = softmax.lse(0, i, exponent_scale());
-            if (needs_recompute(softmax.max(0, i), lse)) [[unlikely]] {
+            if (!Config::kGeneral && needs_recomputing(softmax.max(0, i), lse)) [[unlikely]] {
                 lse = mark_of(warp_number());
                 has_marked() = true;
             }
             return lse;
         };
-        this->store_tile(rO, softmax, tile, lse_of, [](auto store_as) { store_as(Element{}); });
-    }
-
-    // The same for the rows of a group (stores_group()).
-    __device__ __forceinline__ void store_group(Output& rO, Softmax& softmax,
-                                                const QueryTile& tile) const {
-        this->normalize(rO, softmax);
-        const int first_row = warp_row();
-        uint32_t left =
-            this->store_group_rows(rO, softmax, tile, first_row, needs_recompute,
-                                   [](float x, float y) { return ptx::pack<Element>(x, y); });
-        if constexpr (!Config::kGeneral) {
-            left = __reduce_or_sync(0xffffffff, left);
-            __syncwarp();  // these rows are written again, by other lanes
-            for (; left != 0; left &= left - 1) {
-                const int row = first_row + __ffs(left) - 1;
-                recompute_row<Element>(params, tile.sequence, tile.head + this->head_of(row),
-                                       query_of(tile, row));
-            }
-        }
+        this->template store_tile<kLast>(rO, softmax, tile, lse_of,
+                                         [](auto store_as) { store_as(Element{}); });
     }
 
     // --- The loop ---
@@ -291,7 +263,8 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         const auto v_read = x.v;
         x.v.advance();
         const auto finish = [&] {
-            finish_output(x);
+            ptx::wgmma_wait<0>();
+            warpgroup_fence(x.rO);
             release(v_pipeline, v_read);
         };
 
@@ -377,14 +350,10 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
             issue_output(x, rP[0], !x.first_iteration);
         }
         Order::signal_next(consumer);
-        finish_output(x);
-        const QueryTile& tile = work_tiles[x.output_tile];
-        if (this->stores_group()) {
-            store_group(rO, softmax, tile);
-        } else {
-            store(rO, softmax, tile);
-        }
-        if constexpr (!Config::kGeneral && !Config::kMayHaveSplits) {
+        ptx::wgmma_wait<0>();
+        warpgroup_fence(x.rO);
+        store<true>(rO, softmax, work_tiles[x.output_tile]);
+        if constexpr (!Config::kGeneral) {
             __syncwarp();
             if (has_marked()) [[unlikely]]
                 recompute_all_marked<Element>(params, warp_number());

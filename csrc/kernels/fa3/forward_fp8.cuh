@@ -402,32 +402,20 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     // --- Results ---
 
+    // Stores O / l and lse, or the results of a split.
+    template <bool kLast = false>
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
         descale_output(rO, tile);
         const auto lse_of = [&](int i) { return softmax.lse(0, i, this->exponent_scale()); };
-        this->store_tile(rO, softmax, tile, lse_of, [&](auto store_as) {
+        this->template store_tile<kLast>(rO, softmax, tile, lse_of, [&](auto store_as) {
             if (params.out_type == ElementType::kFloat16) {
                 store_as(__half{});
             } else {
                 store_as(__nv_bfloat16{});
             }
         });
-    }
-
-    // The same for the rows of a group (stores_group()).
-    __device__ __forceinline__ void store_group(Output& rO, Softmax& softmax,
-                                                const QueryTile& tile) const {
-        this->normalize(rO, softmax);
-        descale_output(rO, tile);
-        this->store_group_rows(
-            rO, softmax, tile, warp_row(), [](float, float) { return false; },
-            [&](float x, float y) {
-                const uint32_t half = ptx::pack<__half>(x, y);
-                const uint32_t bfloat16 = ptx::pack<__nv_bfloat16>(x, y);
-                return params.out_type == ElementType::kFloat16 ? half : bfloat16;
-            });
     }
 
     // --- The loop ---
@@ -503,16 +491,6 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         ptx::wgmma_wait<0>();
         compute_p<false>(x, rP, true);
 
-        // May the next iteration belong to the unmasked main loop?
-        const auto is_unmasked = [&](int unmasked_until) {
-            return !x.first_iteration && x.kv_tile - 1 >= unmasked_until &&
-                   x.kv_tile - 1 < x.full_tiles.end;
-        };
-        const auto main_loop = [&] {
-            const int unmasked_until =
-                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            while (is_unmasked(unmasked_until)) iterate<true>(x, rP);
-        };
         while (true) {  // ends where find_tile() says so, as in forward.cuh
             const bool new_tile = advance(x);
             if (new_tile) {
@@ -520,19 +498,18 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
                 begin_tile(x);
             }
             iterate<false>(x, rP, new_tile);
-            main_loop();
+            const int unmasked_until =
+                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
+            while (!x.first_iteration && x.kv_tile > unmasked_until &&
+                   x.kv_tile <= x.full_tiles.end)
+                iterate<true>(x, rP);
         }
         rescale_or_store(x);
         v_pipeline.consumer_wait(x.v);
         Order::wait(consumer);
         add_output<false>(x, rP, !x.first_iteration);
         Order::signal_next(consumer);
-        const QueryTile& tile = work_tiles[x.output_tile];
-        if (this->stores_group()) {
-            store_group(rO, softmax, tile);
-        } else {
-            store(rO, softmax, tile);
-        }
+        store<true>(rO, softmax, work_tiles[x.output_tile]);
     }
 };
 

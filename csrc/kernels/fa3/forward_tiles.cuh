@@ -140,15 +140,6 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     __device__ __forceinline__ int head_of(int row) const {
         return row & ((1 << pack_gqa_log2()) - 1);
     }
-    // Is this row of the tile one of its sequence and group?
-    __device__ __forceinline__ bool is_valid(const QueryTile& tile, int row) const {
-        return query_of(tile, row) < tile.sequence.seqlen_q && head_of(row) < group();
-    }
-    // The index of a valid row among the statistics.
-    __device__ __forceinline__ int64_t statistics_index(const QueryTile& tile, int row) const {
-        return statistics_offset(params, tile.sequence, tile.head) +
-               int64_t{head_of(row)} * params.seqlen_q + query_of(tile, row);
-    }
     // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
     // occupy a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
@@ -243,21 +234,17 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     template <class Visit>
     __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
         const Sequence& s = tile.sequence;
-        if (pack_gqa_log2() == 0) {
-            const TensorRows queries = this->query_rows(params.q, s, tile.head);
-#pragma unroll 1
-            for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows)
-                visit(queries, row, tile.first_query + row);
-            return;
-        }
-        // A row of the map is a head.
-        const TensorView heads_as_rows = with_heads_as_rows(params.q);
+        TensorRows rows = this->query_rows(params.q, s, tile.head);
 #pragma unroll 1
         for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
             const int query = query_of(tile, row);
-            const TensorRows heads = tensor_rows<typename Config::Element>(
-                heads_as_rows, s.batch, s.q_begin + query, tile.head, group());
-            visit(heads, row, query < s.seqlen_q ? head_of(row) : group());  // past the end: zeros
+            int first = query;
+            if (pack_gqa_log2() > 0) {  // a row of the map is a head
+                rows = tensor_rows<typename Config::Element>(with_heads_as_rows(params.q), s.batch,
+                                                             s.q_begin + query, tile.head, group());
+                first = query < s.seqlen_q ? head_of(row) : group();  // past the end: zeros
+            }
+            visit(rows, row, first);
         }
     }
 
@@ -386,17 +373,6 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
     // --- Results ---
 
-    // Are results stored as those of splits? The general form decides at run time.
-    __device__ __forceinline__ bool has_splits() const {
-        return Config::kMayHaveSplits && (!Config::kGeneral || params.o_partial != nullptr);
-    }
-    // With packed GQA, if keys are not split and each CTA has one tile: may the rows of the tile be
-    // stored without a detour? In store_rows_of_tile(), which the loop contains, this would cost
-    // splits time.
-    __device__ __forceinline__ bool stores_group() const {
-        return pack_gqa_log2() > 0 && params.o_partial == nullptr;
-    }
-
     // O / l.
     template <class Softmax>
     __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) const {
@@ -413,8 +389,9 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     }
 
     // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is that of row lane_row() +
-    // 8 i; with_out_type(store) calls store(element of out).
-    template <class Softmax, class LseOf, class WithOutType>
+    // 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile. Only
+    // then may the heads of a group be stored at once: in the loop the test would cost splits time.
+    template <bool kLast, class Softmax, class LseOf, class WithOutType>
     __device__ __forceinline__ void store_tile(const Output& rO, const Softmax& softmax,
                                                const QueryTile& tile, LseOf lse_of,
                                                WithOutType with_out_type) const {
@@ -424,59 +401,62 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         const int row = lane_row() + 8 * i;
         const bool has_row = lane_id() % 4 < 2;
         const int64_t statistics = statistics_offset(params, s, tile.head);
-        if (has_splits()) {
-            const int64_t split = tile.split * statistics_rows(params) + statistics;
-            const int first_row = warp_row();
-            const auto index_of = [&](int row) -> int64_t {
-                const int query = query_of(tile, first_row + row);
-                const int head = head_of(first_row + row);
-                if (query >= s.seqlen_q || head >= group()) return -1;
-                return split + int64_t{head} * params.seqlen_q + query;
-            };
-            const int64_t index = index_of(row);
+        const int first_row = warp_row();
+        // Of the rows from `first` on: the index of a row of the warp, or -1 if it has none.
+        const auto index_from = [&](int64_t first, int row) -> int64_t {
+            const int query = query_of(tile, first_row + row);
+            const int head = head_of(first_row + row);
+            if (query >= s.seqlen_q || head >= group()) return -1;
+            return first + int64_t{head} * params.seqlen_q + query;
+        };
+        constexpr bool kSplits = Config::kMayHaveSplits && !Config::kGeneral && !kLast;
+        constexpr bool kGroup = Config::kMayHaveSplits && !Config::kGeneral && kLast;
+        if (kSplits || (Config::kMayHaveSplits && params.o_partial != nullptr)) {
+            const int64_t first = tile.split * statistics_rows(params) + statistics;
+            const int64_t index = index_from(first, row);
             if (has_row && index >= 0)
                 params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
-            store_rows(params.o_partial, rO, index_of);
-        } else {
-            const int first_row = tile.first_query + warp_row();
-            const int rows = s.seqlen_q - first_row;
+            store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
+        } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {
             const float lse = lse_of(i);
-            if (has_row && row < rows) params.lse[statistics + first_row + row] = lse;
+            const int64_t index = index_from(statistics, row);
+            if (has_row && index >= 0) params.lse[index] = lse;
+            with_out_type([&](auto element) {
+                store_apart(rO, params.head_dim_v, [&](int row) {
+                    auto* out = row_pointer<decltype(element)>(
+                        params.out, s.batch, s.q_begin + query_of(tile, first_row + row),
+                        tile.head + head_of(first_row + row));
+                    return index_from(statistics, row) < 0 ? nullptr : out;
+                });
+            });
+        } else {
+            const int first_query = tile.first_query + first_row;
+            const int rows = s.seqlen_q - first_query;
+            const float lse = lse_of(i);
+            if (has_row && row < rows) params.lse[statistics + first_query + row] = lse;
             with_out_type([&](auto element) {
                 store_rows(
-                    global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_row,
+                    global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_query,
                                                    tile.head, rows, params.head_dim_v),
                     rO);
             });
         }
     }
 
-    // stores_group(): stores O / l and lse of the rows of a group, from this one of the warp's on.
-    // pack(x, y) rounds to out's type. Returns a bit for each row of which is_inexact(max, lse).
-    template <class Softmax, class IsInexact, class Pack>
-    __device__ __forceinline__ uint32_t store_group_rows(const Output& rO, const Softmax& softmax,
-                                                         const QueryTile& tile, int first_row,
-                                                         IsInexact is_inexact, Pack pack) const {
-        const Sequence& s = tile.sequence;
-        uint32_t inexact = 0;
+    // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
+    template <class RowOf>
+    static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = first_row + lane_row() + 8 * i;
-            if (!is_valid(tile, row)) continue;
-            const float lse = softmax.lse(0, i, exponent_scale());
-            if (is_inexact(softmax.max(0, i), lse)) inexact |= 1 << (lane_row() + 8 * i);
-            if (lane_col() == 0) params.lse[statistics_index(tile, row)] = lse;
-            uint16_t* target =
-                row_pointer<uint16_t>(params.out, s.batch, s.q_begin + query_of(tile, row),
-                                      tile.head + head_of(row)) +
-                lane_col();
+            auto* row = row_of(lane_row() + 8 * i);
+            if (row == nullptr) continue;
 #pragma unroll
             for (int n = 0; n < Output::kN; ++n)
-                if (8 * n < params.head_dim_v)  // a multiple of 8
-                    *reinterpret_cast<uint32_t*>(target + 8 * n) =
-                        pack(rO.v[0][n][2 * i], rO.v[0][n][2 * i + 1]);
+                if (8 * n < cols)  // a multiple of 8
+                    *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
+                        ptx::pack<std::remove_pointer_t<decltype(row)>>(rO.v[0][n][2 * i],
+                                                                        rO.v[0][n][2 * i + 1]);
         }
-        return inexact;
     }
 };
 
