@@ -193,7 +193,7 @@ void plan_fa3_backward(BackwardPlan& plan, const GpuModel& gpu) {
     params.schedule = backward_schedule(of_parts, block_kv, dims, 1, gpu);
     kernel.lead = lead_of(of_parts, params.schedule, dims, gpu);
     params.dq_accum_zeroed = kernel.lead == 0 && !params.deterministic;
-    if (tuning::fa3_backward(dims, kernel.form, kernel.many_queries).steps().by_matmul) {
+    if (tuning::fa3_backward(dims, kernel.form, kernel.many_queries).by_matmul()) {
         const int64_t rows = workspace_rows(params);
         plan.workspace.reserve(params.lse_rows, rows);
         plan.workspace.reserve(params.delta_rows, rows);

@@ -408,33 +408,10 @@ constexpr Backward small_fa2_backward(HeadDims dims, Features features) {
 
 // --- FA3, backward ---
 
-// What runs beside what in a consumer's iteration. Note 010, "Between the matmuls", says what each
-// step gains.
-struct Fa3BackwardSteps {
-    // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
-    // general form at d 128 it costs 1 to 4 % (with softcap).
-    bool ping_pong;
-    // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
-    // load them into registers and to subtract them. Not in the general form.
-    bool by_matmul;
-    // All exponentials run beside dP, which ptxas does not do by itself.
-    bool early_exponentials;
-    // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
-    // next matmuls have been started.
-    bool late_fences;
-};
-
-// The sets of steps that pay somewhere.
+// What runs beside what in a consumer's iteration: the sets of steps that pay somewhere, by which
+// steps they have. Note 010, "Between the matmuls", says what each step gains.
 enum class Fa3BackwardSchedule { kPingPong, kByMatmul, kByMatmulEarly, kEarly, kLateFences };
 using enum Fa3BackwardSchedule;
-inline constexpr Fa3BackwardSteps kFa3BackwardSteps[] = {
-    // ping-pong, by matmul, early exponentials, late fences
-    {true, false, false, false},  // kPingPong
-    {true, true, false, true},    // kByMatmul
-    {true, true, true, true},     // kByMatmulEarly
-    {false, false, true, true},   // kEarly
-    {false, false, false, true},  // kLateFences
-};
 
 struct Fa3Backward {
     int block_q;
@@ -445,9 +422,19 @@ struct Fa3Backward {
     bool hold_ds = true;          // dK takes dS from registers, or from shared memory
     bool dq_takes_scores = true;  // dQ in the registers of S, or in its own
 
-    constexpr Fa3BackwardSteps steps() const {
-        return kFa3BackwardSteps[static_cast<int>(schedule)];
+    // Ping-pong gains 2 to 9 % if exponentials take as long as matmuls, and 1 % at d 128. In the
+    // general form at d 128 it costs 1 to 4 % (with softcap).
+    constexpr bool ping_pong() const { return schedule <= kByMatmulEarly; }
+    // lse and delta are added to S and dP by a matmul (StatisticsRow), if that is faster than to
+    // load them into registers and to subtract them. Not in the general form.
+    constexpr bool by_matmul() const { return schedule == kByMatmul || schedule == kByMatmulEarly; }
+    // All exponentials run beside dP, which ptxas does not do by itself.
+    constexpr bool early_exponentials() const {
+        return schedule == kByMatmulEarly || schedule == kEarly;
     }
+    // A fence waits until the stores before it are done. Late fences, of dS and dQ, come when the
+    // next matmuls have been started.
+    constexpr bool late_fences() const { return schedule != kPingPong; }
 };
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
@@ -501,19 +488,12 @@ struct Fa3BackwardWide {
     int k_stages;        // dQ kernel: K tiles
     int v_stages;        // dQ kernel: V tiles
     int dq_gemm_stages;  // dQ GEMM: K tiles with their dS
-
-    int dq_producer_registers = 40;  // dQ kernel
 };
 
 inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
-    {.head_dims = {256, 256},
-     .pool_pairs = 2,
-     .k_stages = 2,
-     .v_stages = 1,
-     .dq_gemm_stages = 4,
-     .dq_producer_registers = 24},
+    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .dq_gemm_stages = 4},
 };
 
 constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {

@@ -104,17 +104,6 @@ __device__ __forceinline__ void exponentiate(Scores& s, float scale) {
             for (int i = 0; i < 4; ++i) s.v[m][n][i] = ptx::ex2(s.v[m][n][i] * scale);
 }
 
-// x *= y, element by element.
-template <class Scores>
-__device__ __forceinline__ void multiply(Scores& x, const Scores& y) {
-#pragma unroll
-    for (int m = 0; m < Scores::kM; ++m)
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x.v[m][n][i] *= y.v[m][n][i];
-}
-
 // From dP to dS = P * (dP - delta), in place.
 template <Rows kRows, class Scores>
 __device__ __forceinline__ void softmax_gradient(Scores& dp, const Scores& p, const float* delta) {

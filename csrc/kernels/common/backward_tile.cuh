@@ -465,22 +465,12 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                      true);
 }
 
-// dQ of a Q tile for the postprocess pass, with the warp layout of those that wrote the tile.
+// For the postprocess pass, with the warp layout of those that wrote the tile.
 template <class Config>
-struct DQTile {
-    using Element = typename Config::Element;
-    using Tile = typename Config::QTile;
-    static constexpr int kBlockQ = Config::kBlockQ;
-    static constexpr int kThreads = Config::kThreads;
-    static constexpr bool kMayBeVarlen = Config::kMayBeVarlen;
-    static constexpr bool kMayBeUnaligned = Config::kGeneral;
-    static constexpr bool kPdl = false;
-
-    static __device__ __forceinline__ void wait(const BackwardParams&, const Sequence&, int) {}
-
+struct DQTile : Config {
     static __device__ __forceinline__ void fetch(const BackwardParams& params,
                                                  const Sequence& sequence, int head, int q_tile,
-                                                 uint32_t tile) {
+                                                 uint32_t shared) {
         using DQ = typename Config::DQ;
         using Accum = DQAccum<Config>;
 #pragma unroll
@@ -495,8 +485,8 @@ struct DQTile {
                         Accum::element(rdQ, block, n, i) = y.x[i];
                 });
             rdQ.scale(params.gradient_scale);
-            store_to_shared<Element, Tile, Config::kWarpsN>(
-                tile, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
+            store_to_shared<typename Config::Element, typename Config::QTile, Config::kWarpsN>(
+                shared, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
                 warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
         }
     }

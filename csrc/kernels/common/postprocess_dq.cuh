@@ -5,36 +5,33 @@
 #include "kernels/common/launch.cuh"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
-#include "ptx/shared.cuh"
 #include "tile/copy.cuh"
 
 namespace flash_ext {
 
-// DQ knows the order of dQ in dq_accum: wait() until the sum is complete, and fetch() it, with the
-// factor scale, to a SharedTile.
+// DQ knows the order of dQ in dq_accum: fetch() writes the tile to shared memory, as a QTile, with
+// the factor scale.
 template <class DQ>
 __global__ void __launch_bounds__(DQ::kThreads)
     postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
     const auto [tile, head] = q_tile_index<DQ::kMayBeVarlen>(params, blockIdx.x, DQ::kBlockQ);
     const auto [sequence, q_tile] = tile;
-    const int first_query = q_tile * DQ::kBlockQ;
-    DQ::wait(params, sequence, head);
-    if (DQ::kMayBeVarlen && first_query >= sequence.seqlen_q) return;
     const uint32_t shared = ptx::shared_address(dynamic_shared());
     DQ::fetch(params, sequence, head, q_tile, shared);
     __syncthreads();  // the tile is complete
+    const int first_query = q_tile * DQ::kBlockQ;
     const auto dq =
         global_tile<typename DQ::Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
                                           head, sequence.seqlen_q - first_query, params.head_dim);
-    store_tile<typename DQ::Tile, DQ::kThreads, DQ::kBlockQ, DQ::kMayBeUnaligned>(dq, shared, 0,
-                                                                                  params.aligned);
+    store_tile<typename DQ::QTile, DQ::kThreads, DQ::kBlockQ, DQ::kGeneral>(dq, shared, 0,
+                                                                            params.aligned);
 }
 
 template <class DQ>
-cudaError_t postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t postprocess_dq(const BackwardParams& params, cudaStream_t stream,
+                           const LaunchOptions& options = {}) {
     return launch_kernel<postprocess_dq_kernel<DQ>>(q_tile_count(params, DQ::kBlockQ), DQ::kThreads,
-                                                    DQ::Tile::kBytes, params, stream,
-                                                    {.pdl = DQ::kPdl});
+                                                    DQ::QTile::kBytes, params, stream, options);
 }
 
 }  // namespace flash_ext

@@ -13,7 +13,7 @@
 //
 //     S'^T  = K Q'^T               wgmma, asynchronous
 //     dV   += P^T dO               wgmma, asynchronous; P^T from registers
-//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers (kHoldDS) or shared
+//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers (hold_ds) or shared
 //                                  memory
 //     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when these are complete
 //     P'    = 2^(S' scale - lse')  while dP' runs
@@ -94,7 +94,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
     using DQ = typename DQTile::Fragments;
     using Statistics = RowNumbers<Config::kBlockQ>;
-    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
+    using Order = PingPong<Config::kConsumers, Config::kTuning.ping_pong()>;
 
     int consumer;  // index of this thread's warpgroup among the consumers
     int warp_key;  // first row of this thread's warp within the KV tile
@@ -104,24 +104,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
           warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16) {}
 
-    // By all threads, since without by_matmul all read lse and delta.
-    template <class Pipeline>
-    static __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,
-                                                               typename Pipeline::State& state) {
-        pipeline.consumer_release(state);
-        state.advance();
-    }
-
-    // Initializes dP^T with -delta.
-    __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t stage) const {
-        for_each_with_query<Rows::kKeys, Scores>(
-            storage.delta[stage],
-            [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
-    }
-
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
-        if constexpr (Config::kTransposeDQ) {
+        if constexpr (Config::kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
 #pragma unroll
@@ -164,7 +149,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Operand& rdS;
         GradientK& rdK;
         GradientV& rdV;
-        DQ& rdQ;  // in the registers of S, if kDQTakesScores
+        DQ& rdQ;  // in the registers of S, if dq_takes_scores
 
         WorkTileState tile{};
         PipelineState<1> kv{};                     // of K and V
@@ -188,40 +173,40 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         KMajor<DOTile> do_rows{cta.do_pipeline.stages};
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
-        Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if kByMatmul
+        Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
         Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
-        KMajor<DSTile> ds_rows{cta.ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64};
+        KMajor<DSTile> ds_rows{cta.ds_tile(0), Config::kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
-        MNMajor<KTile> k_columns{cta.k_pipeline.stages + (Config::kTransposeDQ ? consumer : 0) *
-                                                             (64 / KTile::kAtomCols) *
-                                                             KTile::kAtomBytes};
+        MNMajor<KTile> k_columns{cta.k_pipeline.stages +
+                                 (Config::kTuning.transpose_dq ? consumer : 0) *
+                                     (64 / KTile::kAtomCols) * KTile::kAtomBytes};
     };
 
     // S^T = K Q^T
     __device__ __forceinline__ void issue_s(State& s, const Operands& x) const {
         q_pipeline.consumer_wait(s.q);
-        if constexpr (Config::kByMatmul)
+        if constexpr (Config::kTuning.by_matmul())
             gemm_async<__nv_bfloat16, 16>(
                 s.rS, Ones{}, in_stage<Statistics::kBytes>(x.lse_rows, s.q.stage), false);
-        gemm_async<Element, Config::kHeadDim>(
-            s.rS, x.k_rows, in_stage<QTile::kBytes>(x.q_rows, s.q.stage), Config::kByMatmul);
+        gemm_async<Element, Config::kHeadDim>(s.rS, x.k_rows,
+                                              in_stage<QTile::kBytes>(x.q_rows, s.q.stage),
+                                              Config::kTuning.by_matmul());
     }
 
     // dP^T = V dO^T - delta
     __device__ __forceinline__ void issue_dp(State& s, const Operands& x) const {
         do_pipeline.consumer_wait(s.d);
-        if constexpr (Config::kByMatmul) {
+        if constexpr (Config::kTuning.by_matmul()) {
             gemm_async<__nv_bfloat16, 16>(
                 s.rdP, Ones{}, in_stage<Statistics::kBytes>(x.delta_rows, s.d.stage), false);
         } else {
-            subtract_delta(s.rdP, s.d.stage);
+            Scores& dp = s.rdP;
+            for_each_with_query<Rows::kKeys, Scores>(
+                storage.delta[s.d.stage],
+                [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
         }
         gemm_async<Element, Config::kHeadDimV>(
             s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
-    }
-    __device__ __forceinline__ void finish_dp(State& s) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdP);
     }
 
     // dV += P^T dO, dK += dS^T Q
@@ -229,7 +214,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         gemm_async<Element, Config::kBlockQ>(
             s.rdV, s.rP, in_stage<DOTile::kBytes>(x.do_columns, s.d_done.stage), s.accumulate);
         const auto q_columns = in_stage<QTile::kBytes>(x.q_columns, s.q_done.stage);
-        if constexpr (Config::kHoldDS) {
+        if constexpr (Config::kTuning.hold_ds) {
             gemm_async<Element, Config::kBlockQ>(s.rdK, s.rdS, q_columns, s.accumulate);
         } else {
             ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
@@ -238,17 +223,17 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         }
     }
     __device__ __forceinline__ void finish_dv_dk(State& s) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdV);
-        warpgroup_fence(s.rdK);
-        release_and_advance(q_pipeline, s.q_done);
-        release_and_advance(do_pipeline, s.d_done);
+        finish(s.rdV, s.rdK);
+        q_pipeline.consumer_release(s.q_done);  // by all threads, if all read lse and delta
+        s.q_done.advance();
+        do_pipeline.consumer_release(s.d_done);
+        s.d_done.advance();
     }
 
     // This consumer's half of dQ = dS K.
     __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
         dq_pipeline(consumer).producer_acquire(s.dq);
-        if constexpr (Config::kTransposeDQ) {
+        if constexpr (Config::kTuning.transpose_dq) {
             gemm_async<Element, Config::kBlockKV>(s.rdQ, x.k_columns,
                                                   in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
         } else {
@@ -280,7 +265,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         for (int n = 0; n < Scores::kN; ++n) {
             const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
-            multiply(ds, p);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
             if constexpr (Config::kGeneral)
                 if (softcap)
                     warp_scores(tile, at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
@@ -310,13 +296,12 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         k_pipeline.consumer_wait(s.kv);
         Order::wait(consumer);
         issue_s(s, x);
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rS);
+        finish(s.rS);
         v_pipeline.consumer_wait(s.kv);
         issue_dp(s, x);
         Order::signal_next(consumer);
         probabilities(s, tile);
-        finish_dp(s);
+        finish(s.rdP);
         softmax_gradient(s, tile);
         store_ds(s.rdS, s.ds);
         commit_ds(s);
@@ -332,26 +317,25 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if (Config::kLateFences) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
         s.accumulate = true;
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
         issue_dp(s, x);
         Order::signal_next(consumer);
         probabilities(s, tile);
-        if (Config::kEarlyExponentials) wait_ds(s);
-        finish_dp(s);
-        if (!Config::kEarlyExponentials) wait_ds(s);
+        if (Config::kTuning.early_exponentials()) wait_ds(s);
+        finish(s.rdP);
+        if (!Config::kTuning.early_exponentials()) wait_ds(s);
         softmax_gradient(s, tile);
-        if (!Config::kLateFences) store_ds(s.rdS, s.ds ^ 1);
+        if (!Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
         issue_dq(s, x);
-        if (Config::kLateFences) store_ds(s.rdS, s.ds ^ 1);
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdQ);
+        if (Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
+        finish(s.rdQ);
         next_ds(s);
         commit_ds(s);
         DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        if (!Config::kLateFences) commit_dq(s.dq);
+        if (!Config::kTuning.late_fences()) commit_dq(s.dq);
     }
 
     // dV, dK and dQ of the last Q tile, and the results.
@@ -359,7 +343,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                                                 const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
-        if (Config::kLateFences) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
         wait_ds(s);
         issue_dq(s, x);
         finish_dv_dk(s);
@@ -395,7 +379,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         GradientK rdK;
         GradientV rdV;
         DQ own_rdQ;
-        DQ& rdQ = Config::kDQTakesScores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
+        DQ& rdQ = Config::kTuning.dq_takes_scores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
@@ -436,7 +420,8 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), kernel.sms,
                                                  stream, {.pdl = true});
-    if (status == cudaSuccess) status = postprocess_dq<typename Config::DQTile>(params, stream);
+    if (status == cudaSuccess)
+        status = postprocess_dq<typename Config::DQTile>(params, stream, {.pdl = true});
     return status;
 }
 

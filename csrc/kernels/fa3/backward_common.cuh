@@ -9,6 +9,7 @@
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
 #include "tile/tensor_map.cuh"
+#include "tile/wgmma.cuh"
 
 namespace flash_ext {
 
@@ -55,6 +56,23 @@ __device__ __forceinline__ VisibleTiles full_q_tiles(const BackwardParams& param
     const int end = min_of(first.end, last.end);
     return {ceil_div(last.begin, block_q),
             end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
+}
+
+// A warp's rows of dQ, from row `row` of the Q tile on.
+template <class Element>
+__device__ __forceinline__ GlobalTile<Element> dq_rows(const BackwardParams& params,
+                                                       const QueryTile& tile, int row) {
+    const Sequence& s = tile.sequence;
+    const int first = tile.first_query + row;
+    return global_tile<Element>(params.dq, s.batch, s.q_begin + first, tile.head,
+                                s.seqlen_q - first, params.head_dim);
+}
+
+// Waits until matmuls are complete: all but kPending groups that were started after them.
+template <int kPending = 0, class... Accumulators>
+__device__ __forceinline__ void finish(Accumulators&... accumulators) {
+    ptx::wgmma_wait<kPending>();
+    (warpgroup_fence(accumulators), ...);
 }
 
 // Columns 8 n to 8 n + 7 of an operand, from an accumulator.

@@ -278,14 +278,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_q_do();
-            case 1:
-                return produce_kv();
-            case 2:
-                return produce_tiles();
-        }
+        if (warp_id() == 0) produce_q_do();
+        if (warp_id() == 1) produce_kv();
+        if (warp_id() == 2) produce_tiles();
     }
 
     // --- Consumers ---
@@ -324,11 +319,11 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     __device__ __forceinline__ const KPipeline& keys(const DV&) const { return k_pipeline; }
     __device__ __forceinline__ const VPipeline& keys(const DK&) const { return v_pipeline; }
 
-    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const DV& s) const {
-        return gradient_rows<Element>(params.dv, work_tiles[s.tile], warp_key, params.head_dim_v);
-    }
-    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const DK& s) const {
-        return gradient_rows<Element>(params.dk, work_tiles[s.tile], warp_key, params.head_dim);
+    template <Consumer kConsumer>
+    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const State<kConsumer>& s) const {
+        return gradient_rows<Element>(kConsumer == kDV ? params.dv : params.dk, work_tiles[s.tile],
+                                      warp_key,
+                                      kConsumer == kDV ? params.head_dim_v : params.head_dim);
     }
 
     __device__ __forceinline__ uint32_t tile_in(uint32_t stage) const {
@@ -459,11 +454,9 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         const KeyTile& tile = work_tiles[s.tile];
         s.full = full_q_tiles(params, tile, tile.first_key, Config::kBlockQ);
     }
+    // The same for each query head.
     __device__ __forceinline__ void begin_tile(DK& s) const {
-        if (stores_ds()) find_ds(s);
-    }
-
-    __device__ __forceinline__ void find_ds(DK& s) const {
+        if (!stores_ds()) return;
         const KeyTile& tile = work_tiles[s.tile];
         s.ds = params.ds_workspace.template tile<Element>(params, tile.sequence.batch, s.at.head,
                                                           s.q_tiles.tile(s.at.i),
@@ -476,14 +469,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             s.ds +=
                 params.ds_workspace.tiles.of_row(s.q_tiles.tile(s.at.i)) * DSTile<Element>::kBytes;
         s.at.advance(s.q_tiles);
-        if (stores_ds() && (s.at.i == s.q_tiles.begin || s.q_tiles.distance(s.at.i) != 1))
-            find_ds(s);  // of the next head
+        if (s.at.i == s.q_tiles.begin || s.q_tiles.distance(s.at.i) != 1)
+            begin_tile(s);  // of the next head
     }
 
     template <class State>
     __device__ __forceinline__ void finish_scores(State& s) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.scores);
+        finish(s.scores);
         if (s.left == 0) release_and_advance(keys(s), s.keys);
         compute_operand(s);
     }
@@ -515,8 +507,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
                 issue_gradient(s, before);
                 issue_scores(s);
                 Order::signal_next(kConsumer);
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(s.gradient);
+                finish<1>(s.gradient);
                 release(s.gradient_stage(before));
                 finish_scores(s);
             }
@@ -524,8 +515,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             Order::wait(kConsumer);
             issue_gradient(s, s.pool);
             Order::signal_next(kConsumer);
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(s.gradient);
+            finish(s.gradient);
             release(s.gradient_stage(s.pool));
             s.pool.advance();
             if (kConsumer == kDK) s.gradient.scale(params.scale);

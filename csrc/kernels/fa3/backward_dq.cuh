@@ -64,9 +64,8 @@ struct Fa3BackwardDQConfig {
     static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // The consumers share what the producers leave of the registers of three warpgroups.
-    static constexpr int kProducerRegisters = kTuning.dq_producer_registers;
-    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2 / 8 * 8;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
 
     // Of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;
@@ -114,8 +113,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     using DQ = RegisterTile<16, Config::kHeadDim>;
     using Order = PingPong<Config::kConsumers>;
     using Cta = Fa3Cta<Config>;
-    using Cta::elected, Cta::end_work_tile, Cta::group, Cta::params, Cta::release,
-        Cta::release_and_advance, Cta::storage, Cta::work_tiles;
+    using Cta::end_work_tile, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
+        Cta::work_tiles;
     using typename Cta::WorkTileState;
 
     KPipeline k_pipeline;
@@ -195,12 +194,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            {
-                const TensorRows rows = this->query_rows(params.q, s, tile.head);
-                for (int i = 0; i < Config::kConsumers; ++i)
-                    load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map, rows,
-                                     tile.first_query + i * 64);
-            }
+            for (int i = 0; i < Config::kConsumers; ++i)
+                load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map,
+                                 this->query_rows(params.q, s, tile.head),
+                                 tile.first_query + i * 64);
             const TensorRows rows = this->query_rows(params.dout, s, tile.head);
 #pragma unroll 1
             for (int i = 0; i < Config::kConsumers; ++i) {
@@ -224,16 +221,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_k();
-            case 1:
-                return produce_v();
-            case 2:
-                return produce_q_do();
-            case 3:
-                return produce_tiles();
-        }
+        if (warp_id() == 0) produce_k();
+        if (warp_id() == 1) produce_v();
+        if (warp_id() == 2) produce_q_do();
+        if (warp_id() == 3) produce_tiles();
     }
 
     // --- Consumers ---
@@ -293,7 +284,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                 s.last = ptx::warp_uniform(clamp(own.end - 1, s.i, kv.end - 1));
                 return true;
             }
-            store_zeros(gradient_rows(tile));
+            store_zeros(dq_rows<Element>(params, tile, warp_row()));
         }
     }
 
@@ -307,14 +298,6 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             for (int i = 0; i < 4; ++i) bits |= __float_as_uint(p.v[0][n][i]);
         if (__any_sync(0xffffffff, static_cast<int>(bits) < 0)) [[unlikely]]
             __nanosleep(1);
-    }
-
-    // This warp's rows of dQ.
-    __device__ __forceinline__ GlobalTile<Element> gradient_rows(const QueryTile& tile) const {
-        const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + warp_row();
-        return global_tile<Element>(params.dq, s.batch, s.q_begin + first_row, tile.head,
-                                    s.seqlen_q - first_row, params.head_dim);
     }
 
     // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
@@ -350,8 +333,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // P = 2^(S scale - lse), while dP runs. lse has arrived with dO.
     __device__ __forceinline__ void probabilities(State& s) const {
-        ptx::wgmma_wait<1>();
-        warpgroup_fence(s.rS);
+        finish<1>(s.rS);
         if (s.i == s.last) release(q_pipeline(consumer()), s.q);
         const auto scores = warp_scores(s);
         const bool large_lse = work_tiles[s.tile].large_lse;
@@ -364,8 +346,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 
     // dS = P * (dP - delta)
     __device__ __forceinline__ void gradient_of_scores(State& s) const {
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdP);
+        finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
         softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.delta[0] + warp_row());
         if (Config::kGeneral && params.softcap != 0.f)
@@ -400,8 +381,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         Order::wait(consumer());
         issue_dq(s, k_stage);
         issue_s(s);
-        ptx::wgmma_wait<1>();
-        warpgroup_fence(s.rdQ);
+        finish<1>(s.rdQ);
         release(k_pipeline, {k_stage, 0});
         issue_dp(s);
         Order::signal_next(consumer());
@@ -413,11 +393,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     // dQ of the last KV tile, and the result.
     __device__ __forceinline__ void finish_tile(State& s) const {
         issue_dq(s, s.k.stage);
-        ptx::wgmma_wait<0>();
-        warpgroup_fence(s.rdQ);
+        finish(s.rdQ);
         release_and_advance(k_pipeline, s.k);
         s.rdQ.scale(params.scale);
-        store_rows(gradient_rows(work_tiles[s.tile]), s.rdQ);
+        store_rows(dq_rows<Element>(params, work_tiles[s.tile], warp_row()), s.rdQ);
     }
 
     __device__ __forceinline__ void consume() const {

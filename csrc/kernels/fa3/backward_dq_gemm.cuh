@@ -148,15 +148,6 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                         Config::kBlockKV);
     }
 
-    __device__ __forceinline__ void store(const QueryTile& tile, DQ& rdQ) const {
-        const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + (warp_id() - 4) * 16;
-        rdQ.scale(params.scale);
-        store_rows(global_tile<Element>(params.dq, s.batch, s.q_begin + first_row, tile.head,
-                                        s.seqlen_q - first_row, params.head_dim),
-                   rdQ);
-    }
-
     __device__ __forceinline__ void consume() const {
         const int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
         State c;
@@ -189,12 +180,12 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                     if (i > own.begin) release(pipeline, before);
                     before = c;
                 }
-                ptx::wgmma_wait<0>();
-                warpgroup_fence(rdQ);
+                finish(rdQ);
                 release(pipeline, before);
                 skip(kv.end - own.end);
             }
-            store(tile, rdQ);
+            rdQ.scale(params.scale);
+            store_rows(dq_rows<Element>(params, tile, (warp_id() - 4) * 16), rdQ);
         }
     }
 

@@ -116,42 +116,39 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
         work_tiles.produce(
             fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
             [&](const KeyTile& tile, const WorkTileState& t) {
-                load_keys<VTile>(v_pipeline, t, params.v_map, params.v, tile);
-                load_keys<KTile>(k_pipeline, t, params.k_map, params.k, tile);
+                const Sequence& s = tile.sequence;
+                const PipelineState<1> kv{0, work_tiles.phase(t)};
+                load_tile<VTile>(v_pipeline, kv, params.v_map,
+                                 shared_key_rows<Element>(params, params.v, s, tile.head),
+                                 tile.first_key);
+                load_tile<KTile>(k_pipeline, kv, params.k_map,
+                                 shared_key_rows<Element>(params, params.k, s, tile.head),
+                                 tile.first_key);
                 work_tiles.wait_to_fetch(t);
                 return fetch();
             });
     }
 
-    template <class Tile, class Pipeline>
-    __device__ __forceinline__ void load_keys(const Pipeline& pipeline, const WorkTileState& t,
-                                              const CUtensorMap& map, const TensorView& view,
-                                              const KeyTile& tile) const {
-        const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
-                        shared_key_rows<Element>(params, view, s, tile.head), tile.first_key);
-    }
-
-    __device__ __forceinline__ void produce_q() const {
-        typename QPipeline::State q;
+    // Q tiles with lse, or dO tiles with delta: `rows` of the stages, from `source` in the
+    // workspace.
+    template <class Tile, bool kAllowsFetch, class Pipeline>
+    __device__ __forceinline__ void produce_queries(
+        const Pipeline& pipeline, const CUtensorMap& map, const TensorView& view,
+        Statistic (&rows)[Pipeline::kStages][Config::kBlockQ], const Statistic* source) const {
+        typename Pipeline::State state;
         work_tiles.for_each([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) work_tiles.allow_fetch();
+            if (kAllowsFetch && tile.q_tiles.empty()) work_tiles.allow_fetch();
             for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
-                if (last) work_tiles.allow_fetch();
-                load_queries<QTile>(q_pipeline, q, params.q_map, params.q, tile, head, first_row,
-                                    storage.lse[q.stage],
-                                    statistics(params.lse_log2, params.lse_rows), row_group);
-            });
-        });
-    }
-
-    __device__ __forceinline__ void produce_do() const {
-        typename DOPipeline::State d;
-        work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool) {
-                load_queries<DOTile>(do_pipeline, d, params.do_map, params.dout, tile, head,
-                                     first_row, storage.delta[d.stage],
-                                     statistics(params.delta, params.delta_rows), row_group);
+                if (kAllowsFetch && last) work_tiles.allow_fetch();
+                const Sequence& s = tile.sequence;
+                load_tile<Tile>(
+                    pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
+                        return RowStatisticsLoad<Statistic, Config::kBlockQ>{
+                            rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
+                            source + params.padding_row,
+                            stored_rows<Config::kBlockQ>(s, first_row)};
+                    });
+                state.advance();
             });
         });
     }
@@ -159,28 +156,11 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
     // lse or delta of all queries, as this kernel takes them.
     static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
                                                                   const StatisticsRow* rows) {
-        if constexpr (Config::kByMatmul) {
+        if constexpr (Config::kTuning.by_matmul()) {
             return rows;
         } else {
             return numbers;
         }
-    }
-
-    // A Q or dO tile and its lse or delta.
-    template <class Tile, class Pipeline>
-    __device__ __forceinline__ void load_queries(const Pipeline& pipeline,
-                                                 typename Pipeline::State& state,
-                                                 const CUtensorMap& map, const TensorView& view,
-                                                 const KeyTile& tile, int head, int first_row,
-                                                 Statistic (&statistics)[Config::kBlockQ],
-                                                 const Statistic* source, int row_group) const {
-        const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
-            return RowStatisticsLoad<Statistic, Config::kBlockQ>{
-                statistics, source + int64_t{row_group} * kWorkspaceRows,
-                source + params.padding_row, stored_rows<Config::kBlockQ>(s, first_row)};
-        });
-        state.advance();
     }
 
     // Adds dQ of the consumers to dq_accum; in deterministic mode KV tiles add in ascending order.
@@ -252,9 +232,12 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
         ptx::wait_for_grid_before();  // the preprocess pass
         switch (warp_id()) {
             case 0:
-                return produce_q();
+                return produce_queries<QTile, true>(q_pipeline, params.q_map, params.q, storage.lse,
+                                                    statistics(params.lse_log2, params.lse_rows));
             case 1:
-                return produce_do();
+                return produce_queries<DOTile, false>(do_pipeline, params.do_map, params.dout,
+                                                      storage.delta,
+                                                      statistics(params.delta, params.delta_rows));
             case 2:
                 return add_dq();
             case 3:
