@@ -53,7 +53,10 @@ CALLS = {
     "short": Call(10, 1, 1, 10, 20, -1, 0),
     "small": Call(2, 1, 1, 200, 150, -1, -1),
 }
-OPTIONS = {"splits": {"num_splits": 2}, "packed GQA": {"num_splits": 2, "pack_gqa_log2": 3}}
+OPTIONS = {
+    "splits": {"num_splits": 2, "seqlen_k": 1400},
+    "packed GQA": {"num_splits": 2, "seqlen_k": 1400, "pack_gqa_log2": 3},
+}
 DENSE = ("stores dS", "dq_gemm", "decode")  # the workspace for dS is of dense batches
 
 # At d 96 wgmma also reads what follows K, and nobody uses the result (Config::kTransposeDQ).
@@ -96,10 +99,11 @@ def rows_of(table: str) -> Iterator[list[str]]:
             if not line.startswith("//   "):
                 break
             cells = [line[a:b].strip() for a, b in itertools.pairwise(columns)]
-            begins = cells[0] and not (row and row[0].endswith(","))
-            if begins and row:
+            if cells[0] and row:
                 yield row
-            row = cells if begins else [f"{a} {b}".strip() for a, b in zip(row, cells, strict=True)]
+            if not cells[0]:
+                cells = [f"{a} {b}".strip() for a, b in zip(row, cells, strict=True)]
+            row = cells
         yield row
 
 
@@ -125,9 +129,6 @@ def table_of(kernel: str) -> dict[str, list[str]]:
     rows = {}
     for file in dict.fromkeys(files):
         for names, *cells in rows_of((FA3 / f"{file}.cuh").read_text()):
-            names, of_fp8 = re.subn(", FP8$", "", names)
-            if of_fp8 and family != "forward_fp8":
-                continue
             pipelines = re.fullmatch(r"(full|empty)\((.+)\)", names)
             if pipelines is None:
                 rows[names.removesuffix(" (of each stage)")] = cells
