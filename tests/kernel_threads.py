@@ -36,12 +36,12 @@ class Call(ctypes.Structure):
 def library() -> ctypes.CDLL:
     path = shared_library(
         "flash_ext_barriers",
-        [SOURCE, FAKE_CUDA / "device.cpp"],
+        [SOURCE, FAKE_CUDA / "device.cpp", FAKE_CUDA / "threads.cpp"],
         [
             *(*DEVICE_CODE, "-D__CUDA_ARCH_FEAT_SM90_ALL"),
             *("-O0", "-fsanitize=thread", "-fno-threadsafe-statics"),
             *("-Wno-invalid-offsetof", "-Wno-unused-variable"),
-            # Not libtsan: device.cpp has what the compiler calls.
+            # Not libtsan: threads.cpp has what the compiler calls.
             *("-nodefaultlibs", "-lstdc++", "-lm", "-lgcc_s", "-lc"),
         ],
     )

@@ -53,7 +53,10 @@ CALLS = {
     "short": Call(10, 1, 1, 10, 20, -1, 0),
     "small": Call(2, 1, 1, 200, 150, -1, -1),
 }
-OPTIONS = {"splits": {"num_splits": 2}, "packed GQA": {"num_splits": 2, "pack_gqa_log2": 3}}
+OPTIONS = {
+    "splits": {"num_splits": 2, "seqlen_k": 1400},
+    "packed GQA": {"num_splits": 2, "seqlen_k": 1400, "pack_gqa_log2": 3},
+}
 DENSE = ("stores dS", "dq_gemm", "decode")  # the workspace for dS is of dense batches
 
 # At d 96 wgmma also reads what follows K, and nobody uses the result (Config::kTransposeDQ).

@@ -241,6 +241,7 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"forward 64", forward<64, kUsual>},                    // four consumers
     {"forward 128", forward<128, kUsual>},                  // two P, two steps with a mask
     {"forward 64, splits", forward<64, kSplits>},
+    {"forward 64, packed GQA", forward<64, kSplits>},
     {"forward 64, general", forward<64, kUsual, Features::kGeneral>},
     {"forward 256", forward<256, kUsual>},  // one stage of Q
     {"forward_fp8 64", forward_fp8<64, false>},
@@ -256,7 +257,6 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"backward_dq 256", backward_dq<256>},
     {"backward_dq_gemm 256", backward_dq_gemm<256>},
     {"decode 128", decode<128, kFewRows>},
-    {"decode 64, many rows", decode<64, kManyRows>},
 };
 
 }  // namespace

@@ -5,7 +5,14 @@
 #include <cstdint>
 #include <functional>
 
+namespace flash_ext {
+extern char storage[];  // shared memory
+}
+
 namespace device {
+
+using flash_ext::storage;
+inline constexpr int kSharedBytes = 256 << 10;
 
 // The events with their arguments. tests/barrier_model.py has the same list.
 enum class Event : uint64_t {
@@ -19,7 +26,7 @@ enum class Event : uint64_t {
     kWarpSync,    //
     kRead,        // address, bytes
     kWrite,       // address, bytes
-    kLoad,        // address, bytes, mbarrier: by TMA
+    kLoad,        // address, bytes, mbarrier, coordinates (x and y, z and w): by TMA
     kStore,       // address, bytes: read by TMA
     kStoreWait,   // TMA has read all
     kMatmul,      // descriptors of A (0: in registers) and B, columns, is A, is B MN-major?
@@ -35,6 +42,10 @@ enum class Event : uint64_t {
 // Notes what this thread does. Before it waits, other threads may go on.
 void note(Event event, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0, uint64_t d = 0,
           uint64_t e = 0);
+
+// ldmatrix and stmatrix, of four matrices: the address is that of a row of one of them.
+void load_matrices(uint32_t (&registers)[4], uint32_t address, bool transposed);
+void store_matrices(uint32_t address, const uint32_t (&registers)[4], bool transposed);
 
 // Called by a launch.
 void launch(unsigned ctas, unsigned threads, size_t shared_bytes, std::function<void()> thread);

@@ -9,7 +9,10 @@ namespace flash_ext::ptx {
 
 inline void tma_load_4d(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y,
                         int z, int w) {
-    note(Event::kLoad, shared, map.box_bytes(), barrier);
+    const auto pair = [](int low, int high) {
+        return uint64_t{static_cast<uint32_t>(high)} << 32 | static_cast<uint32_t>(low);
+    };
+    note(Event::kLoad, shared, map.box_bytes(), barrier, pair(x, y), pair(z, w));
 }
 inline void bulk_load(uint32_t shared, const void*, int bytes, uint32_t barrier) {
     note(Event::kLoad, shared, bytes, barrier);

@@ -1,0 +1,403 @@
+// Layouts of device code as a Python module, for tests/test_layouts.py: tensor maps and what TMA
+// loads by them, matrix descriptors, and which lane has which element of a tile. Lanes run one
+// after another.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "kernels/fa3/backward.cuh"
+#include "problem/score.cuh"
+#include "tile/gemm.cuh"
+#include "tile/tensor_map.cuh"
+#include "tile/transpose.cuh"
+#include "tile/wgmma.cuh"
+
+namespace py = pybind11;
+
+namespace flash_ext {
+const Device& current_device() {
+    static const Device device;
+    return device;
+}
+cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
+    return cudaSuccess;
+}
+}  // namespace flash_ext
+
+void __syncwarp() {}
+void __syncthreads() {}
+
+namespace device {
+
+std::vector<std::array<uint64_t, 5>> loads;  // by TMA
+
+void note(Event event, uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e) {
+    if (event == Event::kLoad) loads.push_back({a, b, c, d, e});
+}
+void launch(unsigned, unsigned, size_t, std::function<void()>) {}
+
+// ldmatrix and stmatrix of a warp. A warp runs twice: what its lanes load depends on the addresses
+// of all of them.
+struct Matrices {
+    uint32_t address[32];
+    uint32_t registers[32][4];
+    bool transposed;
+
+    // Where register i of a lane has its element e.
+    char* element(int lane, int i, int e) const {
+        const int row = transposed ? 2 * (lane % 4) + e : lane / 4;
+        const int column = transposed ? lane / 4 : 2 * (lane % 4) + e;
+        return storage + address[8 * i + row] + 2 * column;
+    }
+};
+std::vector<Matrices> matrix_loads, matrix_stores;
+size_t load_number = 0, store_number = 0;
+bool addresses_are_known = false;
+
+Matrices& matrices(std::vector<Matrices>& all, size_t number) {
+    if (number >= all.size()) all.resize(number + 1);
+    return all[number];
+}
+
+void load_matrices(uint32_t (&registers)[4], uint32_t address, bool transposed) {
+    Matrices& x = matrices(matrix_loads, load_number++);
+    const int lane = threadIdx.x % 32;
+    x.address[lane] = address;
+    x.transposed = transposed;
+    if (addresses_are_known)
+        for (int i = 0; i < 4; ++i)
+            for (int e = 0; e < 2; ++e)
+                std::memcpy(reinterpret_cast<char*>(&registers[i]) + 2 * e, x.element(lane, i, e),
+                            2);
+}
+
+void store_matrices(uint32_t address, const uint32_t (&registers)[4], bool transposed) {
+    Matrices& x = matrices(matrix_stores, store_number++);
+    const int lane = threadIdx.x % 32;
+    x.address[lane] = address;
+    x.transposed = transposed;
+    std::copy(registers, registers + 4, x.registers[lane]);
+}
+
+// Calls body(lane) for a warp, whose stores come last.
+template <class Body>
+void run_warp(int warp, Body body) {
+    matrix_loads.clear();
+    matrix_stores.clear();
+    for (bool second : {false, true}) {
+        addresses_are_known = second;
+        for (int lane = 0; lane < 32; ++lane) {
+            load_number = store_number = 0;
+            threadIdx = {unsigned(32 * warp + lane)};
+            body(lane);
+        }
+    }
+    for (const Matrices& x : matrix_stores)
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int e = 0; e < 2; ++e)
+                    std::memcpy(x.element(lane, i, e),
+                                reinterpret_cast<const char*>(&x.registers[lane][i]) + 2 * e, 2);
+}
+
+}  // namespace device
+
+namespace flash_ext {
+namespace {
+
+using Half = __nv_bfloat16;
+using Strides = std::array<int64_t, 3>;  // of batch, row and head
+
+// --- Tiles of any of these shapes ---
+
+template <class Element, int kRows, class Visit>
+auto visit_width(int cols, Visit visit) {
+    switch (cols) {
+        case 32:
+            return visit(SharedTile<Element, kRows, 32>{});
+        case 64:
+            return visit(SharedTile<Element, kRows, 64>{});
+        case 80:
+            if constexpr (sizeof(Element) == 2) return visit(SharedTile<Element, kRows, 80>{});
+            break;
+        case 96:
+            return visit(SharedTile<Element, kRows, 96>{});
+        case 128:
+            return visit(SharedTile<Element, kRows, 128>{});
+        case 192:
+            return visit(SharedTile<Element, kRows, 192>{});
+        case 256:
+            return visit(SharedTile<Element, kRows, 256>{});
+    }
+    throw py::value_error("no such width");
+}
+
+template <class Element, class Visit>
+auto visit_shape(int rows, int cols, Visit visit) {
+    switch (rows) {
+        case 64:
+            return visit_width<Element, 64>(cols, visit);
+        case 80:
+            return visit_width<Element, 80>(cols, visit);
+        default:
+            throw py::value_error("no such height");
+    }
+}
+
+template <class Visit>
+auto visit_tile(int bytes, int rows, int cols, Visit visit) {
+    return bytes == 1 ? visit_shape<Float8>(rows, cols, visit)
+                      : visit_shape<Half>(rows, cols, visit);
+}
+
+// The address of every 16-byte chunk of every row.
+std::vector<std::vector<int>> chunks(int bytes, int rows, int cols) {
+    return visit_tile(bytes, rows, cols, [](auto tile) {
+        using Tile = decltype(tile);
+        std::vector<std::vector<int>> all(Tile::kRows);
+        for (int row = 0; row < Tile::kRows; ++row)
+            for (int chunk = 0; chunk < Tile::kCols / Tile::kChunk; ++chunk)
+                all[row].push_back(Tile::offset(row, chunk));
+        return all;
+    });
+}
+
+// --- TMA ---
+
+struct Map {
+    uint64_t address;
+    std::vector<uint64_t> sizes, strides;
+    std::vector<uint32_t> box;
+    int swizzle;  // bytes
+};
+
+TensorView view_of(uint64_t address, Strides strides) {
+    return {reinterpret_cast<void*>(address), strides[0], strides[1], strides[2]};
+}
+
+// A map of the tensor, and the loads of a tile from row `row` on of a head.
+auto load_tile_by_tma(int bytes, int rows, int cols, bool in_boxes, uint64_t address,
+                      Strides strides, int head_dim, std::array<int, 4> head_rows, int row,
+                      uint32_t shared) {
+    return visit_tile(bytes, rows, cols, [&](auto tile) {
+        using Tile = decltype(tile);
+        const TensorView view = view_of(address, strides);
+        const auto [batch, head, begin, count] = head_rows;
+        const TensorRows tensor =
+            tensor_rows<typename Tile::Element>(view, batch, head, begin, count);
+        CUtensorMap map;
+        device::loads.clear();
+        if (in_boxes) {
+            encode_tensor_map<Tile, 16>(map, view, head_dim);
+            tensor.template load<Tile, 16>(map, shared, 0, row);
+        } else {
+            encode_tensor_map<Tile>(map, view, head_dim);
+            tensor.template load<Tile>(map, shared, 0, row);
+        }
+        const int swizzle = map.swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
+                            : map.swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
+                                                                       : 32;
+        return std::pair(Map{reinterpret_cast<uint64_t>(map.address),
+                             {map.sizes, map.sizes + map.rank},
+                             {map.strides, map.strides + map.rank - 1},
+                             {map.box, map.box + map.rank},
+                             swizzle},
+                         device::loads);
+    });
+}
+
+// --- wgmma ---
+
+// The descriptors of all steps along K of an operand in a tile at `address`.
+std::vector<uint64_t> descriptors(int bytes, int rows, int cols, bool mn_major, uint32_t address,
+                                  int first_row, uint32_t moved) {
+    const auto of = [&](auto operand, int steps) {
+        operand.move(moved);
+        std::vector<uint64_t> all;
+        for (int k = 0; k < steps; ++k) all.push_back(operand.at(k));
+        return all;
+    };
+    return visit_tile(bytes, rows, cols, [&](auto tile) {
+        using Tile = decltype(tile);
+        return mn_major ? of(MNMajor<Tile>(address), rows / 16)
+                        : of(KMajor<Tile>(address, first_row), Tile::kRowBytes / 32);
+    });
+}
+
+// --- Fragments ---
+
+// What the 32 lanes have of an operand: of A for 16 rows, of B for 16 columns.
+using Registers = std::vector<std::array<uint32_t, 4>>;
+
+template <class Load>
+Registers registers_of_lanes(Load load) {
+    Registers all(32);
+    device::run_warp(0, [&](int lane) {
+        uint32_t registers[4];
+        load(registers);
+        std::copy(registers, registers + 4, all[lane].begin());
+    });
+    return all;
+}
+
+template <class Operand>
+Registers load_block(int first_row, int first_col_block, int mn, int k) {
+    return registers_of_lanes([&](uint32_t (&registers)[4]) {
+        const Operand operand(0, first_row, first_col_block);
+        if constexpr (requires { operand.load_a(registers, mn, k); }) {
+            operand.load_a(registers, mn, k);
+        } else {
+            operand.load_b(registers, mn, k);
+        }
+    });
+}
+
+// Of a tile whose elements are numbered, row by row.
+Registers fragments(const std::string& operand, int cols, int first_row, int first_col_block,
+                    int mn, int k) {
+    return visit_width<Half, 64>(cols, [&](auto tile) -> Registers {
+        // Warps share the columns of an atom with more than one block.
+        using Tile = std::conditional_t<decltype(tile)::kBlocksPerAtom == 1,
+                                        SharedTile<Half, 64, 64>, decltype(tile)>;
+        for (int row = 0; row < Tile::kRows; ++row)
+            for (int col = 0; col < Tile::kCols; ++col) {
+                const auto number = static_cast<uint16_t>(row * Tile::kCols + col);
+                std::memcpy(storage + Tile::offset(row, col / 8) + col % 8 * 2, &number, 2);
+            }
+        const std::map<std::string, Registers (*)(int, int, int, int)> loads{
+            {"A from rows", load_block<AFromRows<Tile>>},
+            {"A from columns", load_block<AFromColumns<Tile>>},
+            {"A from columns, every second", load_block<AFromColumns<Tile, 2>>},
+            {"B from rows", load_block<BFromRows<Tile>>},
+            {"B from columns", load_block<BFromColumns<Tile>>},
+            {"B from columns, every second", load_block<BFromColumns<Tile, 2>>}};
+        return loads.at(operand)(first_row, first_col_block, mn, k);
+    });
+}
+
+// Of an accumulator, in bfloat16: 16 columns from 16 k on, each element 16 row + column - 16 k.
+Registers from_accumulator(int k) {
+    return registers_of_lanes([&](uint32_t (&registers)[4]) {
+        RegisterTile<16, 64> acc;
+        for (int n = 0; n < 8; ++n)
+            for (int i = 0; i < 4; ++i)
+                acc.v[0][n][i] =
+                    (lane_row() + i / 2 * 8) * 16 + (8 * n + lane_col() + i % 2) - 16 * k;
+        AFromRegisters<Half, RegisterTile<16, 64>>{acc}.load_a(registers, 0, k);
+    });
+}
+
+// Which elements of 16 x kCols scores remain, of rows with these visible columns.
+template <int kRows, int kCols>
+std::vector<std::vector<bool>> masked(const std::vector<std::pair<int, int>>& visible,
+                                      int first_col) {
+    std::vector<std::vector<bool>> all(kRows, std::vector<bool>(kCols));
+    for (int lane = 0; lane < 32; ++lane) {
+        threadIdx = {unsigned(lane)};
+        RegisterTile<kRows, kCols> scores;
+        scores.clear();
+        mask_scores(scores, first_col,
+                    [&](int row) { return Interval{visible[row].first, visible[row].second}; });
+        for (int m = 0; m < kRows / 16; ++m)
+            for (int n = 0; n < kCols / 8; ++n)
+                for (int i = 0; i < 4; ++i)
+                    all[16 * m + lane_row() + i / 2 * 8][8 * n + lane_col() + i % 2] =
+                        scores.v[m][n][i] == 0.f;
+    }
+    return all;
+}
+
+// --- Stores ---
+
+// V^T of a tile of V, from its bytes and to them, row by row.
+template <int kKeys, int kCols, bool kFewRegisters>
+std::vector<uint8_t> transposed(const std::vector<uint8_t>& v) {
+    using Source = SharedTile<Float8, kKeys, kCols>;
+    using Target = SharedTile<Float8, kCols, kKeys>;
+    for (int key = 0; key < kKeys; ++key)
+        for (int col = 0; col < kCols; ++col)
+            storage[Source::offset(key, col / 16) + col % 16] = v[key * kCols + col];
+    for (int warp = 0; warp < 2; ++warp)
+        device::run_warp(warp, [&](int) {
+            transpose_fp8<Source, Target, 2, kFewRegisters>(0, Source::kBytes, warp);
+        });
+    std::vector<uint8_t> all;
+    for (int col = 0; col < kCols; ++col)
+        for (int key = 0; key < kKeys; ++key)
+            all.push_back(storage[Source::kBytes + Target::offset(col, key / 16) + key % 16]);
+    return all;
+}
+
+// dS^T in shared memory, (key, query), where that of key i and query j is kBlockQ i + j.
+template <int kHeadDim>
+std::vector<std::vector<int>> stored_ds() {
+    constexpr auto kTuning = tuning::fa3_backward({kHeadDim, kHeadDim}, Features::kVarlen, false);
+    using Config = Fa3BackwardConfig<Half, kHeadDim, kHeadDim, Features::kVarlen, kTuning>;
+    using Tile = typename Config::DSTile;
+    constexpr int kBlockQ = Config::kBlockQ;
+    static const Fa3BackwardParams params{};
+    for (int warp = 4; warp < 12; ++warp)
+        device::run_warp(warp, [&](int) {
+            typename Fa3Backward<Config>::Operand rdS;
+            for (int k = 0; k < kBlockQ / 16; ++k)
+                for (int i = 0; i < 4; ++i) {
+                    const int key = 16 * (warp - 4) + lane_row() + i % 2 * 8;
+                    const int query = 16 * k + i / 2 * 8 + lane_col();
+                    const uint32_t number = kBlockQ * key + query;
+                    rdS.v[k][i] = (number + 1) << 16 | number;
+                }
+            Fa3Backward<Config>(params).store_ds(rdS, 1);
+        });
+    const char* stage = shared_storage<typename Config::SharedStorage>().ds[1];
+    std::vector<std::vector<int>> all(Config::kBlockKV);
+    for (int key = 0; key < Config::kBlockKV; ++key)
+        for (int query = 0; query < kBlockQ; ++query) {
+            const int row = Config::kTransposeDQ ? query : key;
+            const int col = Config::kTransposeDQ ? key : query;
+            uint16_t number;
+            std::memcpy(&number, stage + Tile::offset(row, col / 8) + col % 8 * 2, 2);
+            all[key].push_back(number);
+        }
+    return all;
+}
+
+}  // namespace
+}  // namespace flash_ext
+
+PYBIND11_MODULE(flash_ext_layouts, m) {
+    using namespace flash_ext;
+    py::class_<Map>(m, "Map")
+        .def_readonly("address", &Map::address)
+        .def_readonly("sizes", &Map::sizes)
+        .def_readonly("strides", &Map::strides)
+        .def_readonly("box", &Map::box)
+        .def_readonly("swizzle", &Map::swizzle);
+    m.def("chunks", &chunks);
+    m.def("load_tile", &load_tile_by_tma);
+    m.def("descriptors", &descriptors);
+    m.def("row_numbers", [](uint32_t address) { return RowNumbers<64>(address).at(0); });
+    m.def("fragments", &fragments);
+    m.def("from_accumulator", &from_accumulator);
+    m.def("masked",
+          [](int rows, int cols, const std::vector<std::pair<int, int>>& visible, int first_col) {
+              const auto kernel = rows == 32   ? masked<32, 64>
+                                  : cols == 80 ? masked<16, 80>
+                                               : masked<16, 128>;
+              return kernel(visible, first_col);
+          });
+    m.def("transposed", [](int keys, int cols, bool few, const std::vector<uint8_t>& v) {
+        if (keys == 64) return few ? transposed<64, 64, true>(v) : transposed<64, 64, false>(v);
+        return few ? transposed<192, 256, true>(v) : transposed<192, 256, false>(v);
+    });
+    m.def("stored_ds", [](int head_dim) {
+        return head_dim == 64   ? stored_ds<64>()
+               : head_dim == 96 ? stored_ds<96>()
+                                : stored_ds<128>();
+    });
+}

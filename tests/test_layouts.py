@@ -1,0 +1,236 @@
+"""Where device code has the elements of tiles, beside models of the hardware (shared_memory.py).
+
+Would catch, without a GPU: a tensor map with which TMA loads another row, or one past a sequence's
+end; a tile that TMA, wgmma, ldmatrix or stmatrix swizzle in another way than SharedTile; a matrix
+descriptor with a wrong stride; and a lane that has other elements than the matmul wants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from compiled import DEVICE_CODE, FAKE_CUDA, NATIVE, python_module
+from shared_memory import box_addresses, matmul_address
+
+TILES = [(2, 64, x) for x in (32, 64, 80, 96, 128, 192, 256)]
+TILES += [(2, 80, 64), (2, 80, 128), *((1, 64, x) for x in (64, 128, 192, 256)), (1, 80, 128)]
+"""(bytes of an element, rows, columns)"""
+LANES = range(32)
+
+
+@pytest.fixture(scope="session")
+def layouts() -> ModuleType:
+    flags = [*DEVICE_CODE, "-O0", "-Wno-invalid-offsetof", "-Wno-unused-variable"]
+    sources = [NATIVE / "layouts.cpp", FAKE_CUDA / "device.cpp"]
+    return python_module("flash_ext_layouts", sources, flags)
+
+
+# --- tile/tensor_map.cuh ---
+
+
+def signed(pair: int) -> tuple[int, int]:
+    """Two coordinates in one number, the first one in the lower half."""
+    low, high = ((pair >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    return tuple((x ^ 1 << 31) - (1 << 31) for x in (low, high))
+
+
+def check_map(tensor_map, size: int) -> None:
+    """What cuTensorMapEncodeTiled requires."""
+    assert len(tensor_map.sizes) == len(tensor_map.box) == 4 and len(tensor_map.strides) == 3
+    assert all(0 < x <= 1 << 32 for x in tensor_map.sizes)
+    assert all(x % 16 == 0 and 0 < x < 1 << 40 for x in tensor_map.strides)
+    assert all(0 < x <= 256 for x in tensor_map.box)
+    assert tensor_map.box[0] * size == tensor_map.swizzle
+
+
+def check_loads(layouts: ModuleType, tile: tuple, in_boxes: bool, source: random.Random) -> None:
+    """A tile of a random tensor: each of its bytes comes from the right address, or is a zero."""
+    size, rows, cols = tile
+    step = 16 // size
+    head_dim = cols - step * source.randrange(min(2, cols // step))
+    strides = [
+        step * source.choice((0, 1, 8, 1 << 20, source.randrange(1 << 27))) for _ in range(3)
+    ]
+    strides[1] = max(strides[1], step)
+    if source.random() < 0.2:
+        strides[1] = 0  # of a single row: no load crosses to the next one
+    batch, head = source.randrange(5), source.randrange(5)
+    count = 1 if strides[1] == 0 else source.choice((1, 7, 64, 1000, 1 << 20))
+    begin = 0 if strides[1] == 0 else source.choice((0, 1, source.randrange(1000)))
+    first = (begin + count) * strides[1] + batch * strides[0] + head * strides[2]
+    if size * (first + step) >= 1 << 35:
+        return  # Operand::is_reached_by_tma() excludes it
+    row = source.choice((0, rows, max(count - rows, 0) // rows * rows))
+    base, shared = 16 * source.randrange(1 << 40), 1024 * source.randrange(200)
+    tensor_map, loads = layouts.load_tile(
+        size,
+        rows,
+        cols,
+        in_boxes,
+        base,
+        strides,
+        head_dim,
+        (batch, head, begin, count),
+        row,
+        shared,
+    )
+    check_map(tensor_map, size)
+    chunks = layouts.chunks(*tile)
+    written = set()
+    for address, count_of_bytes, _, xy, zw in loads:
+        (x, y), (z, w) = signed(xy), signed(zw)
+        box_rows, pitch = tensor_map.box[1], tensor_map.swizzle
+        assert count_of_bytes == box_rows * pitch
+        for box_row, byte, target in box_addresses(address, pitch, box_rows):
+            column = x + byte // size
+            coordinates = (column, y + box_row, z, w)
+            i, chunk = (address - shared) % (rows * pitch) // pitch + box_row, column * size // 16
+            assert target == shared + chunks[i][chunk]
+            written.add((i, chunk))
+            inside = all(0 <= c < n for c, n in zip(coordinates, tensor_map.sizes, strict=True))
+            assert inside == (row + i < count and column < head_dim)
+            found = tensor_map.address + column * size
+            found += sum(c * s for c, s in zip(coordinates[1:], tensor_map.strides, strict=True))
+            element = batch * strides[0] + (begin + row + i) * strides[1] + head * strides[2]
+            if inside:
+                assert found % (1 << 64) == base + size * (element + column)
+    assert len(written) == rows * cols * size // 16
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_tma_loads_the_rows_of_a_sequence(tile: tuple, layouts: ModuleType) -> None:
+    source = random.Random(0)
+    for number in range(60):
+        check_loads(layouts, tile, number % 2 == 0, source)
+
+
+# --- tile/wgmma.cuh ---
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_wgmma_reads_k_major_tiles(tile: tuple, layouts: ModuleType) -> None:
+    """Rows of a tile, of which each step along K reads 32 bytes."""
+    size, rows, cols = tile
+    chunks = layouts.chunks(*tile)
+    for address, first_row, moved in ((0, 0, 0), (1 << 17, 0, 5120), (200 << 10, 16, 0)):
+        found = layouts.descriptors(size, rows, cols, False, address, first_row, moved)
+        assert len(found) == cols * size // 32
+        for k, row, half in itertools.product(range(len(found)), range(rows - first_row), (0, 1)):
+            expected = address + moved + chunks[first_row + row][2 * k + half]
+            assert matmul_address(found[k], False, row, 16 * half) == expected
+
+
+@pytest.mark.parametrize("tile", [x for x in TILES if x[0] == 2])
+def test_wgmma_reads_mn_major_tiles(tile: tuple, layouts: ModuleType) -> None:
+    """Columns of a tile, of which each step along K reads 16 rows."""
+    size, rows, cols = tile
+    chunks = layouts.chunks(*tile)
+    for address, moved in ((0, 0), (1 << 17, 5120), (150 << 10, 0)):
+        found = layouts.descriptors(size, rows, cols, True, address, 0, moved)
+        for k, row, col in itertools.product(range(rows // 16), range(16), range(cols)):
+            expected = address + moved + chunks[16 * k + row][col // 8] + col % 8 * 2
+            assert matmul_address(found[k], True, col, 2 * row) == expected
+
+
+def test_wgmma_reads_the_numbers_of_rows_twice(layouts: ModuleType) -> None:
+    for address in (0, 226 << 10):
+        descriptor = layouts.row_numbers(address)
+        for row, byte in itertools.product(range(64), range(0, 32, 16)):
+            assert matmul_address(descriptor, False, row, byte) == address + 16 * row
+
+
+# --- tile/fragment.cuh ---
+
+
+def halves(registers: list[list[int]]) -> list[list[tuple[int, int]]]:
+    return [[(x & 0xFFFF, x >> 16) for x in lane] for lane in registers]
+
+
+def blocks_of(operand: str, cols: int) -> Iterator[tuple[int, int, int]]:
+    """(first block, block, block of 16 columns of the tile) that an operand may load."""
+    if "every second" in operand:
+        for first, block in itertools.product((0, 1), range(cols // 32)):
+            yield first, block, first + 2 * block
+        return
+    for block in range(cols // 16):
+        yield 0, block, block
+    if cols % 64 == 0:  # from the middle of a swizzle atom on
+        for block in (0, 1):
+            yield 2, block, 2 + block
+
+
+@pytest.mark.parametrize("cols", (32, 64, 96, 128, 192, 256))
+@pytest.mark.parametrize(
+    "operand",
+    ("A from rows", "A from columns", "A from columns, every second")
+    + ("B from rows", "B from columns", "B from columns, every second"),
+)
+def test_fragments_hold_what_mma_wants(operand: str, cols: int, layouts: ModuleType) -> None:
+    """Of mma.m16n8k16: A has 16 rows, B twice 8 columns (PTX ISA, "Matrix fragments")."""
+    along_rows = "from rows" in operand  # do columns of the tile run along K?
+    for first_row, row_block in ((0, 0), (0, 3), (16, 0), (32, 1)):
+        for first_block, block, col_block in blocks_of(operand, cols):
+            mn, k = (row_block, block) if along_rows else (block, row_block)
+            found = halves(layouts.fragments(operand, cols, first_row, first_block, mn, k))
+            for lane, register, e in itertools.product(LANES, range(4), (0, 1)):
+                second_mn, second_k = register % 2, register // 2
+                if operand.startswith("B"):  # registers 0 and 1 are of the first 8 columns
+                    second_mn, second_k = second_k, second_mn
+                i = lane // 4 + 8 * second_mn
+                j = lane % 4 * 2 + 8 * second_k + e
+                row, col = (i, j) if along_rows else (j, i)
+                row += first_row + 16 * row_block
+                assert found[lane][register][e] == row * cols + 16 * col_block + col
+
+
+def bfloat16(x: int) -> int:
+    """Bits of a whole number, up to 256."""
+    return int.from_bytes(struct.pack("<f", x), "little") >> 16
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_accumulators_are_operands(k: int, layouts: ModuleType) -> None:
+    found = halves(layouts.from_accumulator(k))
+    for lane, register, e in itertools.product(LANES, range(4), (0, 1)):
+        row, col = lane // 4 + 8 * (register % 2), lane % 4 * 2 + 8 * (register // 2) + e
+        assert found[lane][register][e] == bfloat16(16 * row + col)
+
+
+# --- problem/score.cuh ---
+
+
+@pytest.mark.parametrize(("rows", "cols"), ((16, 128), (16, 80), (32, 64)))
+def test_masks_hide_exactly_what_is_not_visible(rows: int, cols: int, layouts: ModuleType) -> None:
+    ends = [*range(-2, cols + 3), -(1 << 29), 1 << 29]
+    intervals = list(itertools.product(ends, ends))
+    random.Random(0).shuffle(intervals)
+    for first in range(0, len(intervals) - rows, rows):
+        visible = [(100 + a, 100 + b) for a, b in intervals[first : first + rows]]
+        expected = [[a <= 100 + j < b for j in range(cols)] for a, b in visible]
+        assert layouts.masked(rows, cols, visible, 100) == expected
+
+
+# --- Stores ---
+
+
+@pytest.mark.parametrize(("keys", "cols"), ((64, 64), (192, 256)))
+@pytest.mark.parametrize("few_registers", (False, True))
+def test_v_is_transposed(keys: int, cols: int, few_registers: bool, layouts: ModuleType) -> None:
+    """Of 16 keys, key 8 b + 2 t + c is byte 4 t + 2 b + c (tile/transpose.cuh)."""
+    v = list(random.Random(0).randbytes(keys * cols))
+    order = [16 * (i // 16) + 8 * (i // 2 % 2) + i // 4 % 4 * 2 + i % 2 for i in range(keys)]
+    expected = [v[key * cols + col] for col in range(cols) for key in order]
+    assert layouts.transposed(keys, cols, few_registers, v) == expected
+
+
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
+def test_ds_is_stored_where_the_matmuls_read_it(head_dim: int, layouts: ModuleType) -> None:
+    """By both consumers of fa3/backward.cuh, whose fragments number the elements."""
+    found = layouts.stored_ds(head_dim)
+    queries = len(found[0])
+    assert found == [[queries * key + query for query in range(queries)] for key in range(128)]
