@@ -19,7 +19,8 @@ Environment variables:
   FLASH_EXT_PORTABLE=1    link for manylinux_2_28, whatever this system's glibc: for wheels
   FLASH_EXT_LIBRARY       a flash_ext/_C.abi3.so that exists: it is packaged, nothing is compiled
   FLASH_EXT_STRICT=1      a kernel that spills registers, uses local memory, ... fails the build (as
-                          with `make`); otherwise it is a warning, and python -m flash_ext names it
+                          with `make`); otherwise it is a warning, and python -m flash_ext names it.
+                          So does any warning of a compiler
   CUDA_HOME               the CUDA toolkit; if set, no other is tried, and it must be one
   PYTORCH_NVCC            compiler command in place of CUDA_HOME/bin/nvcc, e.g. "ccache nvcc"
   MAX_JOBS, NVCC_THREADS  files compiled at once (default: cores), targets of a file at once
@@ -50,6 +51,8 @@ ROOT = Path(__file__).resolve().parent
 RECORD = "_C.json"
 BUILDS = {"build", "build_ext", "build_py", "bdist_wheel", "editable_wheel", "install", "develop"}
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest that the binary must load under
+# Designated initializers leave out what has a default. -Wrestrict is about GCC 12's own string.
+WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-restrict")
 # 12.5 has cudaGetDriverEntryPointByVersion. Up to 12.8 ptxas serializes the matmuls of fa3
 # (docs/notes/024-nvcc-versions.md).
 OLDEST_NVCC = {"80": (12, 5), "90a": (12, 9)}
@@ -204,14 +207,14 @@ def cuda_options(cuda_home: Path) -> dict:
     os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     os.environ.setdefault("NINJA_STATUS", "[%f/%t, %e s] ")
 
+    sys.path.insert(0, str(ROOT / "csrc/build"))
+    import nvcc_strict
+
     cpp._run_ninja_build = run_ninja
 
     class BuildExtension(Recorded, cpp.BuildExtension):
         def build_extensions(self) -> None:
             super().build_extensions()
-            sys.path.insert(0, str(ROOT / "csrc/build"))
-            import nvcc_strict
-
             objects = [Path(self.build_temp, source).with_suffix(".o") for source in sources]
             complaints = nvcc_strict.report(objects, ROOT / "build/ptxas.log")
             self.record(
@@ -248,7 +251,8 @@ def cuda_options(cuda_home: Path) -> dict:
         *(["-lineinfo"] if os.environ.get("FLASH_EXT_LINEINFO") == "1" else []),
         "--expt-relaxed-constexpr",
         "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
-        "-Xcompiler=-O1,-fvisibility=hidden",  # the host's part; nvcc optimizes kernels by itself
+        # The host's part; nvcc optimizes kernels by itself.
+        f"-Xcompiler=-O1,-fvisibility=hidden,{','.join(WARNINGS)}",
         f"--threads={os.environ.get('NVCC_THREADS') or targets_at_once}",
     ]
     sources = [*find_files("csrc/instantiate/*.cu"), host_source()]
@@ -260,7 +264,6 @@ def cuda_options(cuda_home: Path) -> dict:
         py_limited_api=True,
         include_dirs=[
             str(ROOT / "csrc"),
-            *cpp.include_paths("cuda"),
             *map(str, cuda_folders(cuda_home, "include")),
         ],
         library_dirs=[
@@ -275,7 +278,9 @@ def cuda_options(cuda_home: Path) -> dict:
                 "-O3",
                 "-g0",
                 f'-DFLASH_EXT_TARGETS="{archs}"',
-                "-Wall",
+                *WARNINGS,
+                *(["-Werror"] if nvcc_strict.is_strict() else []),
+                *(f"-isystem{path}" for path in cpp.include_paths("cpu")),  # without its warnings
                 "-fvisibility=hidden",
             ],
             "nvcc": nvcc_flags,

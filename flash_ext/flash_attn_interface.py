@@ -14,7 +14,7 @@ FlashAttention-3's names:
         shows more keys where Sq > Sk.)
     softcap: 0 or less is none.
     q_descale, k_descale, v_descale: float32 (B, Hk), of inputs in float8_e4m3fn, whose out is
-        bfloat16; or finer, as `flash_ext.attention` has them. FP8 is forward only.
+        bfloat16; or finer, as `flash_ext.attention` has them. FP8 is forward only, without softcap.
     deterministic: False follows `torch.are_deterministic_algorithms_enabled()`.
     num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q, max_seqlen_k: have no effect
         on the result. flash_ext plans each call itself, and uses all SMs.

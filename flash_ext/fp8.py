@@ -27,9 +27,9 @@ cores. So `attention` takes int8 unless it is told otherwise. (SageAttention doe
 
 `quantize` passes no gradient. `attention` and `attention_varlen` are differentiable: the backward
 pass is that of the inputs' own dtype, with out and lse of the 8-bit forward pass. So there is no
-second forward pass, and gradients have errors like those of out. It subtracts the mean of k, too,
-if there is no softcap: with out of another pass the rows of dS do not add up to what they should,
-and dQ = dS K would have as much of the mean.
+second forward pass, and gradients have errors like those of out. It subtracts the mean of k, too:
+with out of another pass the rows of dS do not add up to what they should, and dQ = dS K would have
+as much of the mean.
 """
 
 from __future__ import annotations
@@ -49,13 +49,7 @@ from . import functional
 from .functional import AttentionOptions, attention_options, recorded, unknown_option
 from .ops.autograd import as_kernels_take, autocast_tensors, refuse_tangents
 from .ops.call import is_real
-from .ops.checks import (
-    refuse,
-    refuse_gradients,
-    require_dtype,
-    require_number,
-    require_tensors,
-)
+from .ops.checks import refuse, require_dtype, require_number, require_tensors
 from .ops.options import QK_8_BITS
 from .ops.quantize import SCALE_ROWS, check_scales, fp8_quantize, fp8_token_mean
 from .ops.schemas import bwd
@@ -131,7 +125,8 @@ def quantize(
             orthonormal Hadamard matrix H. Where D is no power of two H is block-diagonal, with
             blocks of the largest power of two that divides D. q and k need the same signs. Not with
             scales="channel".
-        mean: float32 (B, H, D), contiguous, subtracted first: `token_mean(k)` for k, never for q.
+        mean: float32 (B, H, D), contiguous, subtracted first: `token_mean(k)` for k, never for q
+            nor with scales="channel".
         cu_seqlens: int32 (B + 1), of packed sequences. Blocks count from each sequence's first row.
         seqused: int32 (B): only so many rows of each sequence are in use. The others, and rows of
             no sequence, are not read and become 0.
@@ -202,6 +197,7 @@ def _refuse_option(name: str, why: str) -> NoReturn:
 _KNOWN_OPTIONS = frozenset(AttentionOptions.__annotations__)
 _NEVER_GIVEN = {
     "bias": "no variant that takes 8-bit inputs has one",
+    "alibi_slopes": "no variant that takes 8-bit inputs has ALiBi",
     "rng_state": "no variant that takes 8-bit inputs has dropout",
     "q_descale": "quantization makes it",
     "k_descale": "quantization makes it",
@@ -232,20 +228,17 @@ def _check(tensors: dict[str, Tensor], packed: bool, options: dict[str, Any]) ->
             raise unknown_option(name)
         if name in _NEVER_GIVEN and value is not None:
             _refuse_option(name, _NEVER_GIVEN[name])
-    if options.get("dropout_p", 0.0) != 0:
-        _refuse_option("dropout", "no variant that takes 8-bit inputs has it")
+    for option, name in (("dropout_p", "dropout"), ("softcap", "softcap")):
+        if options.get(option, 0.0) != 0:
+            _refuse_option(name, "no variant that takes 8-bit inputs has it")
 
 
-def _smooths(smooth_k: bool | None, softcap: float, sink: Tensor | None) -> bool:
+def _smooths(smooth_k: bool | None, sink: Tensor | None) -> bool:
     """Whether the mean of k is subtracted. Refuse it where the result would not be the same."""
-    why = ""
-    if softcap != 0:
-        why = "softcap, which is applied to scores that would be shifted"
-    elif sink is not None:
-        why = "sink, a score that would not be shifted like the others"
-    if smooth_k and why:
-        refuse("smooth_k", f"None or False with {why}", "True")
-    return not why if smooth_k is None else smooth_k
+    if smooth_k and sink is not None:
+        why = "a score that would not be shifted like the others"
+        refuse("smooth_k", f"None or False with sink, {why}", "True")
+    return sink is None if smooth_k is None else smooth_k
 
 
 def _of_rows(mean: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -307,7 +300,6 @@ def _attend(
     require_tensors(q=q, k=k, v=v)
     for name in ("scale", "softcap", "dropout_p"):
         require_number(name, options.get(name))
-    refuse_gradients(alibi_slopes=options.get("alibi_slopes"))
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast_tensors(q.device.type, q, k, v)
     _check({"q": q, "k": k, "v": v}, cu_seqlens[0] is not None, options)
@@ -321,7 +313,7 @@ def _attend(
             signs = _seeded_signs(dim, seed, q)
         else:
             signs = random_signs(dim, generator=generator, device=q.device)
-    smooths = _smooths(smooth_k, options.get("softcap", 0.0), options.get("sink"))
+    smooths = _smooths(smooth_k, options.get("sink"))
     quantization = _Quantization(cu_seqlens, max_seqlens, qk_dtype, signs, smooths)
     sink = options.get("sink")
     needs_grad = torch.is_grad_enabled() and any(
@@ -410,15 +402,8 @@ class _Attend(torch.autograd.Function):
         options = ctx.options | dict(zip(ctx.names, tensors, strict=True))
         dout, dlse = as_kernels_take(dout, dlse, out)
         dout, out = dout.to(q.dtype), out.to(q.dtype)
-        gradients = _bwd if "softcap" in options else _bwd_without_mean
-        dq, dk, dv, dsink = gradients(dout, dlse, q, k, v, out, lse, options)
+        dq, dk, dv, dsink = _bwd_without_mean(dout, dlse, q, k, v, out, lse, options)
         return dq, dk, dv, dsink.to(ctx.sink_dtype) if ctx.needs_input_grad[3] else None, None, None
-
-
-def _bwd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *tensors, options = arguments
-    dq, dk, dv, _, dsink = bwd(*tensors, need_dbias=False, **options)
-    return dq, dk, dv, dsink
 
 
 def _bwd_without_mean(
@@ -444,7 +429,7 @@ def _bwd_without_mean(
     options, sink = dict(options), options.get("sink")
     options.pop("sink", None)
     tensors = (dout, dlse, q, centered, v, out, (lse - _shift(q, slope)).contiguous())
-    dq, dk, dv, dsink = _bwd(*tensors, options)
+    dq, dk, dv, _, dsink = bwd(*tensors, need_dbias=False, **options)
     sums = dlse
     if sink is not None:
         p_sink = torch.exp(sink[:, None] - lse).where(lse.isfinite(), 0)
@@ -511,18 +496,17 @@ def attention(
 
     Args:
         q, k, v: as in `flash_ext.attention`, float16 or bfloat16.
-        scale, causal, window, softcap, alibi_slopes, sink, seqused_k, return_lse: as in
-            `flash_ext.attention`.
+        scale, causal, window, sink, seqused_k, return_lse: as in `flash_ext.attention`.
         variant: of the forward pass, as in `flash_ext.attention`.
         deterministic: of the gradients, as in `flash_ext.attention`.
-        bias, dropout_p, rng_state: refused: no variant has them in 8 bits.
+        softcap, alibi_slopes, bias, dropout_p, rng_state: refused: no variant has them in 8 bits.
         q_descale, k_descale, v_descale: refused: `quantize` makes them.
         qk_dtype: of q and k, int8 or float8_e4m3fn. int8 is more accurate, and up to a tenth
             slower. A number that is not finite spoils what sees its block of 128 rows; in
             float8_e4m3fn only what sees its row.
-        smooth_k: subtract the mean over tokens from k. None does it unless there is a softcap or a
-            sink: with these the result would change, and True is refused. lse has what the scores
-            lack of it added again.
+        smooth_k: subtract the mean over tokens from k. None does it unless there is a sink: with
+            one the result would change, and True is refused. lse has what the scores lack of it
+            added again.
         incoherent: rotate q and k.
         signs: of the rotation, int8 (D), from `random_signs`. None makes them from `generator`,
             or from `seed` where there is none: the same for every call.

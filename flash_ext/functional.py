@@ -228,9 +228,9 @@ def attention(
         S_ij = c · tanh(τ q_i·k_j / c) − slope · |i + Sk − Sq − j| + bias_ij
 
     Differentiable in q, k, v, bias and sink, through out and through lse. All options can be
-    combined. Sources: Dao et al., "FlashAttention" (2022), Algorithms 2 and 4 (variant "fa1"); Dao,
-    "FlashAttention-2" (2023), Algorithms 1 and 2 (variant "fa2"); Shah et al., "FlashAttention-3"
-    (2024), Algorithms 1 to 3 (variant "fa3").
+    combined, unless inputs have 8 bits (below). Sources: Dao et al., "FlashAttention" (2022),
+    Algorithms 2 and 4 (variant "fa1"); Dao, "FlashAttention-2" (2023), Algorithms 1 and 2 (variant
+    "fa2"); Shah et al., "FlashAttention-3" (2024), Algorithms 1 to 3 (variant "fa3").
 
     The variant "fa3" runs only on Hopper GPUs (compute capability 9.0), with FP8 on a CPU too. It
     does not take dropout, a bias, a softcap above 2048, or rows of q, k or v that TMA cannot
@@ -242,9 +242,10 @@ def attention(
     8 bits: q, k and v in float8_e4m3fn are q_descale · q and so on, where quantization has divided
     them by the descales (FlashAttention-3 §3.3). q and k may also be int8, with v in float8_e4m3fn:
     the error of their scores is smaller (cf. Zhang et al., "SageAttention", 2024). Only "fa3" has
-    them, and only forward, with rows on 16-byte boundaries (so D and Dv are multiples of 16). P is
-    rounded to float8_e4m3fn too, after a factor of 2^8; softmax and sums are float32, and scores of
-    int8 are exact. Descales are finite and above 0, which is not checked.
+    them, and only forward, with rows on 16-byte boundaries (so D and Dv are multiples of 16), and
+    without dropout, bias, softcap and ALiBi. P is rounded to float8_e4m3fn too, after a factor of
+    2^8; softmax and sums are float32, and scores of int8 are exact. Descales are finite and above
+    0, which is not checked.
 
     Args:
         q: queries (B, Sq, Hq, D), float16, bfloat16, float8_e4m3fn or int8; on CPU also float32 and

@@ -23,7 +23,12 @@ CSRC = ROOT / "csrc"
 NATIVE = ROOT / "tests" / "native"
 COMPILER = os.environ.get("CXX", "g++")
 FAKE_CUDA = NATIVE / "fake_cuda"
-DEVICE_CODE = (f"-iquote{FAKE_CUDA}", f"-I{FAKE_CUDA}", "-Wno-unknown-pragmas")
+DEVICE_CODE = (
+    f"-iquote{FAKE_CUDA}",
+    f"-I{FAKE_CUDA}",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+)
 """Flags for device code: fake_cuda/ has CUDA's headers, and ptx/ in place of that of csrc/."""
 
 
@@ -34,7 +39,8 @@ def shared_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> 
     """
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no C++ compiler {COMPILER} (set CXX)")
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
+    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra"]
+    command += ["-Werror", "-Wno-missing-field-initializers"]
     command += [f"-I{CSRC}", *map(str, sources), *flags]
     content = hashlib.sha256(" ".join([*command, sys.version]).encode())
     headers = (

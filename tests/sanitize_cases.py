@@ -96,7 +96,7 @@ def fp8_cases() -> Iterator[Problem]:
         if unsupported_reason("fa3", base, "cuda") is None:
             yield dataclasses.replace(base, causal=True)
             yield dataclasses.replace(base, lengths_q=(40, 0, 30), lengths_k=(65, 9, 0), sink=True)
-            yield dataclasses.replace(base, softcap=2.0, seqused_k=(40,))
+            yield dataclasses.replace(base, scale=-0.2, seqused_k=(40,))
             yield dataclasses.replace(base, seqlen_q=3, seqlen_k=1100)
             yield dataclasses.replace(base, causal=True, scale=2.0**40)  # cooled
 

@@ -55,8 +55,8 @@ CALLS: dict[str, tuple[Call, tuple[str, ...]]] = {
     "attention": (flash_ext.attention, NUMBERS),
     "attention_varlen": (packed(flash_ext.attention_varlen), NUMBERS),
     "explain": (flash_ext.explain, NUMBERS),
-    "fp8": (flash_ext.fp8.attention, NUMBERS[:2]),
-    "fp8 varlen": (packed(flash_ext.fp8.attention_varlen), NUMBERS[:2]),
+    "fp8": (flash_ext.fp8.attention, NUMBERS[:1]),
+    "fp8 varlen": (packed(flash_ext.fp8.attention_varlen), NUMBERS[:1]),
     "fa2": (fa2.flash_attn_func, OF_FA2),
     "fa2 packed": (stacked(fa2.flash_attn_qkvpacked_func), OF_FA2),
     "fa2 varlen": (packed(fa2.flash_attn_varlen_func, ROWS, ROWS), OF_FA2),
@@ -97,7 +97,7 @@ def test_a_number_in_a_tensor(name: str, argument: str) -> None:
         call(*inputs(), **{argument: torch.ones(2)})
 
 
-@pytest.mark.parametrize("name", ("attention", "attention_varlen", "fp8", "fp8 varlen", "fa2"))
+@pytest.mark.parametrize("name", ("attention", "attention_varlen", "fa2"))
 def test_slopes_that_want_a_gradient(name: str) -> None:
     call, _ = CALLS[name]
     slopes = torch.rand(HEADS, requires_grad=True)

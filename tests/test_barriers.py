@@ -99,10 +99,11 @@ def rows_of(table: str) -> Iterator[list[str]]:
             if not line.startswith("//   "):
                 break
             cells = [line[a:b].strip() for a, b in itertools.pairwise(columns)]
-            begins = cells[0] and not (row and row[0].endswith(","))
-            if begins and row:
+            if cells[0] and row:
                 yield row
-            row = cells if begins else [f"{a} {b}".strip() for a, b in zip(row, cells, strict=True)]
+            if not cells[0]:
+                cells = [f"{a} {b}".strip() for a, b in zip(row, cells, strict=True)]
+            row = cells
         yield row
 
 
@@ -128,9 +129,6 @@ def table_of(kernel: str) -> dict[str, list[str]]:
     rows = {}
     for file in dict.fromkeys(files):
         for names, *cells in rows_of((FA3 / f"{file}.cuh").read_text()):
-            names, of_fp8 = re.subn(", FP8$", "", names)
-            if of_fp8 and family != "forward_fp8":
-                continue
             pipelines = re.fullmatch(r"(full|empty)\((.+)\)", names)
             if pipelines is None:
                 rows[names.removesuffix(" (of each stage)")] = cells

@@ -259,7 +259,7 @@ def test_what_is_kept_is_ordinary() -> None:
     grad = torch.func.grad(lambda y: part(y).sum())(y)
     assert int(grad.sum()) == len(part(y))
     shards = cp.sharding(edges[-1], 2, "document_zigzag", edges)
-    for x in (shards.first, shards.begins, *shards.orders(torch.device("cpu"))):
+    for x in (shards.parts, *shards.orders(torch.device("cpu"))):
         assert not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 

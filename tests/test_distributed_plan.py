@@ -280,7 +280,7 @@ def test_orders_are_of_all_ranks() -> None:
         expected = torch.cat([shards.positions(rank) for rank in range(shards.ranks)]).tolist()
         assert rows.tolist() == expected
         assert [expected[place] for place in places] == list(range(shards.rows))
-        lined_up = shards.one_by_one
+        lined_up = cp.Sharding.of_spans(shards.rows, shards.one_by_one)
         assert lined_up.lengths == shards.lengths and lined_up.in_order
         same = cp.Sharding.of_spans(shards.rows, shards.spans)
         assert same == shards and hash(same) == hash(shards)

@@ -130,11 +130,9 @@ BASE = problem(2, 200, 300, 4, 2, 64)
 OPTIONS: dict[str, tuple[Problem, dict[str, Any]]] = {
     # the problem with the option, and what takes it away
     "scale": (dataclasses.replace(BASE, scale=0.3), {"scale": None}),
+    "negative scale": (dataclasses.replace(BASE, scale=-0.3), {"scale": 0.3}),
     "causal": (dataclasses.replace(BASE, causal=True), {"causal": False}),
     "window": (dataclasses.replace(BASE, window=(40, 9)), {"window": (-1, -1)}),
-    "softcap": (dataclasses.replace(BASE, softcap=1.5), {"softcap": 0.0}),
-    "alibi": (dataclasses.replace(BASE, alibi="h"), {"alibi_slopes": None}),
-    "alibi of each batch": (dataclasses.replace(BASE, alibi="bh"), {"alibi_slopes": None}),
     "sink": (dataclasses.replace(BASE, sink=True), {"sink": None}),
     "seqused_k": (dataclasses.replace(BASE, seqused_k=(129, 40)), {"seqused_k": None}),
     "out_dtype": (dataclasses.replace(BASE, out_dtype=torch.float16), {"out_dtype": None}),
@@ -270,10 +268,13 @@ SHAPES = (
     problem(lengths_q=(70, 0, 130, 5), lengths_k=(9, 5, 300, 0), q_descale="fine"),
     problem(lengths_q=(300, 129, 1), lengths_k=(300, 257, 130), causal=True, q_descale="fine"),
     problem(lengths_q=(100, 20), lengths_k=(260, 140), seqused_k=(130, 140), heads_q=4, heads_k=1),
-    problem(2, 150, 260, 4, 2, 64, q_descale="fine", softcap=4.0, alibi="bh", causal=True),
     problem(2, 150, 260, 4, 2, 64, q_descale="fine", sink=True, window=(60, 0)),
     problem(2, 150, 260, 4, 2, 64, logit_gain=8.0),
     problem(1, 150, 260, 4, 2, 64, scale=-0.2),
+    problem(1, 260, 700, 4, 2, 64, q_descale="fine", scale=-0.2, causal=True, sink=True),
+    problem(2, 150, 260, 4, 2, 128, scale=-2.0, window=(60, 0)),
+    problem(1, 260, 700, 4, 2, 64, scale=0.0, window=(200, 50)),
+    problem(1, 150, 260, 4, 2, 64, scale=1e-35, causal=True),
 )
 
 
@@ -304,7 +305,7 @@ def test_other_head_dims(head_dim: int, device: str) -> None:
         run(p, make_inputs(p, device))
 
 
-@pytest.mark.parametrize("masked", ({}, {"causal": True}, {"softcap": 5.0}), ids=str)
+@pytest.mark.parametrize("masked", ({}, {"causal": True}, {"scale": -0.2}), ids=str)
 @pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 @pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256))
 def test_tiles_across_blocks_of_descales(
@@ -355,7 +356,7 @@ FEW_QUERIES = (
     problem(2, 16, 5000, 32, 8, 128, causal=True),
     problem(2, 3, 6000, 10, 2, 64, window=(3000, 0)),
     problem(2, 1, 6000, 16, 2, 192, seqused_k=(5000, 77)),
-    problem(1, 8, 6000, 8, 1, 64, softcap=3.0, alibi="h"),
+    problem(1, 8, 6000, 8, 1, 64, scale=-0.2),
     problem(lengths_q=(1, 4, 0), lengths_k=(9000, 300, 40), heads_q=8, heads_k=1, causal=True),
     problem(1, 2, 20000, 4, 1, 192, head_dim_v=128, out_dtype=torch.float16),
     problem(2, 2, 9000, 8, 2, 256, causal=True, q_descale="fine"),
@@ -386,7 +387,7 @@ def test_many_tiles(p: Problem, dtype: torch.dtype) -> None:
     check(dataclasses.replace(p, dtype=dtype), "cuda", variant="fa3")
 
 
-@pytest.mark.parametrize("options", ({"causal": True}, {"sink": True, "softcap": 3.0}), ids=str)
+@pytest.mark.parametrize("options", ({"causal": True}, {"sink": True, "scale": -0.2}), ids=str)
 @pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
 def test_results_repeat_bit_by_bit(dtype: torch.dtype, options: dict, device: str) -> None:
     sizes = (2, 700, 1900, 8, 2, 128) if device == "cuda" else (1, 130, 150, 2, 1, 32)
@@ -698,9 +699,25 @@ def test_fa1_and_fa2_have_no_fp8(variant: str, device: str) -> None:
             op(**good(device), variant=variant)
 
 
-def test_a_large_softcap(device: str) -> None:
-    with pytest.raises(ERRORS, match="variant 'fa3' has no softcap above 2048"):
-        torch.ops.flash_ext.fwd(**good(device), softcap=3000.0)
+@pytest.mark.parametrize("wanted", ("auto", "fa3"))
+@pytest.mark.parametrize("dtype", QK_8_BITS, ids=str)
+@pytest.mark.parametrize("option", ("softcap", "alibi_slopes"))
+def test_neither_softcap_nor_alibi(
+    option: str, dtype: torch.dtype, wanted: str, device: str
+) -> None:
+    """Of any size: by name, before anything runs, and `explain` says so too."""
+    arguments = good(device)
+    for name in "qk":
+        arguments[name] = arguments[name].to(dtype)
+    slopes = torch.zeros(4, device=device)
+    name = "softcap" if option == "softcap" else "ALiBi"
+    why = f"variant 'fa3' has no {name} with 8-bit inputs"
+    for value in (0.5, 30.0, 3000.0) if option == "softcap" else (slopes, slopes.expand(2, 4)):
+        given = {option: value, "variant": wanted}
+        for op in (torch.ops.flash_ext.fwd, torch.ops.flash_ext.check, flash_ext.attention):
+            with pytest.raises(ERRORS, match=why):
+                op(**arguments, **given)
+        assert why in (flash_ext.explain(**arguments, **given).reasons["fa3"] or "")
 
 
 NO_BACKWARD = "no variant has a backward for 8-bit inputs"

@@ -95,8 +95,8 @@ def hadamard(dim: int) -> Tensor:
 @pytest.mark.parametrize("form", FORMS)
 def test_quantize(form: str, exponent: int, rotated: bool, smooth: bool, device: str) -> None:
     scales = FORMS[form]["scales"]
-    if rotated and scales == "channel":
-        pytest.skip("a rotation mixes the channels")
+    if (rotated or smooth) and scales == "channel":
+        pytest.skip("a rotation mixes the channels, and a mean is of k")
     for dim in (16, 96, 256):
         x = normal(1, 300, 2, dim, exponent=exponent, mean=0.5 * smooth).to(device)
         signs = fp8.random_signs(dim, device=device) if rotated else None
@@ -165,7 +165,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window": (50, 20)},
-    "softcap": {"softcap": 5.0},
     "not incoherent": {"incoherent": False},
     "not smooth": {"smooth_k": False},
 }

@@ -352,6 +352,15 @@ def test_options_of_fp8_come_to_cpp_by_their_names(option: str, device: str) -> 
         getattr(torch.ops.aten, node.NAME)(*leaves(device), dropout_p=number)
 
 
+@pytest.mark.parametrize("rows", (99, 98))
+def test_out_of_memory_is_what_torch_raises(rows: int, device: str) -> None:
+    """By C++ itself, and through autograd, in calls for which tests/native/host.cpp has none."""
+    if device == "cuda":
+        pytest.skip("tests/test_errors.py lets the GPU's run out")
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory. 1 of 2 GiB$"):
+        flash_ext.attention(*leaves(device, rows=rows)).sum().backward()
+
+
 @pytest.mark.parametrize("bad", ("dimensions", "types", "strides", "heads"))
 def test_errors_are_those_of_the_op(bad: str, device: str) -> None:
     if device == "cpu" and torch.__version__ < "2.13":

@@ -109,6 +109,29 @@ def test_a_strict_build_after_one_that_was_not(source: Path) -> None:
     assert "spill stores" in done.stderr
 
 
+UNUSED = "namespace { int unused(int parameter) { return 1; } }"
+WARNED = 'csrc/x.cu(2): warning #177-D: variable "y" was declared but never referenced'
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja", "ar"))), reason="needs g++")
+@pytest.mark.parametrize("of_host", (False, True))
+@pytest.mark.parametrize("strict", ("0", "1"))
+def test_a_warning(source: Path, of_host: bool, strict: str) -> None:
+    nvcc = source.parent / "toolkit/bin/nvcc"
+    nvcc.write_text(NVCC.replace(SAID, "" if of_host else WARNED))
+    (source / "csrc/plan").mkdir()
+    (source / "csrc/plan/x.cpp").write_text(UNUSED if of_host else "")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build"],
+        cwd=source,
+        env=os.environ | {"CUDA_HOME": str(nvcc.parent.parent), "FLASH_EXT_STRICT": strict},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode == 0) == (strict == "0"), done.stderr
+    assert ("unused-" if of_host else "never referenced") in done.stdout
+
+
 def test_make_is_strict() -> None:
     """And with it CI, which runs `make test`."""
     assert re.search(r"^export FLASH_EXT_STRICT \?= 1$", (ROOT / "Makefile").read_text(), re.M)

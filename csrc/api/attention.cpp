@@ -155,8 +155,13 @@ void fill_params(AttentionParams& params, const Call& call, const Tensor& q, con
 
 Call make_call(const Tensor& q, const Sizes& sizes, std::span<const Operand> operands,
                const Options& options) {
-    return {device_of(q),         sizes, operands, options.softcap, options.bias.has_value(),
-            options.dropout_p > 0};
+    return {device_of(q),
+            sizes,
+            operands,
+            options.softcap,
+            options.bias.has_value(),
+            options.dropout_p > 0,
+            options.alibi_slopes.has_value()};
 }
 
 Variant forward_variant(const Call& call, const Options& options) {

@@ -1,47 +1,41 @@
-// c10::OutOfMemoryError made by torch's own constructor, found by name at run time: nothing is
-// linked. Assumed of its layout: it is smaller than kBytes, has no members beyond those of
-// c10::Error, and begins with the pointer to its table of virtual functions.
 #include "api/out_of_memory.h"
 
-#include <cxxabi.h>
-#include <dlfcn.h>
-
-#include <cstdint>
 #include <stdexcept>
-#include <typeinfo>
 
 // Since torch 2.13: the message of an error that a function of the stable ABI reports.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
+// Of Python's stable ABI. Weak: a program without Python has neither.
+extern "C" __attribute__((weak)) void* PyImport_ImportModule(const char* name);
+extern "C" __attribute__((weak)) void* PyObject_GetAttrString(void* object, const char* name);
+
+// As in torch/csrc/Exceptions.h, which is no header of the stable ABI: the base of exceptions that
+// torch raises as the Python type that they name. The runtime compares classes by name, so nothing
+// is linked. A torch without this class would raise RuntimeError.
+namespace torch {
+struct __attribute__((visibility("default"))) PyTorchError : std::exception {
+    explicit PyTorchError(const std::string& message) : msg(message) {}
+    virtual void* python_type() = 0;
+    const char* what() const noexcept override { return msg.c_str(); }
+    std::string msg;
+};
+}  // namespace torch
+
 namespace flash_ext {
 namespace {
 
-// As c10::SourceLocation, which the constructor's name includes.
-struct SourceLocation {
-    const char* function;
-    const char* file;
-    uint32_t line;
+struct OutOfMemory : torch::PyTorchError {
+    using PyTorchError::PyTorchError;
+    void* python_type() override {  // torch holds the GIL
+        return PyObject_GetAttrString(PyImport_ImportModule("torch"), "OutOfMemoryError");
+    }
 };
-
-void destroy(void* error) { static_cast<std::exception*>(error)->~exception(); }
 
 }  // namespace
 
 void throw_out_of_memory(const std::string& message) {
-    constexpr size_t kBytes = 4096;
-    const auto construct = reinterpret_cast<void (*)(void*, SourceLocation, std::string)>(
-        dlsym(RTLD_DEFAULT,
-              "_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_"
-              "traitsIcESaIcEEE"));
-    auto* const type =
-        static_cast<std::type_info*>(dlsym(RTLD_DEFAULT, "_ZTIN3c1016OutOfMemoryErrorE"));
-    auto* const table = static_cast<void**>(dlsym(RTLD_DEFAULT, "_ZTVN3c1016OutOfMemoryErrorE"));
-    if (construct == nullptr || type == nullptr || table == nullptr)
-        throw std::runtime_error(message);
-    void* const error = abi::__cxa_allocate_exception(kBytes);
-    construct(error, {__func__, __FILE__, __LINE__}, message);
-    *static_cast<void**>(error) = table + 2;  // after the offset to the top and the type
-    abi::__cxa_throw(error, type, destroy);
+    if (PyImport_ImportModule == nullptr) throw std::runtime_error(message);
+    throw OutOfMemory(message);
 }
 
 void throw_failure(const std::string& otherwise) {

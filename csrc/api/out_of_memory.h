@@ -5,8 +5,7 @@
 
 namespace flash_ext {
 
-// Throws c10::OutOfMemoryError, which Python sees as torch.OutOfMemoryError; std::runtime_error
-// where this torch has it under other names.
+// Throws what Python sees as torch.OutOfMemoryError.
 [[noreturn]] void throw_out_of_memory(const std::string& message);
 
 // Throws what torch's last call failed with, or `otherwise` before torch 2.13, which does not tell:

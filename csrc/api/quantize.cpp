@@ -35,7 +35,7 @@ void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes
 
 // The only GPUs with attention in FP8.
 void check_hopper(const Tensor& x) {
-    const Device& device = device_of(x);
+    const GpuModel& device = device_of(x);
     if (device.major != 9)
         refuse("the GPU", "a Hopper GPU (compute capability 9.0), as for attention in FP8",
                std::to_string(device.major) + "." + std::to_string(device.minor));
@@ -119,6 +119,8 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     QuantizeParams params = check_rows(x, options);
     if (options.signs && kind == Scales::kChannel)
         refuse("signs", "None with scales='channel' (a rotation mixes the channels)", "a tensor");
+    if (options.mean && kind == Scales::kChannel)
+        refuse("mean", "None with scales='channel', which is for v", "a tensor");
     const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
     if (kind == Scales::kBlock && !options.cu_seqlens && options.blocks != blocks)
         refuse("blocks", "ceil(seqlen / 128) = " + std::to_string(blocks), options.blocks);

@@ -56,12 +56,13 @@ struct Operand {
 };
 
 struct Call {
-    const Device& device;
+    const GpuModel& device;
     Sizes sizes;
     std::span<const Operand> operands;  // q, k, v; out and dout where there are any
     double softcap;
     bool has_bias;
     bool has_dropout;
+    bool has_alibi;
 
     // v is in float8_e4m3fn then, q and k in that or int8.
     bool has_8_bits() const { return operands[0].element_bytes == 1; }

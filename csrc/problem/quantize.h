@@ -49,8 +49,9 @@ struct QuantizeParams {
     bool aligned = false;             // does every row of x start on a 16-byte boundary?
 
     Scales scales = Scales::kTensor;
-    int blocks = 0;         // of descale, per head
-    float* amax = nullptr;  // (1), (B, H) or (B, H, D), workspace; not for block scales
+    bool finds_maxima = false;  // a first pass, of scales of a tensor or of heads
+    int blocks = 0;             // of descale, per head
+    float* amax = nullptr;      // (1), (B, H) or (B, H, D), workspace; not for block scales
     // The factor from numbers to results is numerator / amax, with amax no less than least_amax.
     float numerator = 0.f;
     float least_amax = 0.f;

@@ -94,13 +94,6 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t x, uint32_t y, uint32_
     return result;
 }
 
-// The larger one; NaN where one is.
-__device__ __forceinline__ float max_nan(float x, float y) {
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-    return result;
-}
-
 template <class Element>
 __device__ __forceinline__ Element from_float(float x) {
     if constexpr (std::is_same_v<Element, __half>) {

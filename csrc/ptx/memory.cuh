@@ -5,14 +5,25 @@
 
 namespace flash_ext::ptx {
 
-// *p += v for two consecutive floats (8-byte aligned), without returning the old values.
-__device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
+// *p += x for two or four consecutive floats (aligned to as many), without returning the old
+// values.
+template <int kFloats>
+__device__ __forceinline__ void red_add(float* p, const float (&x)[kFloats]) {
+    static_assert(kFloats == 2 || kFloats == 4);
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y)
-                 : "memory");
+    if constexpr (kFloats == 4) {
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p),
+                     "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                     : "memory");
+    } else {
+        asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x[0]),
+                     "f"(x[1])
+                     : "memory");
+    }
 #else
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + 1), "f"(y) : "memory");
+#pragma unroll
+    for (int i = 0; i < kFloats; ++i)
+        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p + i), "f"(x[i]) : "memory");
 #endif
 }
 

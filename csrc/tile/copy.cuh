@@ -48,6 +48,14 @@ __device__ __forceinline__ GlobalTile<Element> global_tile(const TensorView& vie
     return {row_pointer<Element>(view, batch, row, head), view.row_stride, rows, cols};
 }
 
+// Eight elements of 16 bits from any address. Those from `valid` on are not read, and are 0.
+__device__ __forceinline__ uint4 load_8(const void* source, int valid = 8) {
+    const auto* x = static_cast<const uint16_t*>(source);
+    const auto at = [&](int i) { return i < valid ? uint32_t{x[i]} : 0; };
+    const auto pair = [&](int i) { return at(i) | at(i + 1) << 16; };
+    return {pair(0), pair(2), pair(4), pair(6)};
+}
+
 // How kThreads threads share a tile's 16-byte chunks: neighbours take the chunks of a row (within
 // an atom), then the next row, so that global accesses coalesce and shared ones miss no bank.
 template <class Tile, int kThreads, int kRows = Tile::kRows>
@@ -96,16 +104,10 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<cons
     for (int i = threadIdx.x % kThreads; i < Tile::kRows * row_chunks; i += kThreads) {
         const int row = i / row_chunks;
         const int chunk = i % row_chunks;
-        const auto* source = reinterpret_cast<const uint16_t*>(tile.data) + row * tile.row_stride;
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int col = chunk * Tile::kChunk + 2 * j;
-            const uint32_t low = row < tile.rows && col < tile.cols ? source[col] : 0;
-            const uint32_t high = row < tile.rows && col + 1 < tile.cols ? source[col + 1] : 0;
-            packed[j] = low | high << 16;
-        }
-        ptx::st_shared_v4(shared + Tile::offset(row, chunk), packed);
+        const int col = chunk * Tile::kChunk;
+        const uint4 x =
+            load_8(tile.data + row * tile.row_stride + col, row < tile.rows ? tile.cols - col : 0);
+        ptx::st_shared_v4(shared + Tile::offset(row, chunk), {x.x, x.y, x.z, x.w});
     }
 }
 

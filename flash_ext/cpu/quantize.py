@@ -184,6 +184,8 @@ def _quantize_cpu(
     if signs is not None and scales == "channel":
         wanted = "None with scales='channel' (a rotation mixes the channels)"
         refuse("signs", wanted, "a tensor")
+    if mean is not None and scales == "channel":
+        refuse("mean", "None with scales='channel', which is for v", "a tensor")
     rotated, divisors = [], []
     for b, rows in enumerate(_sequences(x, cu_seqlens, seqused)):
         y, divisor = _rotated(rows, signs, None if mean is None else mean[b])

@@ -9,14 +9,10 @@
 #include "kernels/fa3/backward.cuh"
 #include "kernels/fa3/backward_wide.cuh"
 #include "kernels/fa3/decode.cuh"
-#include "kernels/fa3/forward_launch.cuh"
+#include "kernels/fa3/forward.cuh"
+#include "kernels/fa3/forward_fp8.cuh"
 
 namespace flash_ext {
-
-const Device& current_device() {
-    static constexpr Device kOneMultiprocessor{9, 0, 227 << 10, 1};
-    return kOneMultiprocessor;
-}
 
 cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
     return cudaSuccess;
@@ -116,11 +112,11 @@ void list_members() {
 #define FLASH_MEMBER(kind, name, member)              \
     if constexpr (requires(Storage& x) { x.member; }) \
         add(kind, offsetof(Storage, member), sizeof(Storage::member), name);
-    constexpr bool kTransposesV = requires(Storage& x) { x.fp8.barriers; };
+    constexpr bool kTransposesV = requires(Storage& x) { x.v_row_major_barriers; };
     FLASH_MEMBER("pipeline", "Q", q_barriers)
     FLASH_MEMBER("pipeline", "K", k_barriers)
     FLASH_MEMBER("pipeline", kTransposesV ? "V^T" : "V", v_barriers)
-    FLASH_MEMBER("pipeline", "V", fp8.barriers)
+    FLASH_MEMBER("pipeline", "V", v_row_major_barriers)
     FLASH_MEMBER("pipeline", "dO", do_barriers)
     FLASH_MEMBER("pipeline", "dQ", dq_barriers)
     FLASH_MEMBER("pipeline", "pool", pool_barriers)
@@ -132,7 +128,7 @@ void list_members() {
     FLASH_MEMBER("data", "Q", q)
     FLASH_MEMBER("data", "K", k)
     FLASH_MEMBER("data", "V", v)
-    FLASH_MEMBER("data", "row-major V", fp8.stages)
+    FLASH_MEMBER("data", "row-major V", v_row_major)
     FLASH_MEMBER("data", "dO", dout)
     FLASH_MEMBER("data", "dS", ds)
     FLASH_MEMBER("data", "dQ", dq)
@@ -155,8 +151,27 @@ cudaError_t keep(Launch launch) {
 }
 
 using enum tuning::Fa3ForwardTile;
-using enum DecodeTile;
 using Element = __nv_bfloat16;
+
+constexpr int kSms = 1;  // so that the first CTA gets all tiles
+
+// All tiles of `rows` rows in `blocks` of a tile, of so many heads and of all batches.
+Schedule schedule_of(const AttentionParams& params, int rows, int block, int heads) {
+    return {tile_numbers(params, rows, block), heads, tensor_batches(params)};
+}
+
+template <class Kernel>
+cudaError_t launch_forward(const Call& call, ElementType type, bool general = false) {
+    using Config = typename Kernel::Config;
+    return keep<Config>([&] {
+        ForwardParams params = forward_params(call, type, Config::kHeadDim, general);
+        params.schedule =
+            schedule_of(params, params.seqlen_q, Config::kBlockQ >> call.pack_gqa_log2,
+                        call.pack_gqa_log2 > 0 ? call.heads_k : call.heads_q);
+        params.schedule.tiles *= call.num_splits;
+        return launch_fa3_forward<Kernel>(params, kSms, nullptr);
+    });
+}
 
 template <int kHeadDim, tuning::Fa3ForwardTile kTile, Features kFeatures = Features::kVarlen>
 cudaError_t forward(const Call& call) {
@@ -164,21 +179,15 @@ cudaError_t forward(const Call& call) {
     using Config = Fa3ForwardConfig<Element, kHeadDim, kHeadDim, kFeatures,
                                     tuning::fa3_forward({kHeadDim, kHeadDim}, kFeatures, kTile),
                                     kTile == kSplits || kGeneral>;
-    return keep<Config>([&] {
-        return launch_fa3_forward<Config>(
-            forward_params(call, ElementType::kBFloat16, kHeadDim, kGeneral), nullptr);
-    });
+    return launch_forward<Fa3Forward<Config>>(call, ElementType::kBFloat16, kGeneral);
 }
 
-template <int kHeadDim, bool kMayHaveSplits>
+template <int kHeadDim>
 cudaError_t forward_fp8(const Call& call) {
-    using Config = Fa3ForwardConfig<Float8, kHeadDim, kHeadDim, Features::kVarlen,
-                                    tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, kMayHaveSplits),
-                                    kMayHaveSplits, Float8>;
-    return keep<Config>([&] {
-        return launch_fa3_forward<Config>(
-            forward_params(call, ElementType::kFloat8, kHeadDim, false), nullptr);
-    });
+    using Config =
+        Fa3ForwardFp8Config<Float8, kHeadDim, kHeadDim,
+                            tuning::fa3_forward_fp8({kHeadDim, kHeadDim}, kUsual), false>;
+    return launch_forward<Fa3ForwardFp8<Config>>(call, ElementType::kFloat8);
 }
 
 template <int kHeadDim, bool kManyQueries = false, Features kFeatures = Features::kVarlen>
@@ -187,13 +196,18 @@ cudaError_t backward(const Call& call) {
         Fa3BackwardConfig<Element, kHeadDim, kHeadDim, kFeatures,
                           tuning::fa3_backward({kHeadDim, kHeadDim}, kFeatures, kManyQueries)>;
     return keep<Config>([&] {
-        return launch_fa3_backward<Config>(
-            backward_params(call, kHeadDim, kFeatures == Features::kGeneral), nullptr);
+        auto params = backward_params(call, kHeadDim, kFeatures == Features::kGeneral);
+        params.schedule = schedule_of(params, params.seqlen_k, Config::kBlockKV, params.heads_k);
+        return launch_fa3_backward<Config>(params, {.sms = kSms}, nullptr);
     });
 }
 
 template <int kHeadDim>
 constexpr tuning::Fa3BackwardWide kWide = tuning::fa3_backward_wide({kHeadDim, kHeadDim});
+
+DSWorkspace ds_workspace(const BackwardParams& params) {
+    return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params)};
+}
 
 template <int kHeadDim, bool kStoresDS>
 cudaError_t backward_dkdv(const Call& call) {
@@ -201,17 +215,26 @@ cudaError_t backward_dkdv(const Call& call) {
                                          kWide<kHeadDim>.pool_pairs, kStoresDS>;
     return keep<Config>([&] {
         const auto params = backward_params(call, kHeadDim);
-        const DSWorkspace ds{global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params)};
-        return launch_fa3_backward_dkdv<Config>(params, kStoresDS ? ds : DSWorkspace{}, nullptr);
+        Schedule schedule = schedule_of(params, params.seqlen_k, Config::kBlockKV, params.heads_k);
+        DSWorkspace ds;
+        if (kStoresDS) {
+            ds = ds_workspace(params);
+            schedule = {schedule.tiles, ds.heads, 1};
+        }
+        return launch_fa3_backward_dkdv<Config>(params, ds, schedule, kSms, nullptr);
     });
 }
 
 template <int kHeadDim>
 cudaError_t backward_dq(const Call& call) {
-    using Config = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, Features::kVarlen,
-                                       kWide<kHeadDim>.k_stages, kWide<kHeadDim>.v_stages>;
-    return keep<Config>(
-        [&] { return launch_fa3_backward_dq<Config>(backward_params(call, kHeadDim), nullptr); });
+    using Config =
+        Fa3BackwardDQConfig<Element, kHeadDim, kHeadDim, Features::kVarlen, kWide<kHeadDim>>;
+    return keep<Config>([&] {
+        const auto params = backward_params(call, kHeadDim);
+        return launch_fa3_backward_dq<Config>(
+            params, schedule_of(params, params.seqlen_q, Config::kBlockQ, params.heads_q), kSms,
+            nullptr);
+    });
 }
 
 template <int kHeadDim>
@@ -219,19 +242,20 @@ cudaError_t backward_dq_gemm(const Call& call) {
     using Config = Fa3BackwardDQGemmConfig<Element, kHeadDim, kWide<kHeadDim>.dq_gemm_stages>;
     return keep<Config>([&] {
         const auto params = backward_params(call, kHeadDim);
-        const DSWorkspace ds{global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params)};
-        return launch_fa3_backward_dq_gemm<Config>(params, ds, nullptr);
+        const int tiles = ceil_div(params.seqlen_q, Config::kBlockQ);
+        return launch_fa3_backward_dq_gemm<Config>(
+            params, ds_workspace(params), {tiles, params.heads_q * params.batch, 1}, kSms, nullptr);
     });
 }
 
-template <int kHeadDim, DecodeTile kTile>
+template <int kHeadDim>
 cudaError_t decode(const Call& call) {
     using Config = Fa3DecodeConfig<Element, kHeadDim, kHeadDim,
-                                   tuning::fa3_decode({kHeadDim, kHeadDim}, kTile)>;
+                                   tuning::fa3_decode({kHeadDim, kHeadDim}, kFewRows)>;
     return keep<Config>([&] {
         auto params = forward_params(call, ElementType::kBFloat16, kHeadDim, false);
-        params.decode_tile = kTile;
-        return fa3_decode<kHeadDim, kHeadDim>(params, nullptr);
+        params.schedule = schedule_of(params, params.seqlen_q, Config::kRows, params.heads_q);
+        return fa3_decode<kHeadDim, kHeadDim>(params, {.tile = kFewRows}, nullptr);
     });
 }
 
@@ -244,8 +268,8 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"forward 64, packed GQA", forward<64, kSplits>},
     {"forward 64, general", forward<64, kUsual, Features::kGeneral>},
     {"forward 256", forward<256, kUsual>},  // one stage of Q
-    {"forward_fp8 64", forward_fp8<64, false>},
-    {"forward_fp8 256", forward_fp8<256, false>},
+    {"forward_fp8 64", forward_fp8<64>},
+    {"forward_fp8 256", forward_fp8<256>},
     {"backward 64", backward<64>},    // dK takes dS from shared memory
     {"backward 96", backward<96>},    // early fences
     {"backward 128", backward<128>},  // early exponentials
@@ -256,7 +280,7 @@ const std::map<std::string, cudaError_t (*)(const Call&)> kKernels{
     {"backward_dq 192", backward_dq<192>},
     {"backward_dq 256", backward_dq<256>},
     {"backward_dq_gemm 256", backward_dq_gemm<256>},
-    {"decode 128", decode<128, kFewRows>},
+    {"decode 128", decode<128>},
 };
 
 }  // namespace

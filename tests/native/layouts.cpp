@@ -21,10 +21,6 @@
 namespace py = pybind11;
 
 namespace flash_ext {
-const Device& current_device() {
-    static const Device device;
-    return device;
-}
 cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
     return cudaSuccess;
 }
@@ -358,8 +354,8 @@ std::vector<std::vector<int>> stored_ds() {
     std::vector<std::vector<int>> all(Config::kBlockKV);
     for (int key = 0; key < Config::kBlockKV; ++key)
         for (int query = 0; query < kBlockQ; ++query) {
-            const int row = Config::kTransposeDQ ? query : key;
-            const int col = Config::kTransposeDQ ? key : query;
+            const int row = Config::kTuning.transpose_dq ? query : key;
+            const int col = Config::kTuning.transpose_dq ? key : query;
             uint16_t number;
             std::memcpy(&number, stage + Tile::offset(row, col / 8) + col % 8 * 2, 2);
             all[key].push_back(number);

@@ -13,6 +13,7 @@
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "tile/any_half.cuh"
+#include "tile/copy.cuh"
 
 namespace flash_ext {
 
@@ -21,13 +22,7 @@ template <class Element>
 __device__ __forceinline__ uint4 load_chunk(const GlobalTile<const Element>& tile, int row, int col,
                                             bool aligned) {
     const Element* x = tile.data + row * tile.row_stride + col;
-    if (aligned) return *reinterpret_cast<const uint4*>(x);
-    const auto pair = [&](int i) {
-        const auto* bits = reinterpret_cast<const uint16_t*>(x);
-        const auto at = [&](int j) { return col + j < tile.cols ? uint32_t{bits[j]} : 0; };
-        return at(i) | at(i + 1) << 16;
-    };
-    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+    return aligned ? *reinterpret_cast<const uint4*>(x) : load_8(x, tile.cols - col);
 }
 
 // The sum of the products of eight elements.

@@ -22,6 +22,7 @@
 
 #include "kernels/common/backward_math.cuh"
 #include "kernels/common/launch.cuh"
+#include "kernels/common/postprocess_dq.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
@@ -43,6 +44,7 @@ struct BackwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
+    static constexpr bool kWholeTiles = kFeatures == Features::kPlain;  // see least_backward_form()
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -87,7 +89,7 @@ struct BackwardConfig {
     // dQ is computed in slices of columns where a warp's columns do not fit in registers together
     // with dK and dV.
     static constexpr int kDQSlices = kTuning.dq_slices;
-    static constexpr int kDQFloats = 2;  // that a lane adds at a time
+    static constexpr int kDQFloats = kWholeTiles ? 4 : 2;  // that a lane adds at a time
     using DQ = RegisterTile<kBlockQ / kWarpsM, kHeadDim / kWarpsN / kDQSlices>;
 
     static_assert(kWarpsM * kWarpsN == kWarps && kBlockQ % (16 * kWarpsM) == 0);
@@ -95,12 +97,17 @@ struct BackwardConfig {
     static_assert(kHeadDim % (16 * kWarpsN * kDQSlices) == 0 && kBlockQ % (16 * kWarpsD) == 0);
 };
 
-// A warp's part of a slice of a Q tile in dq_accum. Queries lie there in blocks of 8, so that the
-// tile ends with its last query, and in fragment order: [warp_n][slice][columns][lane][kFloats].
+// A warp's part of a slice of a Q tile in dq_accum. The tile is in fragment order if it is whole:
+// [warp][slice][m][n][lane][4]. Otherwise its queries are in blocks of 8, so that it ends with its
+// last query, and each block is in fragment order: [warp_n][slice][columns][lane][kFloats].
 template <class Config>
 struct DQAccum {
     using DQ = typename Config::DQ;
-    static constexpr int kFloats = Config::kDQFloats;  // of one or two blocks of 8 columns
+    static constexpr bool kWhole = Config::kWholeTiles;
+    static constexpr int kFloats = Config::kDQFloats;
+    static constexpr int kBlocks = kWhole ? DQ::kM : DQ::kRows / 8;  // of a warp's rows
+    static constexpr int kBlockFloats = kWhole ? DQ::kN * 128 : 8 * Config::kHeadDim;
+    static constexpr int kStep = kWhole ? 1 : kFloats / 2;  // blocks of 8 columns
     struct alignas(4 * kFloats) Floats {
         float x[kFloats];
     };
@@ -113,22 +120,26 @@ struct DQAccum {
         // There no register is left for it over the loop.
         constexpr bool kNoRegister =
             Config::kDQSlices > 1 || (Config::kHeadDim == 128 && kCudaArch < 900);
-        const int thread = kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
+        const int thread = !kWhole && kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;
         const int warp = thread / 32;
-        const int query = q_tile * Config::kBlockQ + warp / Config::kWarpsN * DQ::kRows;
+        // ptxas 13.0: with either form alone, one of the kernels spills.
+        constexpr bool kByLane = kWhole && (Config::kHeadDim > 128 || kCudaArch < 900);
+        const int lane = kByLane ? lane_id() : thread % 32;
+        const int query =
+            q_tile * Config::kBlockQ + (kWhole ? 0 : warp / Config::kWarpsN * DQ::kRows);
+        const int part = kWhole ? warp : warp % Config::kWarpsN;
         first = params.dq_accum + workspace_row(params, sequence, head, query) * Config::kHeadDim +
-                (warp % Config::kWarpsN * Config::kDQSlices + slice) * (DQ::kCols * 8) +
-                thread % 32 * kFloats;
+                (part * Config::kDQSlices + slice) * (DQ::kCols * (kWhole ? DQ::kRows : 8)) +
+                lane * kFloats;
         last_block = ((sequence.seqlen_q - query + 7) >> 3) - 1;  // rounded down if negative
     }
 
-    // visit(block, n, floats) for the stored blocks: floats of row 8 block + lane / 4, from column
-    // block n of 8 columns on.
+    // visit(block, n, floats) for the stored blocks: the floats of a block from column block n on.
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
 #pragma unroll
-        for (int block = 0; block < DQ::kRows / 8; ++block)
-            if (block <= last_block) visit_block(block, block, visit);
+        for (int block = 0; block < kBlocks; ++block)
+            if (kWhole || block <= last_block) visit_block(block, block, visit);
     }
 
     // The same for all. Blocks that are not stored have the floats of the last one, to which their
@@ -136,8 +147,7 @@ struct DQAccum {
     // are done. Where that is no loss, one branch saves the search for the last block.
     template <class Visit>
     __device__ __forceinline__ void for_all(Visit visit) const {
-        constexpr int kBlocks = DQ::kRows / 8;
-        if (kBlocks <= 4 && last_block >= kBlocks - 1) {
+        if (kWhole || (kBlocks <= 4 && last_block >= kBlocks - 1)) {
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) visit_block(block, block, visit);
         } else {
@@ -150,16 +160,17 @@ struct DQAccum {
     // Float i of these, in registers.
     template <class DQ_>
     static __device__ __forceinline__ auto& element(DQ_& rdQ, int block, int n, int i) {
+        if constexpr (kWhole) return rdQ.v[block][n][i];
         return rdQ.v[block / 2][n + i / 2][block % 2 * 2 + i % 2];
     }
 
  private:
     template <class Visit>
     __device__ __forceinline__ void visit_block(int block, int place, Visit visit) const {
-        float* floats = first + place * 8 * Config::kHeadDim;
+        float* floats = first + place * kBlockFloats;
 #pragma unroll
-        for (int n = 0; n < DQ::kN; n += kFloats / 2)
-            visit(block, n, reinterpret_cast<Floats&>(floats[n * 64]));
+        for (int n = 0; n < DQ::kN; n += kStep)
+            visit(block, n, reinterpret_cast<Floats&>(floats[n * (kWhole ? 128 : 64)]));
     }
 };
 
@@ -442,7 +453,7 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
     if (thread >= 3 * kChunks) return;
     const BackwardParams& params = cta.params;
     const int query = walk.q_tile() * Config::kBlockQ + thread % kChunks * 4;
-    const int64_t row = query < cta.sequence.seqlen_q
+    const int64_t row = Config::kWholeTiles || query < cta.sequence.seqlen_q
                             ? workspace_row(params, cta.sequence, walk.head, query)
                             : params.padding_row;
     const float* source = (thread < kChunks       ? params.lse_log2
@@ -454,48 +465,36 @@ __device__ __forceinline__ void load_statistics(const BackwardTile<Config>& cta,
                      true);
 }
 
-// The postprocess pass, dq_accum to dQ: the factor scale, the element type, and the order of rows.
-// One CTA per Q tile, with the warp layout of those that wrote the tile.
+// For the postprocess pass, with the warp layout of those that wrote the tile.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
-    backward_postprocess_dq_kernel(const __grid_constant__ BackwardParams params) {
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    const auto [tile, head] =
-        q_tile_index<Config::kMayBeVarlen>(params, blockIdx.x, Config::kBlockQ);
-    const auto [sequence, q_tile] = tile;
-
-    using DQ = typename Config::DQ;
-    const uint32_t sdQ = ptx::shared_address(dynamic_shared());
-#pragma unroll
-    for (int slice = 0; slice < Config::kDQSlices; ++slice) {
-        DQ rdQ;
-        rdQ.clear();
+struct DQTile : Config {
+    static __device__ __forceinline__ void fetch(const BackwardParams& params,
+                                                 const Sequence& sequence, int head, int q_tile,
+                                                 uint32_t shared) {
+        using DQ = typename Config::DQ;
         using Accum = DQAccum<Config>;
-        Accum(params, sequence, head, q_tile, slice)
-            .for_each([&](int block, int n, const typename Accum::Floats& floats) {
-                const auto y = floats;
 #pragma unroll
-                for (int i = 0; i < Accum::kFloats; ++i) Accum::element(rdQ, block, n, i) = y.x[i];
-            });
-        rdQ.scale(params.gradient_scale);
-        store_to_shared<Element, QTile, Config::kWarpsN>(
-            sdQ, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
-            warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
+        for (int slice = 0; slice < Config::kDQSlices; ++slice) {
+            DQ rdQ;
+            rdQ.clear();
+            Accum(params, sequence, head, q_tile, slice)
+                .for_each([&](int block, int n, const typename Accum::Floats& floats) {
+                    const auto y = floats;
+#pragma unroll
+                    for (int i = 0; i < Accum::kFloats; ++i)
+                        Accum::element(rdQ, block, n, i) = y.x[i];
+                });
+            rdQ.scale(params.gradient_scale);
+            store_to_shared<typename Config::Element, typename Config::QTile, Config::kWarpsN>(
+                shared, rdQ, warp_id() / Config::kWarpsN * DQ::kRows,
+                warp_id() % Config::kWarpsN + slice * (DQ::kN / 2) * Config::kWarpsN);
+        }
     }
-    __syncthreads();  // the tile is complete
-    const int first_query = q_tile * Config::kBlockQ;
-    const auto gdQ = global_tile<Element>(params.dq, sequence.batch, sequence.q_begin + first_query,
-                                          head, sequence.seqlen_q - first_query, params.head_dim);
-    store_tile<QTile, Config::kThreads, Config::kBlockQ, Config::kGeneral>(gdQ, sdQ, 0,
-                                                                           params.aligned);
-}
+};
 
 template <class Config>
 cudaError_t launch_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
-    const int64_t ctas = q_tile_count(params, Config::kBlockQ);
-    return launch_kernel<backward_postprocess_dq_kernel<Config>>(
-        ctas, Config::kThreads, Config::QTile::kBytes, params, stream);
+    return postprocess_dq<DQTile<Config>>(params, stream);
 }
 
 }  // namespace flash_ext

@@ -102,13 +102,6 @@ __device__ __forceinline__ void recompute_rows(const ForwardParams& params,
     }
 }
 
-// One row, where a kernel's code must stay small.
-template <class Element>
-__device__ __noinline__ void recompute_row(const ForwardParams& params, const Sequence& sequence,
-                                           int head, int query) {
-    recompute_rows<Element>(params, sequence, head, query, 1);
-}
-
 // The sequence of a row of q's tensors.
 __device__ __forceinline__ Sequence sequence_at(const AttentionParams& params, int batch, int row) {
     int number = batch;

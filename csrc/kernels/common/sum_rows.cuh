@@ -14,6 +14,7 @@
 #include "kernels/common/launch.cuh"
 #include "plan/sum_rows.h"
 #include "ptx/math.cuh"
+#include "tile/copy.cuh"
 
 namespace flash_ext {
 
@@ -48,15 +49,13 @@ struct LaneBits {
     }
 
     __device__ __forceinline__ void load_columns(const char* source, ResultType type, int valid) {
-#pragma unroll
-        for (int i = 0; i < kLaneColumns; ++i) {
-            if (is_float(type)) {
-                words[i % kWords] = i < valid ? reinterpret_cast<const uint32_t*>(source)[i] : 0;
-            } else {
-                const uint32_t x = i < valid ? reinterpret_cast<const uint16_t*>(source)[i] : 0;
-                words[i / 2] = i % 2 ? words[i / 2] | x << 16 : x;
-            }
+        if (!is_float(type)) {
+            reinterpret_cast<uint4&>(words[0]) = load_8(source, valid);
+            return;
         }
+#pragma unroll
+        for (int i = 0; i < kLaneColumns; ++i)
+            words[i % kWords] = i < valid ? reinterpret_cast<const uint32_t*>(source)[i] : 0;
     }
 
     __device__ __forceinline__ void to_floats(float (&x)[kLaneColumns], ResultType type) const {

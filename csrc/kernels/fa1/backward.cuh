@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_q_tile(const BackwardTile<Config>& cta,
 template <class Config>
 __device__ __forceinline__ auto& old_dq(int block, int n) {
     using Accum = DQAccum<Config>;
-    const int index = (block * Config::DQ::kN + n) * 2 / Accum::kFloats;
+    const int index = (block * Config::DQ::kN + n) / Accum::kStep;
     return reinterpret_cast<typename Accum::Floats*>(
         dynamic_shared() + Config::kOldDQ)[index * Config::kThreads + threadIdx.x];
 }
@@ -152,9 +152,9 @@ int fa1_backward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element,
-                                                                             auto features) {
+cudaError_t fa1_backward(const BackwardParams& params, const BackwardKernel& kernel,
+                         cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
         using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
         cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
         if (status == cudaSuccess)
@@ -163,7 +163,9 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
                 params, stream);
         if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
         return status;
-    });
+    };
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
+                                                                 launch);
 }
 
 }  // namespace flash_ext

@@ -26,10 +26,6 @@
 // Warp w visits the columns of an atom in its own order: the t-th quarter belongs to warp (w ^ t).
 // So its own quarter is the first, and the code of the exchange is the same in every warp.
 //
-// Shared memory: K, V [kBlockKV][D]; per team: Q [kBlockQ][D], the partial products
-// [to warp][t - 1][its columns], the O_i fetched ahead, maxima and sums [warp][kBlockQ], the m_i
-// and l_i fetched ahead.
-//
 // Barriers (of a team, except those of the KV tiles) are explained in the code. cp.async groups are
 // committed in the order Q with m and l, O chunk 0, O chunk 1, ... of each iteration, so that the
 // number of pending groups tells what has landed.
@@ -84,8 +80,8 @@ struct Fa1ForwardConfig {
 
     struct alignas(1024) TeamStorage {  // which swizzled tiles start on
         char q[QTile::kBytes];
-        char partial[kTeamWarps][kTeamWarps - 1][kOwnedBytes];
-        char old[kTeamWarps][kChunks][kOwnedBytes];
+        char partial[kTeamWarps][kTeamWarps - 1][kOwnedBytes];  // products, [to warp][t - 1]
+        char old[kTeamWarps][kChunks][kOwnedBytes];             // O_i, fetched ahead
         float max[kTeamWarps][kBlockQ];
         float sum[kTeamWarps][kBlockQ];
     };
@@ -97,7 +93,7 @@ struct Fa1ForwardConfig {
         char k[KTile::kBytes];
         char v[VTile::kBytes];
         TeamStorage teams[kTeams];
-        Statistics statistics[kTeams];
+        Statistics statistics[kTeams];  // m_i and l_i, fetched ahead
     };
     static constexpr int kSharedBytes =  // without the padding at the end
         offsetof(SharedStorage, statistics) + kTeams * sizeof(Statistics);
@@ -130,7 +126,7 @@ struct Fa1Forward {
     float first_max;  // m of a row that has seen no key
     int team;
     int warp;  // within the team: which part of the keys, and which columns of O, are its own
-    char* team_memory;
+    TeamStorage& storage;
     int64_t first_tile;  // the number of Q tile 0 in the workspaces
     uint32_t sK;
     uint32_t sV;
@@ -147,13 +143,12 @@ struct Fa1Forward {
                         : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
-          team_memory(dynamic_shared() + static_cast<int>(offsetof(SharedStorage, teams)) +
-                      team * static_cast<int>(sizeof(TeamStorage))),
+          storage(shared_storage<SharedStorage>().teams[team]),
           first_tile(workspace_tile(p, sequence, head, 0,
                                     tile_numbers(p, p.seqlen_q, Config::kBlockQ), Config::kBlockQ)),
-          sK(ptx::shared_address(dynamic_shared()) + static_cast<int>(offsetof(SharedStorage, k))),
-          sV(ptx::shared_address(dynamic_shared()) + static_cast<int>(offsetof(SharedStorage, v))),
-          sQ(ptx::shared_address(team_memory) + static_cast<int>(offsetof(TeamStorage, q))) {}
+          sK(ptx::shared_address(shared_storage<SharedStorage>().k)),
+          sV(ptx::shared_address(shared_storage<SharedStorage>().v)),
+          sQ(ptx::shared_address(storage.q)) {}
 
     __device__ __forceinline__ void team_barrier() const {
         ptx::barrier_sync(1 + team, Config::kTeamThreads);
@@ -183,7 +178,7 @@ struct Fa1Forward {
     // Fetches this lane's part of a chunk of O_i. No other lane uses it.
     __device__ __forceinline__ void load_old(int q_tile, int chunk) const {
         const float* global = old_global(q_tile, chunk);
-        const uint32_t shared = ptx::shared_address(old_shared(chunk)) + lane_id() * 16;
+        const uint32_t shared = ptx::shared_address(storage.old[warp][chunk]) + lane_id() * 16;
 #pragma unroll
         for (int f = 0; f < Owned::kM * Owned::kN; ++f)
             ptx::cp_async_16(shared + f * 512, global + f * 128, true);
@@ -198,7 +193,7 @@ struct Fa1Forward {
     __device__ __forceinline__ void load_statistics(int q_tile) const {
         const int chunk = threadIdx.x % Config::kTeamThreads;
         if (chunk < sizeof(typename Config::Statistics) / 16)
-            ptx::cp_async_16(ptx::shared_address(old_statistics()) + chunk * 16,
+            ptx::cp_async_16(ptx::shared_address(&old_statistics()) + chunk * 16,
                              statistics_global(q_tile) + chunk * 4, true);
     }
 
@@ -206,8 +201,8 @@ struct Fa1Forward {
     __device__ __forceinline__ void read_statistics(bool first_visit, RowValues& row_max,
                                                     RowValues& row_sum) const {
         for_each_row([&](int m, int i, int row) {
-            row_max.v[m][i] = first_visit ? first_max : old_statistics()[row];
-            row_sum.v[m][i] = first_visit ? first_sum() : old_statistics()[Config::kBlockQ + row];
+            row_max.v[m][i] = first_visit ? first_max : old_statistics().row_max[row];
+            row_sum.v[m][i] = first_visit ? first_sum() : old_statistics().row_sum[row];
         });
     }
 
@@ -238,7 +233,7 @@ struct Fa1Forward {
             for (int n = 0; n < Scores::kN; ++n)
                 x = fmaxf(x, fmaxf(rS.v[m][n][2 * i], rS.v[m][n][2 * i + 1]));
             x = quad_max(x);
-            if (lane_col() == 0) maxima()[warp * Config::kBlockQ + row] = x;
+            if (lane_col() == 0) storage.max[warp][row] = x;
         });
     }
 
@@ -246,10 +241,9 @@ struct Fa1Forward {
     __device__ __forceinline__ void exponentiate(Scores& rS, Weights& rP, RowValues& tile_max,
                                                  int q_tile, int kv_tile) const {
         for_each_row([&](int m, int i, int row) {
-            float x = maxima()[row];
+            float x = storage.max[0][row];
 #pragma unroll
-            for (int w = 1; w < Config::kTeamWarps; ++w)
-                x = fmaxf(x, maxima()[w * Config::kBlockQ + row]);
+            for (int w = 1; w < Config::kTeamWarps; ++w) x = fmaxf(x, storage.max[w][row]);
             tile_max.v[m][i] = x;
         });
         for_each_row([&](int m, int i, int row) {
@@ -273,7 +267,7 @@ struct Fa1Forward {
                     sum += x;
                 }
             sum = quad_sum(sum);
-            if (lane_col() == 0) sums()[warp * Config::kBlockQ + row] = sum;
+            if (lane_col() == 0) storage.sum[warp][row] = sum;
         });
         if constexpr (kGeneral) {
             if (params.rng_state != nullptr) {
@@ -316,7 +310,8 @@ struct Fa1Forward {
 #pragma unroll
                         for (int e = 0; e < 4; ++e) own.v[m][n][e] = x[e];
                     } else {
-                        *fragment(partial(warp ^ t, t), m, n) = make_float4(x[0], x[1], x[2], x[3]);
+                        *fragment(storage.partial[warp ^ t][t - 1], m, n) =
+                            make_float4(x[0], x[1], x[2], x[3]);
                     }
                 }
     }
@@ -325,7 +320,8 @@ struct Fa1Forward {
     __device__ __forceinline__ void collect(Owned& own) const {
 #pragma unroll
         for (int t = 1; t < Config::kTeamWarps; ++t)
-            add(own, partial(warp, t), [](float sum, float x, int, int) { return sum + x; });
+            add(own, storage.partial[warp][t - 1],
+                [](float sum, float x, int, int) { return sum + x; });
     }
 
     // own = old_factor O_i + new_factor own, for each row.
@@ -340,7 +336,7 @@ struct Fa1Forward {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) own.v[m][n][e] *= new_factor.v[m][e / 2];
         } else {
-            add(own, old_shared(chunk), [&](float product, float old, int m, int i) {
+            add(own, storage.old[warp][chunk], [&](float product, float old, int m, int i) {
                 return new_factor.v[m][i] * product + old_factor.v[m][i] * old;
             });
         }
@@ -380,8 +376,7 @@ struct Fa1Forward {
         for_each_row([&](int m, int i, int row) {
             float tile_sum = 0.f;
 #pragma unroll
-            for (int w = 0; w < Config::kTeamWarps; ++w)
-                tile_sum += sums()[w * Config::kBlockQ + row];
+            for (int w = 0; w < Config::kTeamWarps; ++w) tile_sum += storage.sum[w][row];
             const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
             const auto factor = [&](float max) {
                 return ptx::ex2((max - finite_max(new_max)) * score_scale());
@@ -431,34 +426,15 @@ struct Fa1Forward {
     }
 
  private:
-    __device__ __forceinline__ float* maxima() const {
-        return reinterpret_cast<float*>(team_memory + static_cast<int>(offsetof(TeamStorage, max)));
-    }
-    __device__ __forceinline__ float* sums() const {
-        return reinterpret_cast<float*>(team_memory + static_cast<int>(offsetof(TeamStorage, sum)));
-    }
-
-    // Where warp (owner ^ t) stores what it gives to warp `owner`.
-    __device__ __forceinline__ char* partial(int owner, int t) const {
-        return team_memory + static_cast<int>(offsetof(TeamStorage, partial)) +
-               (owner * (Config::kTeamWarps - 1) + t - 1) * Config::kOwnedBytes;
-    }
-
-    // This warp's part of a chunk of O_i, fetched ahead; and in HBM, where this lane's begins.
-    __device__ __forceinline__ char* old_shared(int chunk) const {
-        return team_memory + static_cast<int>(offsetof(TeamStorage, old)) +
-               (warp * Config::kChunks + chunk) * Config::kOwnedBytes;
-    }
+    // This warp's part of a chunk of O_i in HBM, where this lane's begins.
     __device__ __forceinline__ float* old_global(int q_tile, int chunk) const {
         return params.out_accum + (first_tile + q_tile) * (Config::kBlockQ * Config::kHeadDimV) +
                (warp * Config::kChunks + chunk) * (Config::kOwnedBytes / 4) + lane_id() * 4;
     }
 
-    // m_i, then l_i: fetched ahead, and in HBM.
-    __device__ __forceinline__ float* old_statistics() const {
-        return reinterpret_cast<float*>(
-            dynamic_shared() + static_cast<int>(offsetof(SharedStorage, statistics)) +
-            team * static_cast<int>(sizeof(typename Config::Statistics)));
+    // m_i and l_i: fetched ahead, and in HBM.
+    __device__ __forceinline__ typename Config::Statistics& old_statistics() const {
+        return shared_storage<SharedStorage>().statistics[team];
     }
     __device__ __forceinline__ float* statistics_global(int q_tile) const {
         return params.row_statistics + (first_tile + q_tile) * (2 * Config::kBlockQ);
@@ -475,12 +451,11 @@ struct Fa1Forward {
         for (int m = 0; m < Owned::kM; ++m)
 #pragma unroll
             for (int n = 0; n < Owned::kN; ++n) {
-                const float4 x = *fragment(shared, m, n);
-                float (&sum)[4] = own.v[m][n];
-                sum[0] = combine(sum[0], x.x, m, 0);
-                sum[1] = combine(sum[1], x.y, m, 0);
-                sum[2] = combine(sum[2], x.z, m, 1);
-                sum[3] = combine(sum[3], x.w, m, 1);
+                const float4 quad = *fragment(shared, m, n);
+                const float x[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    own.v[m][n][e] = combine(own.v[m][n][e], x[e], m, e / 2);
             }
     }
 
@@ -593,20 +568,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes() {
-    const auto bytes = [](auto features) {
-        return Fa1ForwardConfig<
-            __half, kHeadDim, kHeadDimV, features.value,
-            tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv>::kSharedBytes;
-    };
-    constexpr int kBytes = largest_of_forms<Features::kPlain, Features::kGeneral>(bytes);
+    constexpr int kBlockKV = tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv;
+    constexpr int kBytes =  // of both forms
+        Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, Features::kPlain, kBlockKV>::kSharedBytes;
     static_assert(kHeadDim > 64 || kBytes <= 99 * 1024, "compute capability 8.6, 8.9 and 12.x");
     return kBytes;
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element,
-                                                                             auto features) {
+cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
+                        cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
         constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
         // At 256 the branches of AnyHalf cost 5 to 7 % (note 023).
         constexpr bool kForBoth = features == Features::kGeneral && kHeadDim <= 128;
@@ -615,15 +587,16 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
         using Small =
             Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
-        const auto launch = [&](auto config) {
+        // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
+        return launch_fitting<Large, Small>([&](auto config) {
             using Config = decltype(config);
             return launch_kernel<fa1_forward_kernel<Config>>(
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
-        };
-        // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
-        return launch_fitting<Large, Small>(launch);
-    });
+        });
+    };
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
+                                                                 launch);
 }
 
 }  // namespace flash_ext

@@ -13,7 +13,7 @@
 //
 //     S'^T  = K Q'^T               wgmma, asynchronous
 //     dV   += P^T dO               wgmma, asynchronous; P^T from registers
-//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers (kHoldDS) or shared
+//     dK   += dS^T Q               wgmma, asynchronous; dS^T from registers (hold_ds) or shared
 //                                  memory
 //     dP'^T = V dO'^T - delta'     wgmma, asynchronous, when these are complete
 //     P'    = 2^(S' scale - lse')  while dP' runs
@@ -65,511 +65,48 @@
 //                         dP is started                        too), before it starts S
 #pragma once
 
-#include "kernels/common/backward_math.cuh"
-#include "kernels/common/launch.cuh"
-#include "kernels/fa3/backward_postprocess.cuh"
-#include "kernels/fa3/cta.cuh"
+#include "kernels/fa3/backward_producers.cuh"
 #include "plan/launchers.h"
-#include "plan/tuning.h"
-#include "plan/workspace_rows.cuh"
-#include "problem/score.cuh"
-#include "problem/sequences.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/grid_dependency.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/uniform.cuh"
-#include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
-#include "tile/tma_load.cuh"
 #include "tile/wgmma.cuh"
 
 namespace flash_ext {
 
-struct Fa3BackwardMaps : BackwardParams {
-    CUtensorMap q_map;
-    CUtensorMap do_map;
-    CUtensorMap k_map;
-    CUtensorMap v_map;
-
-    template <class Config>
-    cudaError_t encode() {
-        for (cudaError_t status :
-             {encode_tensor_map<typename Config::QTile>(q_map, q, head_dim),
-              encode_tensor_map<typename Config::DOTile>(do_map, dout, head_dim_v),
-              encode_tensor_map<typename Config::KTile>(k_map, k, head_dim),
-              encode_tensor_map<typename Config::VTile>(v_map, v, head_dim_v)})
-            if (status != cudaSuccess) return status;
-        return cudaSuccess;
-    }
-};
-
-// A part of a Q tile of dq_accum.
-struct DQHalf {
-    int first;  // its first float within the tile
-    int floats;
-};
-
-struct Fa3BackwardParams : Fa3BackwardMaps {
-    // The number of heads (of all batches) by which a head's first KV tile comes before its other
-    // tiles. 0: all tiles of a head are in order.
-    int lead;
-};
-
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3Backward kTuning>
-struct Fa3BackwardConfig {
-    using Element = Element_;
-    using Params = Fa3BackwardParams;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = (kConsumers + 1) * 128;
-    static constexpr int kBlockQ = kTuning.block_q;
-    static constexpr int kBlockKV = 64 * kConsumers;
-    static constexpr bool kPingPong = kTuning.ping_pong;
-    static constexpr bool kLateFences = kTuning.late_fences;
-    static constexpr bool kByMatmul = kTuning.by_matmul;
-    static_assert(!(kByMatmul && kGeneral));
-    using Statistic = std::conditional_t<kByMatmul, StatisticsRow, float>;
-    static constexpr bool kEarlyExponentials = kTuning.early_exponentials;
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kConsumerRegisters = 240;
-
-    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
-    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
-    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
-    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
-    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
-    using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
-    using KPipeline = Pipeline<1, KTile::kBytes>;
-    using VPipeline = Pipeline<1, VTile::kBytes>;
-    using WorkTiles = WorkTilePipeline<KeyTile>;
-
-    // A consumer's half of dQ has the 64 rows of a wgmma. From head dim 96 on these are rows of
-    // dQ^T, which are columns of dQ; the number of queries can then be any multiple of 8. At 32 and
-    // 64 they are queries. At 96 the last 32 rows do not exist: there wgmma reads what follows K in
-    // shared memory, and the warps that get the result do not store it.
-    static constexpr bool kTransposeDQ = kHeadDim > 64;
-    static_assert(kTransposeDQ || kBlockQ == 64 * kConsumers);
-    // Where dQ takes dS^T as B, rows are queries: the keys of a consumer fill atoms of 128 bytes.
-    using DSTile = std::conditional_t<kTransposeDQ, SharedTile<Element, kBlockQ, kBlockKV>,
-                                      SharedTile<Element, kBlockKV, kBlockQ>>;
-    using DQ = RegisterTile<16, kTransposeDQ ? kBlockQ : kHeadDim>;
-    static constexpr int kDQWarps = kTransposeDQ ? kHeadDim / 16 : kBlockQ / 16;  // that store dQ
-    using DQPipeline = Pipeline<1, 4 * 16 * DQ::kCols * 4>;  // one per consumer
-
-    // Where consumer i's half of dQ lies in a Q tile of dq_accum of which `rows` rows are stored.
-    static __device__ __forceinline__ DQHalf dq_half(int i, int rows) {
-        if constexpr (kTransposeDQ) {
-            const int cols = i == 0 ? 64 : kHeadDim - 64;
-            return {i * 64 * rows, cols * rows};
-        } else {
-            return {i * 64 * kHeadDim, clamp(rows - i * 64, 0, 64) * kHeadDim};
-        }
-    }
-    // Fragments are in the order of 8 queries each, so that the tile ends with its last query:
-    // [8 queries][warp of the consumer][lane][4] of dQ^T, or [8 queries][8 columns][lane][2].
-    static __device__ __forceinline__ int dq_warps(int consumer) {
-        return kDQWarps == 8 || consumer == 0 ? 4 : kDQWarps - 4;
-    }
-    // Do registers hold dS^T until dK takes it? Otherwise dK reads it from shared memory.
-    static constexpr bool kHoldDS = kBlockQ <= 96 || kHeadDim <= 32;
-    // Does dQ use the registers of S? With gradients of 32 columns there are enough for both.
-    static constexpr bool kDQTakesScores = kHeadDim > 32;
-
-    struct SharedStorage {
-        typename KPipeline::Stages k;
-        typename VPipeline::Stages v;  // after K: see kTransposeDQ
-        typename QPipeline::Stages q;
-        typename DOPipeline::Stages dout;
-        char ds[2][DSTile::kBytes];
-        // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
-        Statistic lse[QPipeline::kStages][kBlockQ];
-        Statistic delta[DOPipeline::kStages][kBlockQ];
-        typename DQPipeline::Stages dq[kConsumers];
-        typename QPipeline::Barriers q_barriers;
-        typename DOPipeline::Barriers do_barriers;
-        typename KPipeline::Barriers k_barriers;
-        typename VPipeline::Barriers v_barriers;
-        typename DQPipeline::Barriers dq_barriers[kConsumers];
-        uint64_t ds_barriers[2];
-        typename WorkTiles::Storage work_tiles;
-    };
-};
-
-// The position of the inner loop: Q tile and query head.
-struct QTilePosition {
-    int i;  // of the Q tile among the visible ones
-    int head;
-
-    __device__ __forceinline__ void advance(const VisibleTiles& q_tiles) {
-        if (++i == q_tiles.end) {
-            i = q_tiles.begin;
-            ++head;
-        }
-    }
-};
-
-// The Q tiles of which every query sees all of `keys`, so that scores need neither mask nor
-// reference. Queries past the end of the sequence do not count.
-__device__ __forceinline__ VisibleTiles full_q_tiles(const KeyTile& tile, const BandMask& mask,
-                                                     const Interval& keys, int block_q) {
-    if (tile.large_lse) return {0, 0};
-    const Interval first = mask.query_range(keys.begin);
-    const Interval last = mask.query_range(keys.end - 1);
-    const int end = min_of(first.end, last.end);
-    return {ceil_div(last.begin, block_q),
-            end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
-}
-
-// S^T to P^T, of a warp's 16 keys and a Q tile of kBlockQ queries. With StatisticsRows, lse / scale
-// has been subtracted by a matmul.
-template <class Element, bool kGeneral, int kBlockQ, class Statistic, class Scores>
-__device__ __forceinline__ void compute_p(Scores& s, const BackwardParams& params,
-                                          const KeyTile& tile, int head, int first_key,
-                                          int first_query, bool masked, const Statistic* lse) {
-    constexpr bool kByMatmul = std::is_same_v<Statistic, StatisticsRow>;
-    const Sequence& sequence = tile.sequence;
-    const auto subtract = [&] {
-        const int64_t row = workspace_row(params, sequence, head, first_query);
-        if constexpr (kByMatmul) {
-            subtract_references<Rows::kKeys>(s, params.reference + row, params.lse_log2 + row,
-                                             params.scale_log2);
-        } else {
-            subtract_references<Rows::kKeys>(s, params.reference + row);
-        }
-    };
-    if constexpr (kGeneral) {
-        // In pieces of 32 columns, since softcap takes registers.
-        using Piece = RegisterTile<16, 32>;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; n += Piece::kN)
-            ScoreFunction<Element, Rows::kKeys, false>{params, sequence, head}.apply(
-                reinterpret_cast<Piece&>(s.v[0][n]), first_key, first_query + 8 * n);
-    }
-    if (masked) [[unlikely]] {
-        if (!kGeneral && tile.large_lse) [[unlikely]]
-            subtract();
-        const BandMask mask = mask_of(params, sequence);
-        mask_scores(s, first_query, [&](int row) { return mask.query_range(first_key + row); });
-    }
-    if (kGeneral && tile.large_lse) [[unlikely]]  // above, ptxas would run out of registers
-        subtract();
-    if constexpr (kByMatmul) {
-        exponentiate(s, params.scale_log2);
-    } else {
-        exponentiate<Rows::kKeys>(s, lse, kGeneral ? 1.f : params.scale_log2);
-    }
-}
-
 template <class Config_>
-struct Fa3Backward : Fa3Cta<Config_> {
+struct Fa3Backward : Fa3BackwardProducers<Config_> {
     using Config = Config_;
-    using Element = typename Config::Element;
-    using QTile = typename Config::QTile;
-    using DOTile = typename Config::DOTile;
-    using KTile = typename Config::KTile;
-    using VTile = typename Config::VTile;
+    using Base = Fa3BackwardProducers<Config>;
+    using Base::elected, Base::group, Base::params, Base::storage, Base::work_tiles,
+        Base::q_pipeline, Base::do_pipeline, Base::k_pipeline, Base::v_pipeline, Base::dq_pipeline,
+        Base::ds_barrier, Base::first_head;
+    using typename Base::Element, typename Base::QTile, typename Base::DOTile, typename Base::KTile,
+        typename Base::VTile, typename Base::QPipeline, typename Base::DOPipeline,
+        typename Base::DQPipeline, typename Base::WorkTileState;
     using DSTile = typename Config::DSTile;
-    using QPipeline = typename Config::QPipeline;
-    using DOPipeline = typename Config::DOPipeline;
-    using KPipeline = typename Config::KPipeline;
-    using VPipeline = typename Config::VPipeline;
-    using DQPipeline = typename Config::DQPipeline;
+    using DQTile = typename Config::DQTile;
     using Scores = RegisterTile<16, Config::kBlockQ>;
     using Operand = RegisterOperand<Config::kBlockQ>;
     using GradientK = RegisterTile<16, Config::kHeadDim>;
     using GradientV = RegisterTile<16, Config::kHeadDimV>;
-    using DQ = typename Config::DQ;
-    using Statistic = typename Config::Statistic;
+    using DQ = typename DQTile::Fragments;
     using Statistics = RowNumbers<Config::kBlockQ>;
-    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
-    using Cta = Fa3Cta<Config>;
-    using Cta::elected, Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
-    using typename Cta::WorkTileState;
+    using Order = PingPong<Config::kConsumers, Config::kTuning.ping_pong()>;
 
     int consumer;  // index of this thread's warpgroup among the consumers
     int warp_key;  // first row of this thread's warp within the KV tile
-    QPipeline q_pipeline;
-    DOPipeline do_pipeline;
-    KPipeline k_pipeline;
-    VPipeline v_pipeline;
 
     __device__ __forceinline__ explicit Fa3Backward(const Fa3BackwardParams& p)
-        : Cta(p),
+        : Base(p),
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
-          warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16),
-          q_pipeline(storage.q, storage.q_barriers),
-          do_pipeline(storage.dout, storage.do_barriers),
-          k_pipeline(storage.k, storage.k_barriers),
-          v_pipeline(storage.v, storage.v_barriers) {}
-
-    __device__ __forceinline__ void init() const {
-        constexpr int kReaders = Config::kConsumers * 128;
-        constexpr int kWarps = Config::kConsumers * 4;
-        q_pipeline.init(kReaders);
-        do_pipeline.init(kReaders);
-        k_pipeline.init(kReaders);
-        v_pipeline.init(kReaders);
-        work_tiles.init(kWarps + 3);  // and the other producers
-        for (int i = 0; i < Config::kConsumers; ++i) dq_pipeline(i).init(1, 4);
-        ptx::mbarrier_init(ds_barrier(0), kWarps);
-        ptx::mbarrier_init(ds_barrier(1), kWarps);
-    }
-
-    __device__ __forceinline__ DQPipeline dq_pipeline(int i) const {
-        return {storage.dq[i], storage.dq_barriers[i]};
-    }
-
-    // --- Producer ---
-
-    __device__ __forceinline__ void describe_next(KeyTile& tile, int linear) const {
-        WorkTile work;
-        if (params.lead == 0) {
-            work = work_tile(linear, params.schedule);
-        } else {
-            const int tile_index = linear % params.schedule.tiles;
-            const int head = linear / params.schedule.tiles - (tile_index == 0 ? 0 : params.lead);
-            if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
-            work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
-        }
-        describe<Config>(tile, params, work);
-        if (params.query_parts > 1)
-            tile.q_tiles =
-                split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
-        tile.large_lse = params.large_lse.is_raised();
-        tile.first_row_group = first_row_group(tile.sequence.q_begin, tile.sequence.seq_idx);
-    }
-
-    __device__ __forceinline__ int first_head(const KeyTile& tile) const {
-        return tile.head / params.query_parts * group();
-    }
-
-    // visit(query head, the Q tile's first group of rows in the workspace, first row, is it the
-    // last?) for all iterations of a KV tile. The description stays in shared memory, since
-    // producers have few registers.
-    template <class Visit>
-    __device__ __forceinline__ void for_each_q_tile(const KeyTile& tile, Visit visit) const {
-        if (tile.q_tiles.empty()) return;
-        for (int left = group() - 1; left >= 0; --left) {
-            const int head = first_head(tile) + group() - 1 - left;
-            const int group = (tile.sequence.batch * params.heads_q + head) * params.row_groups +
-                              tile.first_row_group;
-            // With a row from tile(i), ptxas serializes wgmma at d 64 (note 014).
-            int row = tile.q_tiles.first() * Config::kBlockQ;
-            for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
-                visit(head, group + row / kWorkspaceRows, row,
-                      left == 0 && i == tile.q_tiles.end - 1);
-                row += tile.q_tiles.distance(i + 1) * Config::kBlockQ;
-            }
-        }
-    }
-
-    // Fetches the KV tiles and loads K and V. Tiles are fetched in ascending order of the work
-    // index, so those that add_dq() waits for are already running.
-    __device__ __forceinline__ void produce_tiles() const {
-        ptx::launch_dependents();  // the postprocess pass, in SMs that this kernel has left
-        const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
-        const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
-        work_tiles.produce(
-            fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
-            [&](const KeyTile& tile, const WorkTileState& t) {
-                load_keys<VTile>(v_pipeline, t, params.v_map, params.v, tile);
-                load_keys<KTile>(k_pipeline, t, params.k_map, params.k, tile);
-                work_tiles.wait_to_fetch(t);
-                return fetch();
-            });
-    }
-
-    template <class Tile, class Pipeline>
-    __device__ __forceinline__ void load_keys(const Pipeline& pipeline, const WorkTileState& t,
-                                              const CUtensorMap& map, const TensorView& view,
-                                              const KeyTile& tile) const {
-        const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, {0, work_tiles.phase(t)}, map,
-                        shared_key_rows<Element>(params, view, s, tile.head), tile.first_key);
-    }
-
-    __device__ __forceinline__ void produce_q() const {
-        typename QPipeline::State q;
-        work_tiles.for_each([&](const KeyTile& tile) {
-            if (tile.q_tiles.empty()) work_tiles.allow_fetch();
-            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
-                if (last) work_tiles.allow_fetch();
-                load_queries<QTile>(q_pipeline, q, params.q_map, params.q, tile, head, first_row,
-                                    storage.lse[q.stage],
-                                    statistics(params.lse_log2, params.lse_rows), row_group);
-            });
-        });
-    }
-
-    __device__ __forceinline__ void produce_do() const {
-        typename DOPipeline::State d;
-        work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool) {
-                load_queries<DOTile>(do_pipeline, d, params.do_map, params.dout, tile, head,
-                                     first_row, storage.delta[d.stage],
-                                     statistics(params.delta, params.delta_rows), row_group);
-            });
-        });
-    }
-
-    // lse or delta of all queries, as this kernel takes them.
-    static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
-                                                                  const StatisticsRow* rows) {
-        if constexpr (Config::kByMatmul) {
-            return rows;
-        } else {
-            return numbers;
-        }
-    }
-
-    // A Q or dO tile and its lse or delta.
-    template <class Tile, class Pipeline>
-    __device__ __forceinline__ void load_queries(const Pipeline& pipeline,
-                                                 typename Pipeline::State& state,
-                                                 const CUtensorMap& map, const TensorView& view,
-                                                 const KeyTile& tile, int head, int first_row,
-                                                 Statistic (&statistics)[Config::kBlockQ],
-                                                 const Statistic* source, int row_group) const {
-        const Sequence& s = tile.sequence;
-        load_tile<Tile>(pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
-            return RowStatisticsLoad<Statistic, Config::kBlockQ>{
-                statistics, source + int64_t{row_group} * kWorkspaceRows,
-                source + params.padding_row, stored_rows<Config::kBlockQ>(s, first_row)};
-        });
-        state.advance();
-    }
-
-    // Adds the consumers' halves to dQ; in deterministic mode KV tiles add in ascending order.
-    // Where dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore
-    // counts the KV tiles that have stored or added, where others wait for them; these were all
-    // fetched earlier. tiles_done() counts KV tiles for the postprocess pass.
-    __device__ __forceinline__ void add_dq() const {
-        typename DQPipeline::State c;
-        work_tiles.for_each([&](const KeyTile& tile) {
-            for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
-                const int rows = stored_rows<Config::kBlockQ>(tile.sequence, first_row);
-                float* accum =
-                    params.dq_accum + int64_t{row_group} * (kWorkspaceRows * Config::kHeadDim);
-                const auto dq_semaphore = [&] {
-                    return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
-                };
-                const Interval keys = mask_of(params, tile.sequence)
-                                          .keys_of({first_row, first_row + Config::kBlockQ});
-                const int before = tiles_of<false>(keys, Config::kBlockKV)
-                                       .count_before(tile.first_key / Config::kBlockKV);
-                const bool stores = before == 0 && !params.dq_accum_zeroed;
-                const int awaited =
-                    params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
-                if (awaited > 0) {
-                    ptx::wait_for_count(dq_semaphore(), awaited, 32);
-                    ptx::fence_proxy_async_global();
-                }
-#pragma unroll 1
-                for (int i = 0; i < Config::kConsumers; ++i) {
-                    const DQPipeline pipeline = dq_pipeline(i);
-                    const DQHalf half = Config::dq_half(i, rows);
-                    float* target = accum + half.first;
-                    pipeline.consumer_wait(c);
-                    if (half.floats == 0) {  // none of its queries exists
-                    } else if (stores) {
-                        ptx::bulk_store(target, pipeline.stage(c), half.floats * 4);
-                    } else {
-                        ptx::bulk_add(target, pipeline.stage(c), half.floats * 4);
-                    }
-                    ptx::bulk_wait_read();
-                    pipeline.consumer_release(c);
-                }
-                c.advance();
-                if (stores || params.deterministic) count_added(dq_semaphore());
-            });
-            count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
-        });
-        ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
-    }
-
-    // Counts once all that this thread has added to dQ is visible.
-    __device__ __forceinline__ void count_added(int* count) const {
-        ptx::bulk_wait();
-        ptx::fence_proxy_async_global();
-        ptx::red_add_release(count, 1);
-    }
-
-    __device__ __forceinline__ void produce() const {
-        ptx::wait_for_grid_before();  // the preprocess pass
-        switch (warp_id()) {
-            case 0:
-                return produce_q();
-            case 1:
-                return produce_do();
-            case 2:
-                return add_dq();
-            case 3:
-                return produce_tiles();
-        }
-    }
-
-    // --- Consumers ---
-
-    // By all threads, since without by_matmul all read lse and delta.
-    template <class Pipeline>
-    static __device__ __forceinline__ void release_and_advance(const Pipeline& pipeline,
-                                                               typename Pipeline::State& state) {
-        pipeline.consumer_release(state);
-        state.advance();
-    }
-
-    // The Q tiles of which every query sees all of this consumer's keys.
-    __device__ __forceinline__ VisibleTiles full_tiles(const KeyTile& tile) const {
-        const int first_key = tile.first_key + consumer * 64;
-        return full_q_tiles(tile, mask_of(params, tile.sequence), {first_key, first_key + 64},
-                            Config::kBlockQ);
-    }
-
-    // Initializes dP^T with -delta.
-    __device__ __forceinline__ void subtract_delta(Scores& dp, uint32_t stage) const {
-        for_each_with_query<Rows::kKeys, Scores>(
-            storage.delta[stage],
-            [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
-    }
-
-    // From P^T and dP^T - delta to the operands P^T and dS^T.
-    __device__ __forceinline__ void softmax_gradient(const Scores& p, Scores& dp, Operand& rP,
-                                                     Operand& rdS, uint32_t lse_stage,
-                                                     const KeyTile& tile,
-                                                     const QTilePosition& at) const {
-        const bool softcap = Config::kGeneral && params.softcap != 0.f;
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) {
-            float (&ds)[4] = dp.v[0][n];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) ds[i] *= p.v[0][n][i];
-            if constexpr (Config::kGeneral)
-                if (softcap)
-                    ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, at.head}
-                        .softcap_gradient(
-                            reinterpret_cast<RegisterTile<16, 8>&>(ds),
-                            reinterpret_cast<const RegisterTile<16, 8>&>(p.v[0][n]),
-                            tile.first_key + warp_key,
-                            tile.q_tiles.tile(at.i) * Config::kBlockQ + 8 * n,
-                            [&](int col) -> float { return storage.lse[lse_stage][8 * n + col]; });
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                rP.v[n / 2][n % 2 * 2 + i] =
-                    ptx::pack<Element>(p.v[0][n][2 * i], p.v[0][n][2 * i + 1]);
-                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(ds[2 * i], ds[2 * i + 1]);
-            }
-        }
-    }
+          warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16) {}
 
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
-        if constexpr (Config::kTransposeDQ) {
+        if constexpr (Config::kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
 #pragma unroll
@@ -594,33 +131,7 @@ struct Fa3Backward : Fa3Cta<Config_> {
         return operand;
     }
 
-    // Writes the consumer's half of dQ to shared memory ...
-    __device__ __forceinline__ void store_dq(const DQ& rdQ,
-                                             const typename DQPipeline::State& c) const {
-        const int warp = threadIdx.x / 32 % 4;
-        char* stage = storage.dq[consumer].bytes[c.stage];
-        if constexpr (Config::kTransposeDQ) {
-            const int warps = Config::dq_warps(consumer);
-            auto* target = reinterpret_cast<float4*>(stage) + warp * 32 + lane_id();
-            if (Config::kDQWarps == 8 || ptx::warp_uniform(threadIdx.x / 32) - 4 < Config::kDQWarps)
-#pragma unroll
-                for (int n = 0; n < DQ::kN; ++n) {
-                    const float (&x)[4] = rdQ.v[0][n];
-                    target[n * warps * 32] = make_float4(x[0], x[1], x[2], x[3]);
-                }
-        } else {
-            auto* target = reinterpret_cast<float2*>(stage) + warp * (DQ::kN * 64) + lane_id();
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int n = 0; n < DQ::kN; ++n) {
-                    const float* x = &rdQ.v[0][n][2 * i];
-                    target[(i * DQ::kN + n) * 32] = make_float2(x[0], x[1]);
-                }
-        }
-    }
-
-    // ... and lets the producer add it. `stored`: is there any?
+    // Lets the producer add this consumer's half of dQ. `stored`: is there any?
     __device__ __forceinline__ void commit_dq(typename DQPipeline::State& c,
                                               bool stored = true) const {
         ptx::fence_proxy_async();
@@ -629,194 +140,267 @@ struct Fa3Backward : Fa3Cta<Config_> {
         if (stored) c.advance();
     }
 
+    // The state of a consumer's loops. Matrices are only referenced: as members they would make
+    // the compiler treat the whole object as an array in most passes.
+    struct State {
+        Scores& rS;
+        Scores& rdP;
+        Operand& rP;
+        Operand& rdS;
+        GradientK& rdK;
+        GradientV& rdV;
+        DQ& rdQ;  // in the registers of S, if dq_takes_scores
+
+        WorkTileState tile{};
+        PipelineState<1> kv{};                     // of K and V
+        typename QPipeline::State q{}, q_done{};   // of S; of dK, one iteration later
+        typename DOPipeline::State d{}, d_done{};  // of dP; of dV
+        typename DQPipeline::State dq{};
+        uint32_t ds = 0, ds_phase = 0;  // the stage of dS that dQ reads
+        VisibleTiles q_tiles{}, full{};
+        QTilePosition at{};
+        int iterations = 0;       // left
+        bool accumulate = false;  // have dV and dK a sum already?
+    };
+
+    // Operands in shared memory. Operands of pipelines are in the first stage.
+    struct Operands {
+        const Fa3Backward& cta;
+        int consumer = cta.consumer;
+        KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
+        KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
+        KMajor<QTile> q_rows{cta.q_pipeline.stages};
+        KMajor<DOTile> do_rows{cta.do_pipeline.stages};
+        MNMajor<QTile> q_columns{cta.q_pipeline.stages};
+        MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
+        Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
+        Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
+        KMajor<DSTile> ds_rows{cta.ds_tile(0), Config::kTuning.transpose_dq ? 0 : consumer * 64};
+        MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
+        MNMajor<KTile> k_columns{cta.k_pipeline.stages +
+                                 (Config::kTuning.transpose_dq ? consumer : 0) *
+                                     (64 / KTile::kAtomCols) * KTile::kAtomBytes};
+    };
+
+    // S^T = K Q^T
+    __device__ __forceinline__ void issue_s(State& s, const Operands& x) const {
+        q_pipeline.consumer_wait(s.q);
+        if constexpr (Config::kTuning.by_matmul())
+            gemm_async<__nv_bfloat16, 16>(
+                s.rS, Ones{}, in_stage<Statistics::kBytes>(x.lse_rows, s.q.stage), false);
+        gemm_async<Element, Config::kHeadDim>(s.rS, x.k_rows,
+                                              in_stage<QTile::kBytes>(x.q_rows, s.q.stage),
+                                              Config::kTuning.by_matmul());
+    }
+
+    // dP^T = V dO^T - delta
+    __device__ __forceinline__ void issue_dp(State& s, const Operands& x) const {
+        do_pipeline.consumer_wait(s.d);
+        if constexpr (Config::kTuning.by_matmul()) {
+            gemm_async<__nv_bfloat16, 16>(
+                s.rdP, Ones{}, in_stage<Statistics::kBytes>(x.delta_rows, s.d.stage), false);
+        } else {
+            Scores& dp = s.rdP;
+            for_each_with_query<Rows::kKeys, Scores>(
+                storage.delta[s.d.stage],
+                [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
+        }
+        gemm_async<Element, Config::kHeadDimV>(
+            s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
+    }
+
+    // dV += P^T dO, dK += dS^T Q
+    __device__ __forceinline__ void issue_dv_dk(State& s, const Operands& x) const {
+        gemm_async<Element, Config::kBlockQ>(
+            s.rdV, s.rP, in_stage<DOTile::kBytes>(x.do_columns, s.d_done.stage), s.accumulate);
+        const auto q_columns = in_stage<QTile::kBytes>(x.q_columns, s.q_done.stage);
+        if constexpr (Config::kTuning.hold_ds) {
+            gemm_async<Element, Config::kBlockQ>(s.rdK, s.rdS, q_columns, s.accumulate);
+        } else {
+            ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
+            gemm_async<Element, Config::kBlockQ>(s.rdK, in_stage<DSTile::kBytes>(x.ds_rows, s.ds),
+                                                 q_columns, s.accumulate);
+        }
+    }
+    __device__ __forceinline__ void finish_dv_dk(State& s) const {
+        finish(s.rdV, s.rdK);
+        q_pipeline.consumer_release(s.q_done);  // by all threads, if all read lse and delta
+        s.q_done.advance();
+        do_pipeline.consumer_release(s.d_done);
+        s.d_done.advance();
+    }
+
+    // This consumer's half of dQ = dS K.
+    __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
+        dq_pipeline(consumer).producer_acquire(s.dq);
+        if constexpr (Config::kTuning.transpose_dq) {
+            gemm_async<Element, Config::kBlockKV>(s.rdQ, x.k_columns,
+                                                  in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
+        } else {
+            gemm_async<Element, Config::kBlockKV>(
+                s.rdQ, in_stage<DSTile::kBytes>(x.ds_columns, s.ds), x.k_columns, false);
+        }
+    }
+
+    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kGeneral> warp_scores(
+        const KeyTile& tile, const QTilePosition& at, int col = 0) const {
+        return {params, tile.sequence, at.head, tile.first_key + warp_key,
+                tile.q_tiles.tile(at.i) * Config::kBlockQ + col};
+    }
+
+    // P^T = 2^(S^T scale - lse)
+    __device__ __forceinline__ void probabilities(State& s, const KeyTile& tile) const {
+        warp_scores(tile, s.at)
+            .probabilities(s.rS, storage.lse[s.q.stage],
+                           s.at.i < s.full.begin || s.at.i >= s.full.end, tile.large_lse);
+    }
+
+    // dS^T = P^T * (dP^T - delta), and both rounded to operands.
+    __device__ __forceinline__ void softmax_gradient(State& s, const KeyTile& tile) const {
+        const QTilePosition at = s.at;
+        const auto& lse = storage.lse[s.q.stage];
+        using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
+        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) {
+            const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
+            auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
+            if constexpr (Config::kGeneral)
+                if (softcap)
+                    warp_scores(tile, at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
+                        return lse[8 * n + col];
+                    });
+            round_piece<Element>(s.rP, p, n);
+            round_piece<Element>(s.rdS, ds, n);
+        }
+    }
+
+    // Both consumers wait until both have written dS and completed the dQ of the iteration before.
+    __device__ __forceinline__ void wait_ds(const State& s) const {
+        ptx::mbarrier_wait(ds_barrier(s.ds), s.ds_phase);
+    }
+    __device__ __forceinline__ void commit_ds(const State& s) const {
+        __syncwarp();
+        if (elected) ptx::mbarrier_arrive(ds_barrier(s.ds));
+    }
+    static __device__ __forceinline__ void next_ds(State& s) {
+        s.ds_phase ^= s.ds;
+        s.ds ^= 1;
+    }
+
+    // S, P, dP and dS of the first Q tile.
+    __device__ __forceinline__ void first_iteration(State& s, const Operands& x,
+                                                    const KeyTile& tile) const {
+        k_pipeline.consumer_wait(s.kv);
+        Order::wait(consumer);
+        issue_s(s, x);
+        finish(s.rS);
+        v_pipeline.consumer_wait(s.kv);
+        issue_dp(s, x);
+        Order::signal_next(consumer);
+        probabilities(s, tile);
+        finish(s.rdP);
+        softmax_gradient(s, tile);
+        store_ds(s.rdS, s.ds);
+        commit_ds(s);
+        s.accumulate = false;
+    }
+
+    // S, P, dP and dS of the next Q tile; dV, dK and dQ of this one.
+    __device__ __forceinline__ void iterate(State& s, const Operands& x,
+                                            const KeyTile& tile) const {
+        s.q.advance();
+        s.d.advance();
+        s.at.advance(s.q_tiles);
+        Order::wait(consumer);
+        issue_s(s, x);
+        issue_dv_dk(s, x);
+        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        s.accumulate = true;
+        finish_dv_dk(s);
+        warpgroup_fence(s.rS);
+        issue_dp(s, x);
+        Order::signal_next(consumer);
+        probabilities(s, tile);
+        if (Config::kTuning.early_exponentials()) wait_ds(s);
+        finish(s.rdP);
+        if (!Config::kTuning.early_exponentials()) wait_ds(s);
+        softmax_gradient(s, tile);
+        if (!Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
+        issue_dq(s, x);
+        if (Config::kTuning.late_fences()) store_ds(s.rdS, s.ds ^ 1);
+        finish(s.rdQ);
+        next_ds(s);
+        commit_ds(s);
+        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+        if (!Config::kTuning.late_fences()) commit_dq(s.dq);
+    }
+
+    // dV, dK and dQ of the last Q tile, and the results.
+    __device__ __forceinline__ void finish_tile(State& s, const Operands& x,
+                                                const KeyTile& tile) const {
+        v_pipeline.consumer_release(s.kv);
+        issue_dv_dk(s, x);
+        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        wait_ds(s);
+        issue_dq(s, x);
+        finish_dv_dk(s);
+        warpgroup_fence(s.rdQ);
+        next_ds(s);
+        k_pipeline.consumer_release(s.kv);
+        s.q.advance();
+        s.d.advance();
+        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+        commit_dq(s.dq);
+        s.rdK.scale(params.scale);
+        store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
+                       s.rdV);
+        store_gradient(params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim),
+                       s.rdK);
+    }
+
+    // A KV tile that no query sees.
+    __device__ __forceinline__ void store_no_gradient(const State& s, const KeyTile& tile) const {
+        k_pipeline.consumer_wait(s.kv);
+        v_pipeline.consumer_wait(s.kv);
+        k_pipeline.consumer_release(s.kv);
+        v_pipeline.consumer_release(s.kv);
+        store_zero_gradient<Config::kHeadDim>(
+            params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
+        store_zero_gradient<Config::kHeadDimV>(
+            params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
+    }
+
     __device__ __forceinline__ void consume() const {
-        // Ping-pong: a consumer starts its iteration after the other has started dP.
-        if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
-        typename QPipeline::State q;                      // of the scores
-        typename QPipeline::State q_done;                 // of dK, one iteration later
-        typename DOPipeline::State d, d_done;             // of dP and of dV
-        WorkTileState t;
-        typename DQPipeline::State dq;
-        uint32_t ds = 0;        // stage of dS that dQ reads
-        uint32_t ds_phase = 0;  // its phase
+        Scores rS, rdP;
+        Operand rP, rdS;
         GradientK rdK;
         GradientV rdV;
-        // Operands in shared memory; those of pipelines in the first stage.
-        const KMajor<KTile> k_rows(k_pipeline.stages, consumer * 64);
-        const KMajor<VTile> v_rows(v_pipeline.stages, consumer * 64);
-        const KMajor<QTile> q_rows(q_pipeline.stages);
-        const KMajor<DOTile> do_rows(do_pipeline.stages);
-        const MNMajor<QTile> q_columns(q_pipeline.stages);
-        const MNMajor<DOTile> do_columns(do_pipeline.stages);
-        const Statistics lse_rows(ptx::shared_address(storage.lse));  // where kByMatmul
-        const Statistics delta_rows(ptx::shared_address(storage.delta));
-        const KMajor<DSTile> ds_rows(ds_tile(0), Config::kTransposeDQ ? 0 : consumer * 64);
-        const MNMajor<DSTile> ds_columns(ds_tile(0) + consumer * DSTile::kAtomBytes);
-        constexpr int kKAtoms = 64 / KTile::kAtomCols;  // of the rows of a wgmma
-        const MNMajor<KTile> k_columns(
-            k_pipeline.stages +
-            (Config::kTransposeDQ ? consumer * kKAtoms * KTile::kAtomBytes : 0));
+        DQ own_rdQ;
+        DQ& rdQ = Config::kTuning.dq_takes_scores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
+        State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
+        // Ping-pong: a consumer starts its iteration after the other has started dP.
+        if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts
+        const Operands x{*this};
 
-        for (;; this->end_work_tile(t)) {
-            work_tiles.descriptions.consumer_wait(t);
-            const KeyTile& tile = work_tiles[t];
+        for (;; this->end_work_tile(s.tile)) {
+            work_tiles.descriptions.consumer_wait(s.tile);
+            const KeyTile& tile = work_tiles[s.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return;
-            const VisibleTiles q_tiles = warp_uniform(tile.q_tiles);
-            typename KPipeline::State k{0, work_tiles.phase(t)};
-            typename VPipeline::State v{0, work_tiles.phase(t)};
-            if (q_tiles.empty()) [[unlikely]] {
-                k_pipeline.consumer_wait(k);
-                v_pipeline.consumer_wait(v);
-                release_and_advance(k_pipeline, k);
-                release_and_advance(v_pipeline, v);
-                store_zero_gradient<Config::kHeadDim>(
-                    params, gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim));
-                store_zero_gradient<Config::kHeadDimV>(
-                    params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v));
-            } else {
-                const VisibleTiles full = full_tiles(tile);
-                int iterations = q_tiles.count() * group();
-                QTilePosition at{q_tiles.begin, ptx::warp_uniform(first_head(tile))};
-                Scores rS, rdP;
-                Operand rP, rdS;
-                DQ own_rdQ;
-                auto& rdQ = Config::kDQTakesScores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
-
-                const auto issue_scores = [&] {
-                    q_pipeline.consumer_wait(q);
-                    if constexpr (Config::kByMatmul)
-                        gemm_async<__nv_bfloat16, 16>(
-                            rS, Ones{}, in_stage<Statistics::kBytes>(lse_rows, q.stage), false);
-                    gemm_async<Element, Config::kHeadDim>(
-                        rS, k_rows, in_stage<QTile::kBytes>(q_rows, q.stage), Config::kByMatmul);
-                };
-                const auto issue_dp = [&] {
-                    do_pipeline.consumer_wait(d);
-                    if constexpr (Config::kByMatmul) {
-                        gemm_async<__nv_bfloat16, 16>(
-                            rdP, Ones{}, in_stage<Statistics::kBytes>(delta_rows, d.stage), false);
-                    } else {
-                        subtract_delta(rdP, d.stage);
-                    }
-                    gemm_async<Element, Config::kHeadDimV>(
-                        rdP, v_rows, in_stage<DOTile::kBytes>(do_rows, d.stage), true);
-                };
-                const auto probabilities = [&] {
-                    compute_p<Element, Config::kGeneral, Config::kBlockQ>(
-                        rS, params, tile, at.head, tile.first_key + warp_key,
-                        q_tiles.tile(at.i) * Config::kBlockQ, at.i < full.begin || at.i >= full.end,
-                        storage.lse[q.stage]);
-                };
-                const auto issue_dv_dk = [&](bool accumulate) {
-                    gemm_async<Element, Config::kBlockQ>(
-                        rdV, rP, in_stage<DOTile::kBytes>(do_columns, d_done.stage), accumulate);
-                    const auto Q = in_stage<QTile::kBytes>(q_columns, q_done.stage);
-                    if constexpr (Config::kHoldDS) {
-                        gemm_async<Element, Config::kBlockQ>(rdK, rdS, Q, accumulate);
-                    } else {
-                        ptx::barrier_sync(kDSStored + consumer, 128);  // its dS is complete
-                        gemm_async<Element, Config::kBlockQ>(
-                            rdK, in_stage<DSTile::kBytes>(ds_rows, ds), Q, accumulate);
-                    }
-                };
-                // This consumer's half of dQ.
-                const auto issue_dq = [&] {
-                    dq_pipeline(consumer).producer_acquire(dq);
-                    if constexpr (Config::kTransposeDQ) {
-                        gemm_async<Element, Config::kBlockKV>(
-                            rdQ, k_columns, in_stage<DSTile::kBytes>(ds_rows, ds), false);
-                    } else {
-                        gemm_async<Element, Config::kBlockKV>(
-                            rdQ, in_stage<DSTile::kBytes>(ds_columns, ds), k_columns, false);
-                    }
-                };
-                const auto finish_dv_dk = [&] {
-                    ptx::wgmma_wait<0>();
-                    warpgroup_fence(rdV);
-                    warpgroup_fence(rdK);
-                    release_and_advance(q_pipeline, q_done);
-                    release_and_advance(do_pipeline, d_done);
-                };
-                const auto finish_dp = [&] {
-                    ptx::wgmma_wait<0>();
-                    warpgroup_fence(rdP);
-                };
-                // Both consumers have written dS and completed the dQ of the iteration before.
-                const auto wait_ds = [&] { ptx::mbarrier_wait(ds_barrier(ds), ds_phase); };
-                const auto commit_ds = [&] {
-                    __syncwarp();
-                    if (elected) ptx::mbarrier_arrive(ds_barrier(ds));
-                };
-                const auto next_ds = [&] {
-                    ds_phase ^= ds;
-                    ds ^= 1;
-                };
-
-                k_pipeline.consumer_wait(k);
-                Order::wait(consumer);
-                issue_scores();
-                ptx::wgmma_wait<0>();
-                warpgroup_fence(rS);
-                v_pipeline.consumer_wait(v);
-                issue_dp();
-                Order::signal_next(consumer);
-                probabilities();
-                finish_dp();
-                softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
-                store_ds(rdS, ds);
-                commit_ds();
-                bool accumulate = false;
-
-                while (--iterations > 0) {
-                    q.advance();
-                    d.advance();
-                    at.advance(q_tiles);
-                    Order::wait(consumer);
-                    issue_scores();
-                    issue_dv_dk(accumulate);
-                    if (Config::kLateFences) commit_dq(dq, accumulate);
-                    accumulate = true;
-                    finish_dv_dk();
-                    warpgroup_fence(rS);
-                    issue_dp();
-                    Order::signal_next(consumer);
-                    probabilities();
-                    if (Config::kEarlyExponentials) wait_ds();
-                    finish_dp();
-                    if (!Config::kEarlyExponentials) wait_ds();
-                    softmax_gradient(rS, rdP, rP, rdS, q.stage, tile, at);
-                    if (!Config::kLateFences) store_ds(rdS, ds ^ 1);
-                    issue_dq();
-                    if (Config::kLateFences) store_ds(rdS, ds ^ 1);
-                    ptx::wgmma_wait<0>();
-                    warpgroup_fence(rdQ);
-                    next_ds();
-                    commit_ds();
-                    store_dq(rdQ, dq);
-                    if (!Config::kLateFences) commit_dq(dq);
-                }
-
-                release_and_advance(v_pipeline, v);
-                issue_dv_dk(accumulate);
-                if (Config::kLateFences) commit_dq(dq, accumulate);
-                wait_ds();
-                issue_dq();
-                finish_dv_dk();
-                warpgroup_fence(rdQ);
-                next_ds();
-                release_and_advance(k_pipeline, k);
-                q.advance();
-                d.advance();
-                store_dq(rdQ, dq);
-                commit_dq(dq);
-                rdK.scale(params.scale);
-                store_gradient(params,
-                               gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
-                               rdV);
-                store_gradient(params,
-                               gradient_rows<Element>(params.dk, tile, warp_key, params.head_dim),
-                               rdK);
+            s.q_tiles = warp_uniform(tile.q_tiles);
+            s.kv.phase = work_tiles.phase(s.tile);  // ptxas 13.0: later, wgmma is serialized
+            if (s.q_tiles.empty()) [[unlikely]] {
+                store_no_gradient(s, tile);
+                continue;
             }
+            s.full = full_q_tiles(params, tile, tile.first_key + consumer * 64, Config::kBlockQ);
+            s.at = {s.q_tiles.begin, ptx::warp_uniform(first_head(tile))};
+            s.iterations = s.q_tiles.count() * group();
+            first_iteration(s, x, tile);
+            while (--s.iterations > 0) iterate(s, x, tile);
+            finish_tile(s, x, tile);
         }
     }
 
@@ -824,69 +408,37 @@ struct Fa3Backward : Fa3Cta<Config_> {
     __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
         return ptx::shared_address(storage.ds[stage]);
     }
-    __device__ __forceinline__ uint32_t ds_barrier(uint32_t stage) const {
-        return ptx::shared_address(&storage.ds_barriers[stage]);
-    }
 };
 
-// The first KV tile of a head should be complete when its other tiles begin. So as many tiles come
-// in between as there are CTAs, and more under a mask, where the first tile has 2 tiles /
-// (tiles + 1) times as many iterations as the mean. 0 in deterministic mode and with varlen, for
-// long sequences, for which zeros cost little, and where the heads in between do not fit in L2 or
-// are more than a quarter of all (note 010).
-inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
-    constexpr int kMaxTiles = 16;
-    // 33.5 MiB, for leads of 33 heads of 1 MiB each (132 SMs, 4 tiles a head). The 32 MiB of
-    // make_schedule(), which are the share for whole groups of heads, would exclude them.
-    constexpr int64_t kLeadShare = int64_t{67} << 19;
-    const Schedule& schedule = params.schedule;
-    if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
-        schedule.tiles > kMaxTiles)
-        return 0;
-    const int lead = masked ? ceil_div(2 * multiprocessors(), schedule.tiles + 1)
-                            : ceil_div(multiprocessors(), schedule.tiles);
-    const bool fits = lead * bytes_per_head <= kLeadShare;
-    return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
-}
-
 template <class Config>
-cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
-    Fa3BackwardParams params{{call}};
-    const bool masked = is_masked(params);
-    // Q, dO and dQ.
-    const int64_t bytes_per_head =
-        bytes_of_q_do_dq(params.element_type, Config::kHeadDim, Config::kHeadDimV) *
-        params.seqlen_q * group_of(params);
-    params.schedule = make_schedule(
-        tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
-        tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,
-        // Deterministic mode interleaves all heads, as in fa2/backward.cuh.
-        params.deterministic ? 0 : bytes_per_head, 1, l2_group_waves(params, masked));
-    params.lead = lead_of(params, masked, bytes_per_head);
-    params.dq_accum_zeroed = params.lead == 0 && !params.deterministic;
+cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel& kernel,
+                                cudaStream_t stream) {
+    Fa3BackwardParams params{{with_parts_as_heads(call)}, kernel.lead};
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
         status = backward_preprocess(params, Config::kBlockQ, Config::kGeneral, stream);
     if (status == cudaSuccess)
-        status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
-                                                 {.pdl = true});
-    if (status == cudaSuccess) status = launch_fa3_postprocess_dq<Config>(params, stream);
+        status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), kernel.sms,
+                                                 stream, {.pdl = true});
+    if (status == cudaSuccess)
+        status = postprocess_dq<typename Config::DQTile>(params, stream, {.pdl = true});
     return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                              auto features) {
-        const bool many_queries = mean_queries(params) >= tuning::kManyQueries;
-        return dispatch<false, true>(many_queries, [&](auto many) {
+cudaError_t fa3_backward(const BackwardParams& params, const BackwardKernel& kernel,
+                         cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
+        return dispatch<false, true>(kernel.many_queries, [&](auto many) {
             constexpr tuning::Fa3Backward kTuning =
                 tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value, many);
             using Config =
                 Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value, kTuning>;
-            return launch_fa3_backward<Config>(params, stream);
+            return launch_fa3_backward<Config>(params, kernel, stream);
         });
-    });
+    };
+    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params.element_type, kernel.form,
+                                                                  launch);
 }
 
 }  // namespace flash_ext

@@ -53,14 +53,22 @@
 //                       matmuls are started                  too), before it starts its own
 #pragma once
 
-#include "kernels/fa3/backward.cuh"
+#include <type_traits>
+
+#include "kernels/fa3/backward_common.cuh"
+#include "kernels/fa3/cta.cuh"
 #include "plan/ds_workspace.cuh"
+#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/uniform.cuh"
 #include "schedule/dynamic_persistent_scheduler.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
+#include "tile/tma_load.cuh"
+#include "tile/wgmma.cuh"
 
 namespace flash_ext {
 
@@ -115,8 +123,8 @@ struct Fa3BackwardDKDVConfig {
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kPairs = kPairs_;
     static constexpr int kThreads = 3 * 128;
-    static constexpr int kBlockQ = 64;
-    static constexpr int kBlockKV = 64;
+    static constexpr int kBlockQ = tuning::kFa3BackwardWideBlock;
+    static constexpr int kBlockKV = tuning::kFa3BackwardWideBlock;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
@@ -270,20 +278,57 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_q_do();
-            case 1:
-                return produce_kv();
-            case 2:
-                return produce_tiles();
-        }
+        if (warp_id() == 0) produce_q_do();
+        if (warp_id() == 1) produce_kv();
+        if (warp_id() == 2) produce_tiles();
     }
 
     // --- Consumers ---
 
     enum Consumer { kDV, kDK };
 
+    // The state of a consumer's loops. Consumer dV: scores are S, and the gradient dV takes P from
+    // the operand. Consumer dK: dP, dK and dS. Matrices are only referenced, as in backward.cuh.
+    template <Consumer kConsumer>
+    struct State {
+        Scores& scores;
+        Operand& operand;
+        std::conditional_t<kConsumer == kDV, GradientV, GradientK>& gradient;
+
+        WorkTileState tile{};
+        IterationState pool{};  // of the scores
+        PState p{};
+        PipelineState<1> keys{};  // of K or V
+        VisibleTiles q_tiles{};
+        QTilePosition at{};
+        int left = 0;             // iterations of the tile after this one
+        bool accumulate = false;  // has the gradient a sum already?
+        VisibleTiles full{};      // consumer dV
+        char* ds = nullptr;       // consumer dK: the tile in the workspace
+
+        static __device__ __forceinline__ uint32_t scores_stage(const IterationState& at) {
+            return kConsumer == kDV ? at.q() : at.dout();
+        }
+        static __device__ __forceinline__ uint32_t gradient_stage(const IterationState& at) {
+            return kConsumer == kDV ? at.dout() : at.q();
+        }
+    };
+    using DV = State<kDV>;
+    using DK = State<kDK>;
+
+    __device__ __forceinline__ const KPipeline& keys(const DV&) const { return k_pipeline; }
+    __device__ __forceinline__ const VPipeline& keys(const DK&) const { return v_pipeline; }
+
+    template <Consumer kConsumer>
+    __device__ __forceinline__ GlobalTile<Element> gradient_tile(const State<kConsumer>& s) const {
+        return gradient_rows<Element>(kConsumer == kDV ? params.dv : params.dk, work_tiles[s.tile],
+                                      warp_key,
+                                      kConsumer == kDV ? params.head_dim_v : params.head_dim);
+    }
+
+    __device__ __forceinline__ uint32_t tile_in(uint32_t stage) const {
+        return pool.stage({stage, 0});
+    }
     __device__ __forceinline__ void wait(uint32_t stage, const IterationState& at) const {
         pool.consumer_wait({stage, at.phase});
     }
@@ -292,21 +337,77 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         pool.consumer_release({stage, 0});
     }
 
-    // From dP^T, and P^T in shared memory, to dS^T as an operand.
-    __device__ __forceinline__ void softmax_gradient(Scores& dp, Operand& rdS, const PState& at,
-                                                     const IterationState& state) const {
+    // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
+    // of every 16 columns in registers throughout the loop.
+
+    // S^T = K Q^T
+    __device__ __forceinline__ void issue_scores(DV& s) const {
+        const KMajor<KTile> k_rows(k_pipeline.stages);
+        const KMajor<QTile> q_rows(tile_in(s.pool.q()));
+        gemm_async<Element, Config::kHeadDim>(s.scores, k_rows, q_rows, false);
+    }
+    // dP^T = V dO^T
+    __device__ __forceinline__ void issue_scores(DK& s) const {
+        const KMajor<VTile> v_rows(v_pipeline.stages);
+        const KMajor<DOTile> do_rows(tile_in(s.pool.dout()));
+        gemm_async<Element, Config::kHeadDimV>(s.scores, v_rows, do_rows, false);
+    }
+
+    // dV += P^T dO
+    __device__ __forceinline__ void issue_gradient(DV& s, const IterationState& at) const {
+        const MNMajor<DOTile> do_columns(tile_in(at.dout()));
+        gemm_async<Element, Config::kBlockQ>(s.gradient, s.operand, do_columns, s.accumulate);
+    }
+    // dK += dS^T Q
+    __device__ __forceinline__ void issue_gradient(DK& s, const IterationState& at) const {
+        const MNMajor<QTile> q_columns(tile_in(at.q()));
+        gemm_async<Element, Config::kBlockQ>(s.gradient, s.operand, q_columns, s.accumulate);
+    }
+
+    // The address of this thread's four elements of 8 columns of P^T. The thread of the same index
+    // in consumer dK reads them.
+    __device__ __forceinline__ uint32_t p_address(const PState& at, int n) const {
+        return p_pipeline.stage(at) + n * 2048 + threadIdx.x % 128 * 16;
+    }
+
+    // P^T = 2^(S^T scale - lse), for consumer dK too. For it the derivative of softcap, which needs
+    // lse, is a factor of P.
+    __device__ __forceinline__ void compute_operand(DV& s) const {
+        const KeyTile& tile = work_tiles[s.tile];
+        const WarpScores<Element, Rows::kKeys, Config::kGeneral> scores{
+            params, tile.sequence, s.at.head, tile.first_key + warp_key,
+            s.q_tiles.tile(s.at.i) * Config::kBlockQ};
+        const float* lse = storage.statistics[s.pool.q()];
+        scores.probabilities(s.scores, lse, s.at.i < s.full.begin || s.at.i >= s.full.end,
+                             tile.large_lse);
+        Scores p = s.scores;
+        if (Config::kGeneral && params.softcap != 0.f)
+            scores.softcap_gradient(p, s.scores, [&](int col) { return lse[col]; });
+        p_pipeline.producer_acquire(s.p);
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(s.p, n), p.v[0][n]);
+        p_pipeline.producer_commit(s.p);
+        s.p.advance();
+        s.operand.template round<Element>(s.scores);
+        release(s.pool.q());
+    }
+
+    // dS^T = P^T * (dP^T - delta), with P^T in shared memory.
+    __device__ __forceinline__ void compute_operand(DK& s) const {
+        p_pipeline.consumer_wait(s.p);
+        const float* delta = storage.statistics[s.pool.dout()];
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
-            float p[4];
-            ptx::ld_shared_v4(p, p_address(at, n));
-            const float2 delta = column_pair(storage.statistics[state.dout()], n);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float* x = &dp.v[0][n][2 * i];
-                rdS.v[n / 2][n % 2 * 2 + i] = ptx::pack<Element>(p[2 * i] * (x[0] - delta.x),
-                                                                 p[2 * i + 1] * (x[1] - delta.y));
-            }
+            RegisterTile<16, 8> p;
+            ptx::ld_shared_v4(p.v[0][0], p_address(s.p, n));
+            auto& ds = reinterpret_cast<RegisterTile<16, 8>&>(s.scores.v[0][n]);
+            softmax_gradient<Rows::kKeys>(ds, p, delta + 8 * n);
+            round_piece<Element>(s.operand, ds, n);
         }
+        p_pipeline.consumer_release(s.p);
+        s.p.advance();
+        release(s.pool.dout());
+        if (stores_ds()) store_ds(s.operand, s.ds);
     }
 
     // Stores dS^T to the workspace. The four lanes that hold a row exchange pairs of columns, as a
@@ -334,253 +435,115 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
             }
     }
 
-    // The address of this thread's four elements of 8 columns of P^T. The thread of the same index
-    // in consumer dK reads them.
-    __device__ __forceinline__ uint32_t p_address(const PState& at, int n) const {
-        return p_pipeline.stage(at) + n * 2048 + threadIdx.x % 128 * 16;
-    }
-
-    // Passes P^T to consumer dK. The derivative of softcap is applied here, since it needs lse.
-    __device__ __forceinline__ void pass_p(const Scores& p, PState& at, const IterationState& state,
-                                           const KeyTile& tile,
-                                           const QTilePosition& position) const {
-        Scores x = p;
-        if constexpr (Config::kGeneral)
-            if (params.softcap != 0.f)
-                ScoreFunction<Element, Rows::kKeys, false>{params, tile.sequence, position.head}
-                    .softcap_gradient(x, p, tile.first_key + warp_key,
-                                      tile.q_tiles.tile(position.i) * Config::kBlockQ,
-                                      [&](int col) { return storage.statistics[state.q()][col]; });
-        p_pipeline.producer_acquire(at);
-#pragma unroll
-        for (int n = 0; n < Scores::kN; ++n) ptx::st_shared_v4(p_address(at, n), x.v[0][n]);
-        p_pipeline.producer_commit(at);
-        at.advance();
-    }
-
-    __device__ __forceinline__ uint32_t tile_in(uint32_t stage) const {
-        return pool.stage({stage, 0});
-    }
-
-    // A consumer's position in the KV tiles: that of its scores.
-    struct Walk {
-        WorkTileState tile;
-        VisibleTiles q_tiles;
-        QTilePosition at;
-        int left;  // iterations of the tile after this one
-    };
-
     // Goes on to the next KV tile that has iterations. Tiles without any get zeros as gradient.
-    __device__ __forceinline__ bool find_tile(Walk& walk, const TensorView& view, int cols) const {
-        for (;; end_work_tile(walk.tile)) {
-            work_tiles.descriptions.consumer_wait(walk.tile);
-            const KeyTile& tile = work_tiles[walk.tile];
+    template <class State>
+    __device__ __forceinline__ bool find_tile(State& s) const {
+        for (;; end_work_tile(s.tile)) {
+            work_tiles.descriptions.consumer_wait(s.tile);
+            const KeyTile& tile = work_tiles[s.tile];
             if (ptx::warp_uniform(tile.first_key) < 0) return false;
-            walk.q_tiles = warp_uniform(tile.q_tiles);
-            walk.at = {walk.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
-            walk.left = walk.q_tiles.count() * group() - 1;
-            if (!walk.q_tiles.empty()) return true;
-            store_zero_gradient<Config::kHeadDim>(
-                params, gradient_rows<Element>(view, tile, warp_key, cols));
+            s.q_tiles = warp_uniform(tile.q_tiles);
+            s.at = {s.q_tiles.begin, ptx::warp_uniform(tile.head) * group()};
+            s.left = s.q_tiles.count() * group() - 1;
+            if (!s.q_tiles.empty()) return true;
+            store_zero_gradient<Config::kHeadDim>(params, gradient_tile(s));
         }
     }
 
-    // S, P and dV.
-    __device__ __forceinline__ void consume_dv() const {
-        Walk walk;
-        IterationState state;  // of the scores
-        PState p;
-        typename KPipeline::State k;
-        VisibleTiles full{};
-        Scores rS;
-        Operand rP;
-        GradientV rdV;
-
-        // Descriptors are made where they are used: otherwise the compiler would keep those of
-        // every 16 columns in registers throughout the loop.
-        const auto issue_scores = [&] {
-            const KMajor<KTile> k_rows(k_pipeline.stages);
-            const KMajor<QTile> q_rows(tile_in(state.q()));
-            gemm_async<Element, Config::kHeadDim>(rS, k_rows, q_rows, false);
-        };
-        const auto issue_gradient = [&](const IterationState& at, bool accumulate) {
-            const MNMajor<DOTile> do_columns(tile_in(at.dout()));
-            gemm_async<Element, Config::kBlockQ>(rdV, rP, do_columns, accumulate);
-        };
-        const auto probabilities = [&] {
-            warpgroup_fence(rS);
-            if (walk.left == 0) release_and_advance(k_pipeline, k);
-            const KeyTile& tile = work_tiles[walk.tile];
-            compute_p<Element, Config::kGeneral, Config::kBlockQ>(
-                rS, params, tile, walk.at.head, tile.first_key + warp_key,
-                walk.q_tiles.tile(walk.at.i) * Config::kBlockQ,
-                walk.at.i < full.begin || walk.at.i >= full.end, storage.statistics[state.q()]);
-            pass_p(rS, p, state, tile, walk.at);
-            rP.template round<Element>(rS);
-            release(state.q());
-        };
-
-        while (find_tile(walk, params.dv, params.head_dim_v)) {
-            const KeyTile& tile = work_tiles[walk.tile];
-            full =
-                full_q_tiles(tile, mask_of(params, tile.sequence),
-                             {tile.first_key, tile.first_key + Config::kBlockKV}, Config::kBlockQ);
-            k_pipeline.consumer_wait(k);
-            wait(state.q(), state);
-            Order::wait(kDV);
-            issue_scores();
-            Order::signal_next(kDV);
-            ptx::wgmma_wait<0>();
-            probabilities();
-            bool accumulate = false;
-            for (; walk.left > 0; accumulate = true) {
-                --walk.left;
-                walk.at.advance(walk.q_tiles);
-                const IterationState before = state;
-                state.advance();
-                wait(before.dout(), before);
-                wait(state.q(), state);
-                Order::wait(kDV);
-                issue_gradient(before, accumulate);
-                issue_scores();
-                Order::signal_next(kDV);
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(rdV);
-                release(before.dout());
-                ptx::wgmma_wait<0>();
-                probabilities();
-            }
-            wait(state.dout(), state);
-            Order::wait(kDV);
-            issue_gradient(state, accumulate);
-            Order::signal_next(kDV);
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(rdV);
-            release(state.dout());
-            state.advance();
-            store_gradient(
-                params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v), rdV);
-            end_work_tile(walk.tile);
-        }
+    __device__ __forceinline__ void begin_tile(DV& s) const {
+        const KeyTile& tile = work_tiles[s.tile];
+        s.full = full_q_tiles(params, tile, tile.first_key, Config::kBlockQ);
+    }
+    // The same for each query head.
+    __device__ __forceinline__ void begin_tile(DK& s) const {
+        if (!stores_ds()) return;
+        const KeyTile& tile = work_tiles[s.tile];
+        s.ds = params.ds_workspace.template tile<Element>(params, tile.sequence.batch, s.at.head,
+                                                          s.q_tiles.tile(s.at.i),
+                                                          tile.first_key / Config::kBlockKV);
     }
 
-    // dP, dS and dK.
-    __device__ __forceinline__ void consume_dk() const {
-        Walk walk;
-        IterationState state;  // of dP
-        PState p;
-        typename VPipeline::State v;
-        Scores rdP;
-        Operand rdS;
-        GradientK rdK;
+    __device__ __forceinline__ void next_q_tile(DV& s) const { s.at.advance(s.q_tiles); }
+    __device__ __forceinline__ void next_q_tile(DK& s) const {
+        if (stores_ds())
+            s.ds +=
+                params.ds_workspace.tiles.of_row(s.q_tiles.tile(s.at.i)) * DSTile<Element>::kBytes;
+        s.at.advance(s.q_tiles);
+        if (s.at.i == s.q_tiles.begin || s.q_tiles.distance(s.at.i) != 1)
+            begin_tile(s);  // of the next head
+    }
 
-        const auto issue_dp = [&] {
-            const KMajor<VTile> v_rows(v_pipeline.stages);
-            const KMajor<DOTile> do_rows(tile_in(state.dout()));
-            gemm_async<Element, Config::kHeadDimV>(rdP, v_rows, do_rows, false);
-        };
-        const auto issue_gradient = [&](const IterationState& at, bool accumulate) {
-            const MNMajor<QTile> q_columns(tile_in(at.q()));
-            gemm_async<Element, Config::kBlockQ>(rdK, rdS, q_columns, accumulate);
-        };
-        char* ds = nullptr;  // the current tile in the workspace
-        const auto find_ds = [&] {
-            const KeyTile& tile = work_tiles[walk.tile];
-            ds = params.ds_workspace.template tile<Element>(
-                params, tile.sequence.batch, walk.at.head, walk.q_tiles.tile(walk.at.i),
-                tile.first_key / Config::kBlockKV);
-        };
-        const auto gradient_of_scores = [&] {
-            warpgroup_fence(rdP);
-            if (walk.left == 0) release_and_advance(v_pipeline, v);
-            p_pipeline.consumer_wait(p);
-            softmax_gradient(rdP, rdS, p, state);
-            p_pipeline.consumer_release(p);
-            p.advance();
-            release(state.dout());
-            if (stores_ds()) store_ds(rdS, ds);
-        };
+    template <class State>
+    __device__ __forceinline__ void finish_scores(State& s) const {
+        finish(s.scores);
+        if (s.left == 0) release_and_advance(keys(s), s.keys);
+        compute_operand(s);
+    }
 
-        Order::signal_next(kDK);  // consumer dV starts
-        while (find_tile(walk, params.dk, params.head_dim)) {
-            if (stores_ds()) find_ds();
-            v_pipeline.consumer_wait(v);
-            wait(state.dout(), state);
-            Order::wait(kDK);
-            issue_dp();
-            Order::signal_next(kDK);
-            ptx::wgmma_wait<0>();
-            gradient_of_scores();
-            bool accumulate = false;
-            for (; walk.left > 0; accumulate = true) {
-                --walk.left;
-                if (stores_ds())
-                    ds += params.ds_workspace.tiles.of_row(walk.q_tiles.tile(walk.at.i)) *
-                          DSTile<Element>::kBytes;
-                walk.at.advance(walk.q_tiles);
-                if (stores_ds() &&
-                    (walk.at.i == walk.q_tiles.begin || walk.q_tiles.distance(walk.at.i) != 1))
-                    find_ds();  // of the next head
-                const IterationState before = state;
-                state.advance();
-                wait(before.q(), before);
-                wait(state.dout(), state);
-                Order::wait(kDK);
-                issue_gradient(before, accumulate);
-                issue_dp();
-                Order::signal_next(kDK);
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(rdK);
-                release(before.q());
-                ptx::wgmma_wait<0>();
-                gradient_of_scores();
+    // Both consumers, as in the header.
+    template <Consumer kConsumer>
+    __device__ __forceinline__ void consume_as() const {
+        Scores scores;
+        Operand operand;
+        std::conditional_t<kConsumer == kDV, GradientV, GradientK> gradient;
+        State<kConsumer> s{scores, operand, gradient};
+        if (kConsumer == kDK) Order::signal_next(kDK);  // consumer dV starts
+        while (find_tile(s)) {
+            begin_tile(s);
+            keys(s).consumer_wait(s.keys);
+            wait(s.scores_stage(s.pool), s.pool);
+            Order::wait(kConsumer);
+            issue_scores(s);
+            Order::signal_next(kConsumer);
+            finish_scores(s);
+            for (s.accumulate = false; s.left > 0; s.accumulate = true) {
+                --s.left;
+                next_q_tile(s);
+                const IterationState before = s.pool;
+                s.pool.advance();
+                wait(s.gradient_stage(before), before);
+                wait(s.scores_stage(s.pool), s.pool);
+                Order::wait(kConsumer);
+                issue_gradient(s, before);
+                issue_scores(s);
+                Order::signal_next(kConsumer);
+                finish<1>(s.gradient);
+                release(s.gradient_stage(before));
+                finish_scores(s);
             }
-            wait(state.q(), state);
-            Order::wait(kDK);
-            issue_gradient(state, accumulate);
-            Order::signal_next(kDK);
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(rdK);
-            release(state.q());
-            state.advance();
-            rdK.scale(params.scale);
-            store_gradient(
-                params,
-                gradient_rows<Element>(params.dk, work_tiles[walk.tile], warp_key, params.head_dim),
-                rdK);
-            end_work_tile(walk.tile);
+            wait(s.gradient_stage(s.pool), s.pool);
+            Order::wait(kConsumer);
+            issue_gradient(s, s.pool);
+            Order::signal_next(kConsumer);
+            finish(s.gradient);
+            release(s.gradient_stage(s.pool));
+            s.pool.advance();
+            if (kConsumer == kDK) s.gradient.scale(params.scale);
+            store_gradient(params, gradient_tile(s), s.gradient);
+            end_work_tile(s.tile);
         }
     }
 
     __device__ __forceinline__ void consume() const {
         if (ptx::warp_uniform(threadIdx.x / 128) == 1) {
-            consume_dv();
+            consume_as<kDV>();
         } else {
-            consume_dk();
+            consume_as<kDK>();
         }
     }
 };
 
 template <class Config>
 cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspace& ds_workspace,
-                                     cudaStream_t stream) {
+                                     const Schedule& schedule, int sms, cudaStream_t stream) {
     Fa3BackwardStoringParams params{call};
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
-    const bool masked = is_masked(params);
-    const int group = group_of(params);
-    params.schedule = make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV),
-                                    ds_workspace.heads > 0 ? ds_workspace.heads : params.heads_k,
-                                    ds_workspace.heads > 0 ? 1 : tensor_batches(params),
-                                    masked || params.cu_seqlens_q != nullptr,
-                                    int64_t{sizeof(typename Config::Element)} *
-                                        (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q *
-                                        group,  // Q and dO
-                                    1, l2_group_waves(params, masked));
-    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    params.schedule = schedule;
+    if (cta_count(schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDKDV<Config>>(params, cta_count(params.schedule), stream,
+    return launch_fa3<Fa3BackwardDKDV<Config>>(params, cta_count(schedule), sms, stream,
                                                {.pdl = true});
 }
 

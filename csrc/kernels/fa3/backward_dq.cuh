@@ -43,15 +43,15 @@
 #pragma once
 
 #include "kernels/fa3/backward_dkdv.cuh"
+#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
-#include "schedule/packed_gqa.h"
 #include "schedule/tile_order.cuh"
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kStagesK,
-          int kStagesV>
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3BackwardWide kTuning>
 struct Fa3BackwardDQConfig {
     using Element = Element_;
     using Params = Fa3BackwardWideParams;
@@ -61,11 +61,11 @@ struct Fa3BackwardDQConfig {
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
-    // At head dim 256 the consumers need a few more.
-    static constexpr int kProducerRegisters = kHeadDim == 256 ? 24 : 40;
-    static constexpr int kConsumerRegisters = kHeadDim == 256 ? 240 : 232;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
 
     // Of one consumer.
     using QTile = SharedTile<Element, 64, kHeadDim>;
@@ -74,10 +74,10 @@ struct Fa3BackwardDQConfig {
     using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
     using QPipeline = Pipeline<1, QTile::kBytes>;
     using DOPipeline = Pipeline<1, DOTile::kBytes>;
-    using KPipeline = Pipeline<kStagesK, KTile::kBytes>;
-    using VPipeline = Pipeline<kStagesV, VTile::kBytes>;
+    using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
+    using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
     using WorkTiles = WorkTilePipeline<QueryTile>;
-    static_assert(kStagesK >= 2);  // of this iteration and the next
+    static_assert(kTuning.k_stages >= 2);  // of this iteration and the next
 
     struct SharedStorage {
         typename QPipeline::Stages q[kConsumers];
@@ -113,8 +113,8 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     using DQ = RegisterTile<16, Config::kHeadDim>;
     using Order = PingPong<Config::kConsumers>;
     using Cta = Fa3Cta<Config>;
-    using Cta::elected, Cta::end_work_tile, Cta::group, Cta::params, Cta::release,
-        Cta::release_and_advance, Cta::storage, Cta::work_tiles;
+    using Cta::end_work_tile, Cta::params, Cta::release, Cta::release_and_advance, Cta::storage,
+        Cta::work_tiles;
     using typename Cta::WorkTileState;
 
     KPipeline k_pipeline;
@@ -194,12 +194,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             if (tile.kv_tiles.empty()) return;
             const Sequence& s = tile.sequence;
-            {
-                const TensorRows rows = this->query_rows(params.q, s, tile.head);
-                for (int i = 0; i < Config::kConsumers; ++i)
-                    load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map, rows,
-                                     tile.first_query + i * 64);
-            }
+            for (int i = 0; i < Config::kConsumers; ++i)
+                load_tile<QTile>(q_pipeline(i), {0, phase}, params.q_map,
+                                 this->query_rows(params.q, s, tile.head),
+                                 tile.first_query + i * 64);
             const TensorRows rows = this->query_rows(params.dout, s, tile.head);
 #pragma unroll 1
             for (int i = 0; i < Config::kConsumers; ++i) {
@@ -223,16 +221,10 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_k();
-            case 1:
-                return produce_v();
-            case 2:
-                return produce_q_do();
-            case 3:
-                return produce_tiles();
-        }
+        if (warp_id() == 0) produce_k();
+        if (warp_id() == 1) produce_v();
+        if (warp_id() == 2) produce_q_do();
+        if (warp_id() == 3) produce_tiles();
     }
 
     // --- Consumers ---
@@ -259,18 +251,27 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         }
     }
 
-    // A consumer's position in the Q tiles: that of its scores.
-    struct Walk {
-        WorkTileState tile;
-        int i;     // of the KV tile among the visible ones
-        int last;  // of the last one that its rows see
+    // The state of a consumer's loops. Matrices are only referenced, as in backward.cuh.
+    struct State {
+        Scores& rS;
+        Scores& rdP;
+        Operand& rdS;
+        DQ& rdQ;
+
+        WorkTileState tile{};
+        typename QPipeline::State q{};  // and of dO
+        KState k{};                     // of S
+        VState v{};
+        int i = 0;                // of the KV tile of S among the visible ones
+        int last = 0;             // of the last one that this consumer's rows see
+        bool accumulate = false;  // has dQ a sum already?
     };
 
     // Goes on to the next Q tile that has KV tiles. Tiles without any get zeros as dQ.
-    __device__ __forceinline__ bool find_tile(Walk& walk) const {
-        for (;; end_work_tile(walk.tile)) {
-            work_tiles.descriptions.consumer_wait(walk.tile);
-            const QueryTile& tile = work_tiles[walk.tile];
+    __device__ __forceinline__ bool find_tile(State& s) const {
+        for (;; end_work_tile(s.tile)) {
+            work_tiles.descriptions.consumer_wait(s.tile);
+            const QueryTile& tile = work_tiles[s.tile];
             if (ptx::warp_uniform(tile.first_query) < 0) return false;
             const VisibleTiles kv = warp_uniform(tile.kv_tiles);
             if (!kv.empty()) {
@@ -279,55 +280,12 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                     mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
                     Config::kBlockKV);
                 // At least one, even if it is hidden.
-                walk.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
-                walk.last = ptx::warp_uniform(clamp(own.end - 1, walk.i, kv.end - 1));
+                s.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
+                s.last = ptx::warp_uniform(clamp(own.end - 1, s.i, kv.end - 1));
                 return true;
             }
-            store_zeros(gradient_rows(tile));
+            store_zeros(dq_rows<Element>(params, tile, warp_row()));
         }
-    }
-
-    // From S to P. lse has arrived with dO.
-    __device__ __forceinline__ void compute_p(Scores& s, const Walk& walk) const {
-        const QueryTile& tile = work_tiles[walk.tile];
-        const int first_key = tile.kv_tiles.tile(walk.i) * Config::kBlockKV;
-        if constexpr (Config::kGeneral) {
-            // In pieces of 32 columns, since softcap takes registers.
-            using Piece = RegisterTile<16, 32>;
-#pragma unroll
-            for (int n = 0; n < Scores::kN; n += Piece::kN)
-                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .apply(reinterpret_cast<Piece&>(s.v[0][n]), tile.first_query + warp_row(),
-                           first_key + 8 * n);
-        }
-        const BandMask mask = mask_of(params, tile.sequence);
-        const int first_query = tile.first_query + warp_row();
-        if (tile.large_lse || !mask.is_full({first_query, first_query + 16},
-                                            {first_key, first_key + Config::kBlockKV}))
-            [[unlikely]] {
-            mask_scores(s, first_key, [&](int row) { return mask.key_range(first_query + row); });
-            if (tile.large_lse)
-                subtract_references<Rows::kQueries>(
-                    s, params.reference +
-                           workspace_row(params, tile.sequence, tile.head, first_query));
-        }
-        exponentiate<Rows::kQueries>(s, storage.lse[0] + warp_row(),
-                                     Config::kGeneral ? 1.f : params.scale_log2);
-    }
-
-    // From P and dP to dS as an operand.
-    __device__ __forceinline__ void compute_ds(const Scores& p, Scores& dp, Operand& rdS,
-                                               const Walk& walk) const {
-        softmax_gradient<Rows::kQueries>(dp, p, storage.delta[0] + warp_row());
-        if constexpr (Config::kGeneral)
-            if (params.softcap != 0.f) {
-                const QueryTile& tile = work_tiles[walk.tile];
-                ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}
-                    .softcap_gradient(dp, p, tile.first_query + warp_row(),
-                                      tile.kv_tiles.tile(walk.i) * Config::kBlockKV,
-                                      [&](int row) { return storage.lse[0][warp_row() + row]; });
-            }
-        rdS.template round<Element>(dp);
     }
 
     // Prevents the compiler from moving the arithmetic of P past the next wait, where no matmul
@@ -342,116 +300,133 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             __nanosleep(1);
     }
 
-    // This warp's rows of dQ.
-    __device__ __forceinline__ GlobalTile<Element> gradient_rows(const QueryTile& tile) const {
-        const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + warp_row();
-        return global_tile<Element>(params.dq, s.batch, s.q_begin + first_row, tile.head,
-                                    s.seqlen_q - first_row, params.head_dim);
+    // Descriptors are made where they are used: otherwise the compiler would keep the descriptors
+    // of every 16 columns in registers throughout the loop.
+
+    // S = Q K^T
+    __device__ __forceinline__ void issue_s(State& s) const {
+        const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
+        const KMajor<KTile> k_rows(k_pipeline.stage(s.k));
+        gemm_async<Element, Config::kHeadDim>(s.rS, q_rows, k_rows, false);
+    }
+
+    // dP = dO V^T
+    __device__ __forceinline__ void issue_dp(State& s) const {
+        v_pipeline.consumer_wait(s.v);
+        const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
+        const KMajor<VTile> v_rows(v_pipeline.stage(s.v));
+        gemm_async<Element, Config::kHeadDimV>(s.rdP, do_rows, v_rows, false);
+    }
+
+    // dQ += dS K
+    __device__ __forceinline__ void issue_dq(State& s, uint32_t k_stage) const {
+        const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
+        gemm_async<Element, Config::kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
+    }
+
+    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kGeneral> warp_scores(
+        const State& s) const {
+        const QueryTile& tile = work_tiles[s.tile];
+        return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
+                tile.kv_tiles.tile(s.i) * Config::kBlockKV};
+    }
+
+    // P = 2^(S scale - lse), while dP runs. lse has arrived with dO.
+    __device__ __forceinline__ void probabilities(State& s) const {
+        finish<1>(s.rS);
+        if (s.i == s.last) release(q_pipeline(consumer()), s.q);
+        const auto scores = warp_scores(s);
+        const bool large_lse = work_tiles[s.tile].large_lse;
+        const bool full = mask_of(params, scores.sequence)
+                              .is_full({scores.first_row, scores.first_row + 16},
+                                       {scores.first_col, scores.first_col + Config::kBlockKV});
+        scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
+        compute_here(s.rS);
+    }
+
+    // dS = P * (dP - delta)
+    __device__ __forceinline__ void gradient_of_scores(State& s) const {
+        finish(s.rdP);
+        release_and_advance(v_pipeline, s.v);
+        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.delta[0] + warp_row());
+        if (Config::kGeneral && params.softcap != 0.f)
+            warp_scores(s).softcap_gradient(
+                s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
+        s.rdS.template round<Element>(s.rdP);
+        if (s.i == s.last) {
+            do_pipeline(consumer()).consumer_release({0, s.q.phase});
+            s.q.advance();
+        }
+    }
+
+    __device__ __forceinline__ void first_iteration(State& s) const {
+        q_pipeline(consumer()).consumer_wait(s.q);
+        k_pipeline.consumer_wait(s.k);
+        Order::wait(consumer());
+        issue_s(s);
+        do_pipeline(consumer()).consumer_wait({0, s.q.phase});
+        issue_dp(s);
+        Order::signal_next(consumer());
+        probabilities(s);
+        gradient_of_scores(s);
+        s.accumulate = false;
+    }
+
+    // dQ of this KV tile, and S, P, dP and dS of the next one.
+    __device__ __forceinline__ void iterate(State& s) const {
+        ++s.i;
+        const uint32_t k_stage = s.k.stage;
+        s.k.advance();
+        k_pipeline.consumer_wait(s.k);
+        Order::wait(consumer());
+        issue_dq(s, k_stage);
+        issue_s(s);
+        finish<1>(s.rdQ);
+        release(k_pipeline, {k_stage, 0});
+        issue_dp(s);
+        Order::signal_next(consumer());
+        probabilities(s);
+        gradient_of_scores(s);
+        s.accumulate = true;
+    }
+
+    // dQ of the last KV tile, and the result.
+    __device__ __forceinline__ void finish_tile(State& s) const {
+        issue_dq(s, s.k.stage);
+        finish(s.rdQ);
+        release_and_advance(k_pipeline, s.k);
+        s.rdQ.scale(params.scale);
+        store_rows(dq_rows<Element>(params, work_tiles[s.tile], warp_row()), s.rdQ);
     }
 
     __device__ __forceinline__ void consume() const {
-        Walk walk;
-        typename QPipeline::State q;  // and of dO
-        KState k;                     // of the scores
-        VState v;
         Scores rS, rdP;
         Operand rdS;
         DQ rdQ;
-
-        // Descriptors are made where they are used: otherwise the compiler would keep those of
-        // every 16 columns in registers throughout the loop.
-        const auto issue_scores = [&] {
-            const KMajor<QTile> q_rows(q_pipeline(consumer()).stages);
-            const KMajor<KTile> k_rows(k_pipeline.stage(k));
-            gemm_async<Element, Config::kHeadDim>(rS, q_rows, k_rows, false);
-        };
-        const auto issue_dp = [&](bool first) {
-            if (first) do_pipeline(consumer()).consumer_wait({0, q.phase});
-            v_pipeline.consumer_wait(v);
-            const KMajor<DOTile> do_rows(do_pipeline(consumer()).stages);
-            const KMajor<VTile> v_rows(v_pipeline.stage(v));
-            gemm_async<Element, Config::kHeadDimV>(rdP, do_rows, v_rows, false);
-        };
-        const auto issue_gradient = [&](uint32_t k_stage, bool accumulate) {
-            const MNMajor<KTile> k_columns(k_pipeline.stage({k_stage, 0}));
-            gemm_async<Element, Config::kBlockKV>(rdQ, rdS, k_columns, accumulate);
-        };
-        const auto probabilities = [&] {
-            if (walk.i == walk.last) release(q_pipeline(consumer()), q);
-            compute_p(rS, walk);
-            compute_here(rS);
-        };
-        const auto gradient_of_scores = [&] {
-            warpgroup_fence(rdP);
-            release_and_advance(v_pipeline, v);
-            compute_ds(rS, rdP, rdS, walk);
-            if (walk.i == walk.last) {
-                do_pipeline(consumer()).consumer_release({0, q.phase});
-                q.advance();
-            }
-        };
-        const auto store = [&](const QueryTile& tile) {
-            rdQ.scale(params.scale);
-            store_rows(gradient_rows(tile), rdQ);
-        };
-
+        State s{rS, rdP, rdS, rdQ};
         if (consumer() == 1) Order::signal_next(consumer());  // consumer 0 starts
-        while (find_tile(walk)) {
-            const VisibleTiles& kv_tiles = work_tiles[walk.tile].kv_tiles;
-            skip(k, v, walk.i - ptx::warp_uniform(kv_tiles.begin));
-            q_pipeline(consumer()).consumer_wait(q);
-            k_pipeline.consumer_wait(k);
-            Order::wait(consumer());
-            issue_scores();
-            issue_dp(true);
-            Order::signal_next(consumer());
-            ptx::wgmma_wait<1>();
-            warpgroup_fence(rS);
-            probabilities();
-            ptx::wgmma_wait<0>();
-            gradient_of_scores();
-            bool accumulate = false;
-            for (; walk.i < walk.last; accumulate = true) {
-                ++walk.i;
-                const uint32_t k_stage = k.stage;
-                k.advance();
-                k_pipeline.consumer_wait(k);
-                Order::wait(consumer());
-                issue_gradient(k_stage, accumulate);
-                issue_scores();
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(rdQ);
-                release(k_pipeline, {k_stage, 0});
-                issue_dp(false);
-                Order::signal_next(consumer());
-                ptx::wgmma_wait<1>();
-                warpgroup_fence(rS);
-                probabilities();
-                ptx::wgmma_wait<0>();
-                gradient_of_scores();
-            }
-            issue_gradient(k.stage, accumulate);
-            ptx::wgmma_wait<0>();
-            warpgroup_fence(rdQ);
-            release_and_advance(k_pipeline, k);
-            store(work_tiles[walk.tile]);
-            skip(k, v, ptx::warp_uniform(kv_tiles.end) - 1 - walk.last);
-            end_work_tile(walk.tile);
+        while (find_tile(s)) {
+            const VisibleTiles& kv_tiles = work_tiles[s.tile].kv_tiles;
+            skip(s.k, s.v, s.i - ptx::warp_uniform(kv_tiles.begin));
+            first_iteration(s);
+            while (s.i < s.last) iterate(s);
+            finish_tile(s);
+            skip(s.k, s.v, ptx::warp_uniform(kv_tiles.end) - 1 - s.last);
+            end_work_tile(s.tile);
         }
     }
 };
 
 template <class Config>
-cudaError_t launch_fa3_backward_dq(const BackwardParams& call, cudaStream_t stream) {
+cudaError_t launch_fa3_backward_dq(const BackwardParams& call, const Schedule& schedule, int sms,
+                                   cudaStream_t stream) {
     Fa3BackwardWideParams params{call};
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
-                                       Config::kHeadDim + Config::kHeadDimV, 1);
-    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    params.schedule = schedule;
+    if (cta_count(schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(params.schedule), stream,
+    return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(schedule), sms, stream,
                                              {.pdl = true});
 }
 

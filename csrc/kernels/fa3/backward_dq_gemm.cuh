@@ -38,6 +38,7 @@ struct Fa3BackwardDQGemmConfig {
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 3;  // stages left when the next Q tile is fetched
     static constexpr int kProducerRegisters = 40;
@@ -147,15 +148,6 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                         Config::kBlockKV);
     }
 
-    __device__ __forceinline__ void store(const QueryTile& tile, DQ& rdQ) const {
-        const Sequence& s = tile.sequence;
-        const int first_row = tile.first_query + (warp_id() - 4) * 16;
-        rdQ.scale(params.scale);
-        store_rows(global_tile<Element>(params.dq, s.batch, s.q_begin + first_row, tile.head,
-                                        s.seqlen_q - first_row, params.head_dim),
-                   rdQ);
-    }
-
     __device__ __forceinline__ void consume() const {
         const int consumer = ptx::warp_uniform(threadIdx.x / 128) - 1;
         State c;
@@ -188,12 +180,12 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                     if (i > own.begin) release(pipeline, before);
                     before = c;
                 }
-                ptx::wgmma_wait<0>();
-                warpgroup_fence(rdQ);
+                finish(rdQ);
                 release(pipeline, before);
                 skip(kv.end - own.end);
             }
-            store(tile, rdQ);
+            rdQ.scale(params.scale);
+            store_rows(dq_rows<Element>(params, tile, (warp_id() - 4) * 16), rdQ);
         }
     }
 
@@ -205,20 +197,16 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
 
 template <class Config>
 cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWorkspace& ds_workspace,
-                                        cudaStream_t stream) {
+                                        const Schedule& schedule, int sms, cudaStream_t stream) {
     Fa3BackwardStoringParams params{call};
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    const int group = group_of(params);
-    params.schedule = make_schedule(
-        ceil_div(params.seqlen_q, Config::kBlockQ), params.ds_workspace.heads * group, 1,
-        is_masked(params),
-        int64_t{sizeof(typename Config::Element)} * Config::kHeadDim * params.seqlen_k / group, 1);
-    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    params.schedule = schedule;
+    if (cta_count(schedule) == 0) return cudaSuccess;
     const cudaError_t status =
         encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.head_dim);
     if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(params.schedule), stream,
+    return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(schedule), sms, stream,
                                                  {.pdl = true});
 }
 

@@ -1,234 +1,539 @@
-// What FP8 adds to the FA3 forward: V is transposed, P V is summed in two levels, descales are
-// applied, and the steps of an iteration come in turn.
+// FlashAttention-3 forward for 8-bit inputs (section 3.3 of the paper; docs/walkthrough.md): V is
+// e4m3, Q and K are e4m3 or int8, whose scores accumulate in int32. Roles, tiles and stores are as
+// in forward.cuh, with these differences:
+//
+// - 8-bit wgmma reads both operands K-major. So K's producer loads V, too, and two warps of the
+//   first warpgroup transpose its tiles (tile/transpose.cuh).
+// - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
+//   the registers of S, and added to O in float32. It is complete before S' = Q K^T starts.
+// - So tiles have more keys, and the other consumers, alternating (ping-pong), are what runs beside
+//   each step. Up to head dim 128 O is stored while the first scores of the next tile are computed.
+// - Q, K and V have descales: scores are multiplied by them in the softmax (fp8_softmax.cuh), O in
+//   the end.
+//
+// Barriers as in forward.cuh, but
+//
+//   barrier             arrivals per phase                   who waits
+//   full(V^T)           2: each warp that transposes         consumers, before P V
+//   empty(V^T)          4 a consumer: each warp, when P V    the warps that transpose
+//                       is complete
+//   full(V)             1: K's producer; and TMA's bytes     the warps that transpose
+//   empty(V)            2: each warp that transposes         K's producer, before the next load
+//   empty(work tiles)   3: Q's producer, when all loads of   K's producer
+//                       the tile are issued; each warp that
+//                       transposes; 4 a consumer
 #pragma once
 
-#include "kernels/fa3/forward.cuh"
+#include <cfloat>
+
+#include "kernels/common/fp8_softmax.cuh"
+#include "kernels/fa3/forward_tiles.cuh"
 #include "tile/transpose.cuh"
 
 namespace flash_ext {
 
-static __device__ const float kNoDescale = 1.f;
+template <class QKElement, int kHeadDim, int kHeadDimV, tuning::Fa3Forward kTuning,
+          bool kMayHaveSplits>
+struct Fa3ForwardFp8Config
+    : Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
+    using Tiles =
+        Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits>;
+    static_assert(Tiles::kPingPong);
+    static constexpr bool kGeneral = false;
+    static constexpr bool kScaledScores = true;  // with the descales, in the softmax
+    static constexpr bool kInt8 = std::is_same_v<QKElement, Int8>;
+    static constexpr int kProducerRegisters = kTuning.transposer_registers;
+    static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
+    static constexpr int kTransposers = 2;  // warps of the first warpgroup that transpose V
+    static constexpr int kPartialCols = kTuning.partial_cols;  // of O that one P V computes
 
+    using TransposedVTile = SharedTile<Float8, kHeadDimV, Tiles::kBlockKV>;
+    // What TMA loads; it is transposed from here to a stage of VPipeline.
+    using RowMajorVPipeline = Pipeline<2, Tiles::VTile::kBytes>;
+
+    struct SharedStorage : Tiles::SharedStorage {
+        typename RowMajorVPipeline::Barriers v_row_major_barriers;
+        // How far each consumer thread has cooled its two rows (fp8_softmax.cuh), in powers of two.
+        uint8_t cooling[Tiles::kConsumers * 128][2];
+        alignas(1024) typename RowMajorVPipeline::Stages v_row_major;
+    };
+};
+
+// A float in a register of the scores.
 __device__ __forceinline__ float as_float(float x) { return x; }
 __device__ __forceinline__ float as_float(int bits) { return __int_as_float(bits); }
+template <class Number>
+__device__ __forceinline__ Number as_bits(float x) {
+    if constexpr (std::is_same_v<Number, int>) {
+        return __float_as_int(x);
+    } else {
+        return x;
+    }
+}
 
-// Transposes V tiles, by all lanes of kTransposers warps.
+static __device__ const float kNoDescale = 1.f;
+
 template <class Config>
-__device__ __forceinline__ void Fa3Forward<Config>::transpose_v() const {
-    const RowMajorVPipeline source = row_major_v();
-    typename RowMajorVPipeline::State from;
-    typename VPipeline::State to;
-    for (WorkTileState t;; t.advance()) {
-        work_tiles.descriptions.consumer_wait(t);
-        const QueryTile& tile = work_tiles[t];
-        if (tile.first_query < 0) return;
-        const int tiles = tile.kv_tiles.count();
-        __syncwarp();
-        release(work_tiles.descriptions, t);
-#pragma unroll 1
-        for (int i = 0; i < tiles; ++i) {
-            source.consumer_wait(from);
-            v_pipeline.producer_acquire(to);
-            transpose_fp8<VTile, typename Config::TransposedVTile, Config::kTransposers,
-                          Config::kProducerRegisters <= 40>(source.stage(from),
-                                                            v_pipeline.stage(to), warp_id() - 1);
-            ptx::fence_proxy_async();  // wgmma will read what was stored
-            __syncwarp();
-            if (elected) v_pipeline.producer_commit(to);
-            release_and_advance(source, from);
-            to.advance();
+struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
+    using Tiles = Fa3ForwardTiles<Config>;
+    using RowMajorVPipeline = typename Config::RowMajorVPipeline;
+    using Scores =
+        RegisterTile<16, Config::kBlockKV, std::conditional_t<Config::kInt8, int, float>>;
+    using Softmax = Fp8Softmax<Config::kBlockKV, (Config::kHeadDim <= 128)>;
+    using Probabilities = typename Softmax::Probabilities;
+    using Tiles::consumer, Tiles::elected, Tiles::full_tiles, Tiles::group, Tiles::k_pipeline,
+        Tiles::params, Tiles::q_pipeline, Tiles::query_of, Tiles::release,
+        Tiles::release_and_advance, Tiles::storage, Tiles::v_pipeline, Tiles::warp_row,
+        Tiles::work_tiles;
+    using typename Tiles::KTile, typename Tiles::Order, typename Tiles::Output,
+        typename Tiles::QTile, typename Tiles::VPipeline, typename Tiles::VTile,
+        typename Tiles::WorkTileState;
+
+    using Tiles::Tiles;
+
+    // Is the result of a tile stored while the first scores of the next one are computed? That
+    // takes registers. Otherwise it is kept for an iteration.
+    static constexpr bool kOverlapsStore = Config::kHeadDim <= 128;
+
+    // Has the KV tile keys of two blocks of descales?
+    static constexpr bool kTwoKScales = kDescaleRows % Config::kBlockKV != 0;
+
+    __device__ __forceinline__ RowMajorVPipeline row_major_v() const {
+        return {storage.v_row_major, storage.v_row_major_barriers};
+    }
+
+    __device__ __forceinline__ void init() const {
+        // Q's producer and the warps that transpose read work tiles.
+        this->init_pipelines(Config::kTransposers, 1 + Config::kTransposers);
+        row_major_v().init(Config::kTransposers);
+    }
+
+    // --- Producers ---
+
+    __device__ __forceinline__ void produce() const {
+        switch (warp_id()) {
+            case 0:
+                return produce_k_and_v();
+            case 3:
+                return this->produce_q();
         }
     }
-}
+    __device__ __forceinline__ void produce_by_warps() const {
+        if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
+    }
 
-// O = P V or O += P V, to the end. The tensor core keeps only some 14 bits of a sum. So it
-// computes the P V of one tile from zero, and the sum over tiles is formed in float32. The
-// scores are not needed any more: the registers of those of the first kPartialCols keys hold P V,
-// as many columns at a time. kStartScores: the next scores of the other keys, whose registers are
-// free, are computed beside the last additions.
-template <class Config>
-template <bool kStartScores>
-__device__ __forceinline__ void Fa3Forward<Config>::add_output(State& state,
-                                                               const Probabilities& rP,
-                                                               bool accumulate) const {
-    using Partial = RegisterTile<16, Config::kPartialCols, typename Scores::Number>;
-    static_assert(sizeof(Partial) <= sizeof(Scores));
-    Partial& rPartial = reinterpret_cast<Partial&>(state.rS);
-    constexpr int kParts = Config::kHeadDimV / Config::kPartialCols;
-    compile_time_for<kParts>([&](auto i) {
-        constexpr int kFirst = i * Config::kPartialCols;
-        constexpr bool kBeside = kStartScores && i == kParts - 1;
-        const KMajor<typename Config::TransposedVTile, false> v_columns(v_pipeline.stage(state.v),
-                                                                        kFirst);
-        gemm_async<Element, Config::kBlockKV>(rPartial, rP, v_columns, false);
-        if (kBeside) issue_other_scores(state);
-        ptx::wgmma_wait<kBeside && kHasOtherScores>();
-        warpgroup_fence(rPartial);
-#pragma unroll
-        for (int n = 0; n < Partial::kN; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float& sum = state.rO.v[0][kFirst / 8 + n][e];
-                const float x = as_float(rPartial.v[0][n][e]);
-                sum = accumulate ? sum + x : x;
+    __device__ __forceinline__ void produce_k_and_v() const {
+        typename RowMajorVPipeline::State v;
+        this->produce_k([&](const QueryTile& tile, int first_key) {
+            const TensorRows rows =
+                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
+            load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
+            v.advance();
+        });
+    }
+
+    // Transposes V tiles, by all lanes of kTransposers warps.
+    __device__ __forceinline__ void transpose_v() const {
+        const RowMajorVPipeline source = row_major_v();
+        typename RowMajorVPipeline::State from;
+        typename VPipeline::State to;
+        for (WorkTileState t;; t.advance()) {
+            work_tiles.descriptions.consumer_wait(t);
+            const QueryTile& tile = work_tiles[t];
+            if (tile.first_query < 0) return;
+            const int tiles = tile.kv_tiles.count();
+            __syncwarp();
+            release(work_tiles.descriptions, t);
+#pragma unroll 1
+            for (int i = 0; i < tiles; ++i) {
+                source.consumer_wait(from);
+                v_pipeline.producer_acquire(to);
+                transpose_fp8<VTile, typename Config::TransposedVTile, Config::kTransposers,
+                              Config::kProducerRegisters <= 40>(
+                    source.stage(from), v_pipeline.stage(to), warp_id() - 1);
+                ptx::fence_proxy_async();  // wgmma will read what was stored
+                __syncwarp();
+                if (elected) v_pipeline.producer_commit(to);
+                release_and_advance(source, from);
+                to.advance();
             }
-    });
-}
-
-// Those of a query head's rows, or of its KV head. A tile without keys needs none, and its
-// sequence may have none.
-template <class Config>
-__device__ __forceinline__ const float* Fa3Forward<Config>::descales_of(const Descale& x,
-                                                                        const QueryTile& tile,
-                                                                        int head_q) const {
-    if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
-    const int head = x.by_query_head ? head_q : this->head_k(head_q);
-    return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
-}
-
-// The last block of descales, 0 where there are no blocks. Wrong offsets of sequences must not
-// read beyond it.
-template <class Config>
-__device__ __forceinline__ int Fa3Forward<Config>::last_block(const float* descales,
-                                                              const Descale& x) {
-    return descales == &kNoDescale ? 0 : x.last_block;
-}
-
-// The factors of the scores of this lane's two rows, without those of the keys, and where those
-// are.
-template <class Config>
-__device__ __forceinline__ void Fa3Forward<Config>::begin_scales(State& state,
-                                                                 const QueryTile& tile) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int row = warp_row() + lane_row() + 8 * i;
-        const int head = tile.head + min_of(head_of(row), group() - 1);
-        const float* source = descales_of(params.q_descale, tile, head);
-        const int block =
-            min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
-        state.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
-        if (!Config::kGeneral) state.q_scale[i] *= params.scale_log2;
+        }
     }
-    constexpr float kLargest = Config::kInt8 ? 128.f : 448.f;  // element of Q and K
-    state.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * Config::kHeadDim);
-    state.k_descales = descales_of(params.k_descale, tile, tile.head);
-    state.last_k_block = last_block(state.k_descales, params.k_descale);
-}
 
-// Those of the keys of the KV tile, which may reach into a second block.
-template <class Config>
-__device__ __forceinline__ void Fa3Forward<Config>::load_k_scales(State& state) const {
-    const auto load = [&](int block) {
-        return __ldg(state.k_descales +
-                     min_of(block, state.last_k_block) * params.k_descale.last_stride);
+    // --- Descales ---
+
+    struct State : Tiles::template ConsumerState<Scores, Softmax> {
+        // Factors of the scores of two rows, and of the keys.
+        float q_scale[2], k_scale[1 + kTwoKScales];
+        int second_k_scale;  // the first column of k_scale[1]
+        const float* k_descales;
+        int last_k_block;
+        float scale_limit;  // with a larger factor a maximum may be large (fp8_softmax.cuh)
+        bool may_be_large;  // a maximum of a row of the warp
     };
-    const int first_key = VisibleTiles::tile(state.kv_tile) * Config::kBlockKV;
-    const int block = first_key / kDescaleRows;
-    state.k_scale[0] = load(block);
-    if constexpr (kTwoKScales) {
-        state.k_scale[1] = load(block + 1);
-        state.second_k_scale = (block + 1) * kDescaleRows - first_key;
-    }
-    if constexpr (!Config::kGeneral) {
-        const float q_scale = fmaxf(state.q_scale[0], state.q_scale[1]);
-        const float k_scale = fmaxf(state.k_scale[0], state.k_scale[kTwoKScales]);
-        state.may_be_large = __any_sync(0xffffffff, q_scale * k_scale > state.scale_limit);
-    }
-}
 
-// By how many powers of two row i of this thread is cooled.
-template <class Config>
-__device__ __forceinline__ uint8_t& Fa3Forward<Config>::cooling(int i) const {
-    return storage.fp8.cooling[ptx::not_hoisted(threadIdx.x) - 128][i];
-}
+    // The factors of the scores. Hidden scores are -inf, which times 0 would be NaN.
+    template <bool kMasked>
+    struct ScoreScale {
+        const State& x;
 
-// Cools rows of large scores (fp8_softmax.cuh). Infinite ones are cooled more than once.
-template <class Config>
-template <class Form, class Scale>
-__device__ __forceinline__ void Fa3Forward<Config>::cool(State& state, const Scale& scale) const {
-    state.scale_limit = -INFINITY;  // in this tile
-    bool changed;
-    do {
-        changed = false;
+        __device__ __forceinline__ float operator()(int n, int i) const {
+            float k_scale = x.k_scale[0];
+            if constexpr (kTwoKScales)
+                if (8 * n >= x.second_k_scale) k_scale = x.k_scale[1];
+            const float product = x.q_scale[i] * k_scale;
+            return kMasked && product == 0.f ? FLT_MIN : product;
+        }
+    };
+
+    // The descales of a query head's rows, or of its KV head. A tile without keys needs none, and
+    // its sequence may have none.
+    __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
+                                                        int head_q) const {
+        if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
+        const int head = x.by_query_head ? head_q : this->head_k(head_q);
+        return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
+    }
+
+    // The last block of descales, 0 where there are no blocks. Wrong offsets of sequences must not
+    // read beyond it.
+    static __device__ __forceinline__ int last_block(const float* descales, const Descale& x) {
+        return descales == &kNoDescale ? 0 : x.last_block;
+    }
+
+    // Is the scale negative? Hidden scores are -inf before they are multiplied. So iterations with
+    // a mask negate scores, and all iterations have one.
+    __device__ __forceinline__ bool is_negative() const { return params.scale_log2 < 0.f; }
+
+    // The factors of the scores of this lane's two rows, without those of the keys, and where those
+    // are.
+    __device__ __forceinline__ void begin_scales(State& x, const QueryTile& tile) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float& row_max = state.softmax.row_max[0][i];
-            const float max =
-                fmaxf(row_max, Softmax::template max_of_tile<Form>(state.rS, scale, i));
-            const int powers = Softmax::powers_to_cool(max, cooling(i));
-            row_max *= power_of_two(-powers);
-            state.q_scale[i] *= power_of_two(-powers);
-            cooling(i) += powers;
-            changed |= powers != 0;
+            const int row = warp_row() + lane_row() + 8 * i;
+            const int head = tile.head + min_of(this->head_of(row), group() - 1);
+            const float* source = descales_of(params.q_descale, tile, head);
+            const int block =
+                min_of(query_of(tile, row) / kDescaleRows, last_block(source, params.q_descale));
+            x.q_scale[i] = __ldg(source + block * params.q_descale.last_stride);
+            x.q_scale[i] *= fabsf(params.scale_log2);
         }
-    } while (__any_sync(0xffffffff, changed));
-}
-
-// After the last P of a tile: m becomes what it would be without cooling.
-template <class Config>
-__device__ __forceinline__ void Fa3Forward<Config>::warm(State& state) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        // With more powers m is infinite.
-        state.softmax.row_max[0][i] *= power_of_two(min_of<int>(cooling(i), 127));
-        cooling(i) = 0;
+        constexpr float kLargest = Config::kInt8 ? 128.f : 448.f;  // element of Q and K
+        x.scale_limit = Softmax::kLargeMax / (kLargest * kLargest * Config::kHeadDim);
+        x.k_descales = descales_of(params.k_descale, tile, tile.head);
+        x.last_k_block = last_block(x.k_descales, params.k_descale);
     }
-}
 
-// Applies v's to O, per head or per channel.
-template <class Config>
-__device__ __forceinline__ void Fa3Forward<Config>::descale_output(Output& rO,
-                                                                   const QueryTile& tile) const {
-    const float* source = descales_of(params.v_descale, tile, tile.head);
-    const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
-    if (stride == 0) {
-        rO.scale(__ldg(source));
-        return;
-    }
-    source += lane_col() * stride;
-    const int columns = params.head_dim_v - lane_col();
-#pragma unroll
-    for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
-        if (8 * n < columns) {
-            const float x = __ldg(source), y = __ldg(source + stride);
-            rO.v[0][n][0] *= x;
-            rO.v[0][n][1] *= y;
-            rO.v[0][n][2] *= x;
-            rO.v[0][n][3] *= y;
+    // K's descales of the KV tile, which may reach into a second block.
+    __device__ __forceinline__ void load_k_scales(State& x) const {
+        const auto load = [&](int block) {
+            return __ldg(x.k_descales +
+                         min_of(block, x.last_k_block) * params.k_descale.last_stride);
+        };
+        const int first_key = VisibleTiles::tile(x.kv_tile) * Config::kBlockKV;
+        const int block = first_key / kDescaleRows;
+        x.k_scale[0] = load(block);
+        if constexpr (kTwoKScales) {
+            x.k_scale[1] = load(block + 1);
+            x.second_k_scale = (block + 1) * kDescaleRows - first_key;
         }
-}
+        const float q_scale = fmaxf(x.q_scale[0], x.q_scale[1]);
+        const float k_scale = fmaxf(x.k_scale[0], x.k_scale[kTwoKScales]);
+        x.may_be_large = __any_sync(0xffffffff, q_scale * k_scale > x.scale_limit);
+    }
 
-// The iteration: P V is complete before the Q K^T that takes its registers starts.
-template <class Config>
-template <bool kUnmasked>
-__device__ __forceinline__ void Fa3Forward<Config>::compute_in_turn(State& state, Probabilities& rP,
-                                                                    bool last) const {
-    k_pipeline.consumer_wait(state.k, state.k_ready);
-    if constexpr (kUnmasked || kStoresBeside) {
-        state.rescaling.apply(state.rO);
-    } else {
-        settle_output<false>(state);
+    // By how many powers of two row i of this thread is cooled.
+    __device__ __forceinline__ uint8_t& cooling(int i) const {
+        return storage.cooling[ptx::not_hoisted(threadIdx.x) - 128][i];
     }
-    v_pipeline.consumer_wait(state.v, state.v_ready);
-    Order::wait(consumer);
-    add_output<true>(state, rP, kUnmasked || !state.begun);
-    issue_first_scores(state);
-    Order::signal_next(consumer);
-    // What does not need the scores is done before they are there.
-    release_and_advance(v_pipeline, state.v);
-    load_k_scales(state);
-    if (kStoresBeside && last) {
-        store(state.rO, state.softmax, work_tiles[state.tile_done]);
-        this->end_work_tile(state.tile_done);
+
+    // Cools rows of large scores (fp8_softmax.cuh). Infinite ones are cooled more than once.
+    template <class Form, class Scale>
+    __device__ __forceinline__ void cool(State& x, const Scale& scale) const {
+        x.scale_limit = -INFINITY;  // in this tile
+        bool changed;
+        do {
+            changed = false;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float& row_max = x.softmax.row_max[0][i];
+                const float max =
+                    fmaxf(row_max, Softmax::template max_of_tile<Form>(x.rS, scale, i));
+                const int powers = Softmax::powers_to_cool(max, cooling(i));
+                row_max *= power_of_two(-powers);
+                x.q_scale[i] *= power_of_two(-powers);
+                cooling(i) += powers;
+                changed |= powers != 0;
+            }
+        } while (__any_sync(0xffffffff, changed));
     }
-    auto next_k = state.k;
-    next_k.advance();
-    state.k_ready = k_pipeline.consumer_test(next_k);
-    state.v_ready = v_pipeline.consumer_test(state.v);
-    ptx::wgmma_wait<0>();
-    if (!kStoresBeside && last) state.done = state.softmax;
-    state.begun = state.kept = last;
-    compute_p<kUnmasked>(state, rP, last);
+
+    // After the last P of a tile: m becomes what it would be without cooling.
+    __device__ __forceinline__ void warm(State& x) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            // With more powers m is infinite.
+            x.softmax.row_max[0][i] *= power_of_two(min_of<int>(cooling(i), 127));
+            cooling(i) = 0;
+        }
+    }
+
+    // Applies v's to O, per head or per channel.
+    __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const {
+        const float* source = descales_of(params.v_descale, tile, tile.head);
+        const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
+        if (stride == 0) {
+            rO.scale(__ldg(source));
+            return;
+        }
+        source += lane_col() * stride;
+        const int columns = params.head_dim_v - lane_col();
+#pragma unroll
+        for (int n = 0; n < Output::kN; ++n, source += 8 * stride)
+            if (8 * n < columns) {
+                const float x = __ldg(source), y = __ldg(source + stride);
+                rO.v[0][n][0] *= x;
+                rO.v[0][n][1] *= y;
+                rO.v[0][n][2] *= x;
+                rO.v[0][n][3] *= y;
+            }
+    }
+
+    // --- Steps of an iteration ---
+
+    // P V occupies the registers of the first keys' scores (add_output()), so the scores of the
+    // others are a wgmma of their own.
+    static constexpr int kFirstKeys = min_of(Config::kBlockKV, Config::kPartialCols);
+    static constexpr bool kHasOtherScores = kFirstKeys < Config::kBlockKV;
+
+    // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on.
+    template <int kFirstKey, int kKeys>
+    __device__ __forceinline__ void issue_scores_of(State& x) const {
+        // Q stays in place for many iterations.
+        constexpr bool kPinned = Config::kHeadDim > 128;
+        const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
+        const auto k_rows =
+            this->template operand<KMajor<KTile, false>>(k_pipeline, x.k, kFirstKey);
+        using Part = RegisterTile<16, kKeys, typename Scores::Number>;
+        gemm_async<typename Config::QKElement, Config::kHeadDim>(
+            reinterpret_cast<Part&>(x.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
+    }
+    __device__ __forceinline__ void issue_first_scores(State& x) const {
+        issue_scores_of<0, kFirstKeys>(x);
+    }
+    __device__ __forceinline__ void issue_other_scores(State& x) const {
+        if constexpr (kHasOtherScores)
+            issue_scores_of<kFirstKeys, Config::kBlockKV - kFirstKeys>(x);
+    }
+
+    // O = P V or O += P V, to the end. The scores are not needed any more: the registers of the
+    // first kPartialCols keys' scores hold P V, as many columns at a time. kStartScores: the next
+    // scores of the other keys, whose registers are free, are computed beside the last additions.
+    template <bool kStartScores>
+    __device__ __forceinline__ void add_output(State& x, const Probabilities& rP,
+                                               bool accumulate) const {
+        using Partial = RegisterTile<16, Config::kPartialCols, typename Scores::Number>;
+        static_assert(sizeof(Partial) <= sizeof(Scores));
+        Partial& rPartial = reinterpret_cast<Partial&>(x.rS);
+        constexpr int kParts = Config::kHeadDimV / Config::kPartialCols;
+        compile_time_for<kParts>([&](auto i) {
+            constexpr int kFirst = i * Config::kPartialCols;
+            constexpr bool kBeside = kStartScores && i == kParts - 1;
+            const KMajor<typename Config::TransposedVTile, false> v_columns(v_pipeline.stage(x.v),
+                                                                            kFirst);
+            gemm_async<Float8, Config::kBlockKV>(rPartial, rP, v_columns, false);
+            if (kBeside) issue_other_scores(x);
+            ptx::wgmma_wait<kBeside && kHasOtherScores>();
+            warpgroup_fence(rPartial);
+#pragma unroll
+            for (int n = 0; n < Partial::kN; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& sum = x.rO.v[0][kFirst / 8 + n][e];
+                    const float y = as_float(rPartial.v[0][n][e]);
+                    sum = accumulate ? sum + y : y;
+                }
+        });
+    }
+
+    template <class Target, class Source, class Function>
+    static __device__ __forceinline__ void convert(Target& target, const Source& source,
+                                                   Function function) {
+#pragma unroll
+        for (int n = 0; n < Scores::kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) target.v[0][n][i] = function(source.v[0][n][i]);
+    }
+
+    // P from the complete scores. new_tile: they are the first of a Q tile, whose softmax begins.
+    template <bool kUnmasked>
+    __device__ __forceinline__ void compute_p(State& x, Probabilities& rP, bool new_tile) const {
+        warpgroup_fence(x.rS);
+        release_and_advance(k_pipeline, x.k);
+        if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
+            release_and_advance(q_pipeline, x.q);
+        if constexpr (!kUnmasked) {
+            RegisterTile<16, Config::kBlockKV> scores;
+            convert(scores, x.rS, [](auto score) { return static_cast<float>(score); });
+            if (is_negative()) [[unlikely]]  // q_scale has the magnitude of the scale
+                scores.scale(-1.f);
+            this->template finish_scores<false>(scores, work_tiles[x.tile], x.kv_tile,
+                                                x.full_tiles);
+            convert(x.rS, scores, as_bits<typename Scores::Number>);
+        }
+        const bool fresh = !kUnmasked && new_tile;
+        if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
+        using Form =
+            std::conditional_t<!Config::kInt8, FloatScores,
+                               std::conditional_t<kUnmasked, IntegerScores, FloatScoresAsBits>>;
+        const ScoreScale<!kUnmasked> scale{x};
+        if (x.may_be_large) [[unlikely]]
+            cool<Form>(x, scale);
+        x.rescaling = x.softmax.template step<Form>(x.rS, rP, scale, fresh);
+    }
+
+    // Before P V: rescales O, or stores it as the result of the previous Q tile.
+    __device__ __forceinline__ void rescale_or_store(State& x) const {
+        if (kOverlapsStore || !x.first_iteration) {
+            x.rescaling.apply(x.rO);
+        } else if (x.output_pending) {
+            store(x.rO, x.prev_softmax, work_tiles[x.output_tile]);
+            this->end_work_tile(x.output_tile);
+        }
+    }
+
+    // --- Results ---
+
+    // Stores O / l and lse, or the results of a split.
+    template <bool kLast = false>
+    __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
+                                          const QueryTile& tile) const {
+        this->normalize(rO, softmax);
+        descale_output(rO, tile);
+        const auto lse_of = [&](int i) { return softmax.lse(0, i, this->exponent_scale()); };
+        this->template store_tile<kLast>(rO, softmax, tile, lse_of, [&](auto store_as) {
+            if (params.out_type == ElementType::kFloat16) {
+                store_as(__half{});
+            } else {
+                store_as(__nv_bfloat16{});
+            }
+        });
+    }
+
+    // --- The loop ---
+
+    __device__ __forceinline__ void begin_tile(State& x) const {
+        const QueryTile& tile = work_tiles[x.tile];
+        x.full_tiles = is_negative() ? VisibleTiles{0, 0} : full_tiles(tile);
+        begin_scales(x, tile);
+        q_pipeline.consumer_wait(x.q);
+    }
+
+    // Goes on to the next KV tile.
+    __device__ __forceinline__ bool advance(State& x) const {
+        if (x.kv_tile == x.first_kv_tile) {
+            warm(x);
+            if (kOverlapsStore) x.output_tile = x.tile;
+        }
+        return Tiles::advance(x);
+    }
+
+    // One iteration: P V is complete before the Q K^T that takes its registers starts. new_tile and
+    // kUnmasked as in forward.cuh.
+    template <bool kUnmasked>
+    __device__ __forceinline__ void iterate(State& x, Probabilities& rP,
+                                            bool new_tile = false) const {
+        if constexpr (kUnmasked) --x.kv_tile;
+        k_pipeline.consumer_wait(x.k, x.k_ready);
+        if constexpr (kUnmasked) {
+            x.rescaling.apply(x.rO);
+        } else {
+            rescale_or_store(x);
+        }
+        v_pipeline.consumer_wait(x.v, x.v_ready);
+        Order::wait(consumer);
+        add_output<true>(x, rP, kUnmasked || !x.first_iteration);
+        issue_first_scores(x);
+        Order::signal_next(consumer);
+        // What does not need the scores is done before they are there.
+        release_and_advance(v_pipeline, x.v);
+        load_k_scales(x);
+        if (kOverlapsStore && new_tile) {
+            store(x.rO, x.softmax, work_tiles[x.output_tile]);
+            this->end_work_tile(x.output_tile);
+        }
+        auto next_k = x.k;
+        next_k.advance();
+        x.k_ready = k_pipeline.consumer_test(next_k);
+        x.v_ready = v_pipeline.consumer_test(x.v);
+        ptx::wgmma_wait<0>();
+        if (!kOverlapsStore && new_tile) x.prev_softmax = x.softmax;
+        x.first_iteration = x.output_pending = new_tile;
+        compute_p<kUnmasked>(x, rP, new_tile);
+    }
+
+    __device__ __forceinline__ void consume() const {
+        Scores rS;
+        Output rO;
+        Softmax softmax, prev_softmax;
+        RowRescaling rescaling;
+        State x{{rS, rO, softmax, rescaling, prev_softmax}};
+        Probabilities rP;
+
+        cooling(0) = cooling(1) = 0;
+        if (!this->find_tile(x)) return;
+        begin_tile(x);
+        if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
+        k_pipeline.consumer_wait(x.k);
+        Order::wait(consumer);
+        issue_other_scores(x);
+        issue_first_scores(x);
+        Order::signal_next(consumer);
+        load_k_scales(x);
+        ptx::wgmma_wait<0>();
+        compute_p<false>(x, rP, true);
+
+        while (true) {  // ends where find_tile() says so, as in forward.cuh
+            const bool new_tile = advance(x);
+            if (new_tile) {
+                if (!this->find_tile(x)) break;
+                begin_tile(x);
+            }
+            iterate<false>(x, rP, new_tile);
+            const int unmasked_until =
+                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
+            while (!x.first_iteration && x.kv_tile > unmasked_until &&
+                   x.kv_tile <= x.full_tiles.end)
+                iterate<true>(x, rP);
+        }
+        rescale_or_store(x);
+        v_pipeline.consumer_wait(x.v);
+        Order::wait(consumer);
+        add_output<false>(x, rP, !x.first_iteration);
+        Order::signal_next(consumer);
+        store<true>(rO, softmax, work_tiles[x.output_tile]);
+    }
+};
+
+template <ElementType kQKType, int kHeadDim, int kHeadDimV>
+cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& kernel,
+                            cudaStream_t stream) {
+    using enum tuning::Fa3ForwardTile;
+    using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
+    return dispatch<kSplits, kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
+        constexpr tuning::Fa3Forward kTuning = tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, tile);
+        // At other head dims the plan names kUsual, or kSplits.
+        constexpr bool kExists =
+            tile != kFewQueries ||
+            kTuning.consumers != tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, kUsual).consumers;
+        if constexpr (kExists) {
+            using Config =
+                Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV, kTuning, tile == kSplits>;
+            return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, kernel.sms, stream);
+        } else {
+            return kNoKernel;
+        }
+    });
 }
 
 }  // namespace flash_ext

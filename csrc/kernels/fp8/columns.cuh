@@ -1,5 +1,5 @@
-// Reductions over the rows of a head: maxima of columns, from which those of a head or of the
-// tensor follow, and the mean.
+// Reductions over the rows of a head, column by column: maxima of what is finite, over
+// kSumDivisor, and the mean.
 //
 // One CTA has kColumnRows rows of a head and 2 D threads. A thread has eight columns and every 16th
 // row, so a warp reads 512 bytes at a time, and has eight such loads in flight; with 1024 threads
@@ -7,8 +7,7 @@
 // added by a second kernel, in a fixed order: means repeat bit by bit.
 #pragma once
 
-#include "kernels/fp8/packed_max.cuh"
-#include "kernels/fp8/rotate.cuh"
+#include "kernels/fp8/tile_stream.cuh"
 #include "plan/quantize.h"
 #include "ptx/grid_dependency.cuh"
 
@@ -16,7 +15,7 @@ namespace flash_ext {
 
 inline constexpr int kRowGroups = 16;
 
-enum class Columns { kAmax, kAmaxWithoutMean, kSum };
+enum class Columns { kAmax, kSum };
 
 // The factor of rows in sums for a mean: with it no sum overflows. A power of two, less than
 // 1 / length but at least half of it.
@@ -24,69 +23,10 @@ __device__ __forceinline__ float share_of(int length) {
     return __uint_as_float((95 + __clz(length)) << 23);
 }
 
-// Of a thread's eight columns, over its rows: maxima over kSumDivisor, or sums of shares.
-template <class Element, Columns kColumns>
-class ColumnResults {
- public:
-    // `mean`: of these columns. `share`: of a row.
-    __device__ ColumnResults(const float* mean, float share) : share_(share) {
-        if constexpr (kColumns == Columns::kAmaxWithoutMean)
-#pragma unroll
-            for (int e = 0; e < 8; ++e) mean_[e] = mean == nullptr ? 0.f : kFactor * mean[e];
-    }
-
-    // A row in use.
-    __device__ void include(const uint4& x) {
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            if constexpr (kColumns == Columns::kAmax) {
-                packed_[w].include(words[w]);
-                continue;
-            }
-            const float2 pair = ptx::unpack<Element>(words[w]);
-            const float values[2] = {pair.x, pair.y};
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& result = of_column_[2 * w + e];
-                if constexpr (kColumns == Columns::kSum) {
-                    result = fmaf(values[e], share_, result);
-                } else {
-                    const float value = fabsf(fmaf(values[e], kFactor, -mean_[2 * w + e]));
-                    if (value <= FLT_MAX) result = fmaxf(result, value);
-                }
-            }
-        }
-    }
-
-    // All that `include` had so far. Of packed maxima, infinite where an element is.
-    __device__ void get(float (&results)[8]) const {
-#pragma unroll
-        for (int e = 0; e < 8; e += 2) {
-            float2 pair{of_column_[e], of_column_[e + 1]};
-            if constexpr (kColumns == Columns::kAmax) pair = packed_[e / 2].values();
-            const float scale = kColumns == Columns::kSum    ? 1.f
-                                : kColumns == Columns::kAmax ? 1.f / kSumDivisor
-                                                             : 1.f / (kFactor * kSumDivisor);
-            results[e] = pair.x * scale;
-            results[e + 1] = pair.y * scale;
-        }
-    }
-
- private:
-    static constexpr float kFactor = 1.f / kDifferenceDivisor;
-
-    float of_column_[8] = {};
-    float mean_[8] = {};  // times kFactor
-    float share_;
-    PackedMax<Element> packed_[4];
-};
-
 template <class Element, Columns kColumns>
 __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
     columns_kernel(const __grid_constant__ QuantizeParams params) {
     __shared__ __align__(16) float partial[kRowGroups * kMaxQuantizeDim];  // (row group, D)
-    __shared__ uint32_t maxima[32];
     ptx::launch_dependents();
     const int tiles = row_tiles(params, kColumnRows);
     const int tile_idx = blockIdx.x / params.heads;
@@ -101,12 +41,22 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
                        tile.batch * params.x.batch_stride + head * params.x.head_stride + column +
                        (tile.begin + group) * params.x.row_stride;
     const int rows = tile.used - group;  // from x on
-    const int64_t scale_head = int64_t{tile.sequence} * params.heads + head;
-    const float* mean = params.mean == nullptr || tile.used == 0
-                            ? nullptr
-                            : params.mean + scale_head * params.head_dim + column;
-
-    const auto reduce = [&](auto& results, auto load) {
+    const float share = share_of(tile.length);
+    float found[8] = {};
+    const auto include = [&](const uint4& raw) {
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const float2 pair = ptx::unpack<Element>(words[e / 2]);
+            const float value = e % 2 == 0 ? pair.x : pair.y;
+            if constexpr (kColumns == Columns::kSum) {
+                found[e] = fmaf(value, share, found[e]);
+            } else if (fabsf(value) <= FLT_MAX) {
+                found[e] = fmaxf(found[e], fabsf(value));
+            }
+        }
+    };
+    const auto reduce = [&](auto load) {
         constexpr int kTogether = 8;  // rows whose loads are in flight
         for (int first = 0; first < rows; first += kRowGroups * kTogether) {
             uint4 raw[kTogether];
@@ -117,51 +67,15 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
                 if (r < rows) raw[i] = load(x + r * params.x.row_stride);
             }
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i)
-                if (first + kRowGroups * i < rows) results.include(raw[i]);
+            for (int i = 0; i < kTogether; ++i) include(raw[i]);
         }
     };
-    const auto load = [](const Element* p) { return __ldg(reinterpret_cast<const uint4*>(p)); };
-    const auto load_halves = [](const Element* p) {
-        uint32_t words[4];
-        load_unaligned(words, reinterpret_cast<const uint16_t*>(p));
-        return uint4{words[0], words[1], words[2], words[3]};
-    };
-    const auto reduce_rows = [&](auto& results) {
-        if (params.aligned) {
-            reduce(results, load);
-        } else {
-            reduce(results, load_halves);
-        }
-    };
-    float found[8];
-    const float share = share_of(tile.length);
-    ColumnResults<Element, kColumns> results(mean, share);
-    reduce_rows(results);
-    results.get(found);
-    if constexpr (kColumns == Columns::kAmax) {
-        float largest = 0.f;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) largest = fmaxf(largest, found[e]);
-        if (largest > FLT_MAX) {  // again, one by one
-            ColumnResults<Element, Columns::kAmaxWithoutMean> finite(nullptr, share);
-            reduce_rows(finite);
-            finite.get(found);
-        }
+    if (params.aligned) {
+        reduce([](const Element* p) { return __ldg(reinterpret_cast<const uint4*>(p)); });
+    } else {
+        reduce([](const Element* p) { return load_8(p); });
     }
-
-    if constexpr (kColumns != Columns::kSum) ptx::wait_for_grid_before();  // for zeros in amax
-    if (kColumns != Columns::kSum && params.scales != Scales::kChannel) {
-        float largest = 0.f;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) largest = fmaxf(largest, found[e]);
-        largest = cta_max(largest, maxima);
-        if (threadIdx.x > 0 || tile.used == 0) return;
-        atomicMax(reinterpret_cast<uint32_t*>(params.amax) +
-                      (params.scales == Scales::kHead ? scale_head : 0),
-                  __float_as_uint(largest));
-        return;
-    }
+    if constexpr (kColumns == Columns::kAmax) ptx::wait_for_grid_before();  // for zeros in amax
     float4* target = reinterpret_cast<float4*>(&partial[group * params.head_dim + column]);
     target[0] = {found[0], found[1], found[2], found[3]};
     target[1] = {found[4], found[5], found[6], found[7]};
@@ -177,8 +91,9 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads, 2)
     if constexpr (kColumns == Columns::kSum) {
         params.sums[(int64_t{tile_idx} * params.heads + head) * params.head_dim + d] = result;
     } else if (tile.used > 0) {
+        const int64_t scale_head = int64_t{tile.sequence} * params.heads + head;
         atomicMax(reinterpret_cast<uint32_t*>(params.amax) + scale_head * params.head_dim + d,
-                  __float_as_uint(result));
+                  __float_as_uint(result * (1.f / kSumDivisor)));
     }
 }
 
@@ -225,6 +140,14 @@ cudaError_t reduce_columns(const QuantizeParams& params, cudaStream_t stream, bo
                                                                  {.pdl = pdl})
                : launch_kernel<columns_kernel<__nv_bfloat16, kColumns>>(ctas, threads, 0, params,
                                                                         stream, {.pdl = pdl});
+}
+
+cudaError_t token_mean(const QuantizeParams& params, cudaStream_t stream) {
+    const cudaError_t status = reduce_columns<Columns::kSum>(params, stream, false);
+    if (status != cudaSuccess) return status;
+    return launch_kernel<mean_kernel>(int64_t{params.batch} * params.heads,
+                                      kMeanGroups * params.head_dim, 0, params, stream,
+                                      {.pdl = true});
 }
 
 }  // namespace flash_ext

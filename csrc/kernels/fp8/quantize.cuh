@@ -2,9 +2,10 @@
 //
 // A tile has 128 rows of a head. With block scales these are what shares a scale: the rows are
 // loaded once, stay in registers between maximum and rounding, and are stored once. Other scales
-// need the maximum of more than a CTA has, so another kernel computes maxima first. They meet in
-// atomicMax, whose result does not depend on the order. The second pass begins with the rows that
-// the first one has left in L2, the last ones.
+// need the maximum of more than a CTA has, so a first pass finds maxima: of a column another kernel
+// (columns.cuh), otherwise this one, which then stores no rows. Maxima meet in atomicMax, whose
+// result does not depend on the order. The second pass begins with the rows that the first one has
+// left in L2, the last ones.
 //
 // With a the maximum before the factor `norm` of the rotation:
 //
@@ -14,7 +15,7 @@
 // NaN. v and a are divided by powers of two (problem/quantize.h), which cancel.
 #pragma once
 
-#include "kernels/fp8/plain.cuh"
+#include "kernels/fp8/columns.cuh"
 #include "kernels/fp8/rotate.cuh"
 #include "ptx/grid_dependency.cuh"
 
@@ -49,9 +50,8 @@ __device__ __forceinline__ void store_block_descales(const QuantizeParams& param
         descale[i] = 1.f;
 }
 
-// The maximum of a tile's tensor or head, which an earlier kernel has found.
-__device__ __forceinline__ float load_amax(const QuantizeParams& params, const StreamTile& work) {
-    if (work.rows.sequence < 0) return 0.f;
+// The maximum of a tile's tensor or head.
+__device__ __forceinline__ float& amax_of(const QuantizeParams& params, const StreamTile& work) {
     return params.amax[params.scales == Scales::kHead ? work.scale_head(params) : 0];
 }
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ float load_amax(const QuantizeParams& params, const S
 template <class Layout>
 __device__ __forceinline__ void store_results(const QuantizeParams& params,
                                               const TilePosition<Layout>& at,
-                                              const WarpRowsAndResults<Layout>& results,
+                                              const WarpRows<Layout>& results,
                                               const StreamTile& work) {
     const RowTile& tile = work.rows;
     const int64_t row_bytes = int64_t{params.heads} * params.head_dim;
@@ -80,20 +80,34 @@ __device__ __forceinline__ void store_results(const QuantizeParams& params,
     }
 }
 
+// The factors of eight columns from `column` on, of a scale for each.
+__device__ __forceinline__ void load_factors(float (&factors)[8], const QuantizeParams& params,
+                                             const StreamTile& work, int column) {
+    alignas(16) float amax[8] = {};
+    if (work.rows.sequence >= 0) {
+        const auto* source = reinterpret_cast<const float4*>(
+            params.amax + work.scale_head(params) * params.head_dim + column);
+        reinterpret_cast<float4&>(amax[0]) = source[0];
+        reinterpret_cast<float4&>(amax[4]) = source[1];
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) factors[e] = factor_of(params, amax[e]) * work.divisor;
+}
+
 template <class Rows>
 __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
     using Layout = typename Rows::Layout;
     __shared__ TileMaxima<Layout> maxima;
     maxima.init();
-    const bool second_pass = params.scales != Scales::kBlock;
-    TileStream<WarpRowsAndResults<Layout>, Rows> stream(params, second_pass);
+    const bool second_pass = params.scales != Scales::kBlock && !params.finds_maxima;
+    TileStream<Rows> stream(params, second_pass);
     const TilePosition<Layout> results_at(params, 2 * (threadIdx.x % 32));
     Rows rows(params);
     rows.load_mean(params, stream.next(), stream.storage.mean);  // while the rows are on their way
     maxima.wait_for_init();
 
+    if (params.scales != Scales::kBlock) ptx::wait_for_grid_before();  // for zeros, or the maxima
     if (second_pass) {
-        ptx::wait_for_grid_before();  // for the maxima
         const int64_t step = int64_t{gridDim.x} * blockDim.x;
         for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < scale_count(params);
              i += step)
@@ -107,39 +121,35 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeParams& params) {
         rows.last_butterflies();
         if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
             if (stream.repeat()) continue;
-            if constexpr (!Rows::kRepeats) rows.spoil();
-            largest = params.to_int8 ? CUDART_NAN_F : rows.amax();
+            largest = rows.finite_amax();
+            if (params.to_int8) largest = CUDART_NAN_F;
         }
-        if (params.scales == Scales::kBlock) {
-            const float amax =
-                maxima.reduce(largest * (work.divisor / kSumDivisor), stream.number());
-            store_block_descales<Layout>(params, work, amax);
-            const float factor = factor_of(params, amax) * work.divisor;
-            if (params.to_int8) {
-                rows.template write<Int8>(stream.storage, factor);
-            } else {
-                rows.template write<Float8>(stream.storage, factor);
-            }
-        } else if (Rows::kDim > 0 || params.scales != Scales::kChannel) {
-            const float factor = factor_of(params, load_amax(params, work)) * work.divisor;
+        more = stream.next().is_valid;
+        float amax = 0.f;
+        if (!second_pass) {
+            amax = maxima.reduce(largest * (work.divisor / kSumDivisor), stream.number());
+        } else if (params.scales != Scales::kChannel && work.rows.sequence >= 0) {
+            amax = amax_of(params, work);
+        }
+        if (params.finds_maxima) {
+            if (Layout::thread() == 0 && work.rows.used > 0)
+                atomicMax(reinterpret_cast<uint32_t*>(&amax_of(params, work)),
+                          __float_as_uint(amax));
+            continue;
+        }
+        if (!second_pass) store_block_descales<Layout>(params, work, amax);
+        const float factor = factor_of(params, amax) * work.divisor;
+        if (params.to_int8) {
+            rows.template write<Int8>(stream.storage, factor);
+        } else if (Rows::kRotates || params.scales != Scales::kChannel) {
             rows.template write<Float8>(stream.storage, factor);
-        } else if constexpr (Rows::kDim == 0) {
-            float amax[8] = {};
-            if (work.rows.sequence >= 0) {
-                const float4* source = reinterpret_cast<const float4*>(
-                    params.amax + work.scale_head(params) * params.head_dim + rows.column());
-                const float4 low = source[0], high = source[1];
-                amax[0] = low.x, amax[1] = low.y, amax[2] = low.z, amax[3] = low.w;
-                amax[4] = high.x, amax[5] = high.y, amax[6] = high.z, amax[7] = high.w;
-            }
+        } else {
             float factors[8];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) factors[e] = factor_of(params, amax[e]) * work.divisor;
-            rows.write(stream.storage, factors);
+            load_factors(factors, params, work, rows.column());
+            rows.template write<Float8>(stream.storage, factors);
         }
         __syncwarp();  // the warp's results are complete
         store_results(params, results_at, stream.storage, work);
-        more = stream.next().is_valid;
     }
 }
 
@@ -159,46 +169,43 @@ __global__ void __launch_bounds__(kZeroThreads)
     if (i < scale_count(params)) params.amax[i] = 0.f;
 }
 
-// The maxima of rotated rows, to the amax of the tensor or of the heads.
 template <class Rows>
-__device__ __forceinline__ void amax_of_tiles(const QuantizeParams& params) {
-    __shared__ uint32_t maxima[32];
-    TileStream<WarpRows<typename Rows::Layout>, Rows> stream(params, false);
-    Rows rows(params);
-    rows.load_mean(params, stream.next(), stream.storage.mean);  // while the rows are on their way
-    if (threadIdx.x % 32 == 0) stream.storage.amax = 0;
-    ptx::wait_for_grid_before();  // for zeros in amax
-    for (bool more = true; more;) {
-        const StreamTile& work = stream.read(params, rows);
-        rows.prepare(params, work, stream.storage.mean);
-        float largest = rows.amax_before_last();
-        if (__any_sync(0xffffffff, !(largest <= FLT_MAX))) {
-            if (stream.repeat()) continue;
-            rows.last_butterflies();
-            largest = rows.amax();
-        }
-        more = stream.next().is_valid;
-        largest *= work.divisor / kSumDivisor;
-        const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(largest));
-        if (threadIdx.x % 32 > 0 || work.rows.used == 0) continue;
-        if (params.scales == Scales::kHead) {
-            atomicMax(reinterpret_cast<uint32_t*>(params.amax) + work.scale_head(params), of_warp);
-        } else {
-            stream.storage.amax = max(stream.storage.amax, of_warp);
-        }
-    }
-    ptx::launch_dependents();
-    if (params.scales == Scales::kHead) return;
-    __syncwarp();  // lane 0 has stored the warp's maximum
-    const float amax = cta_max(__uint_as_float(stream.storage.amax), maxima);
-    if (threadIdx.x == 0)
-        atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(amax));
+cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream) {
+    using Layout = typename Rows::Layout;
+    const int threads = Layout::threads(params);
+    const int bytes = threads / 32 * static_cast<int>(sizeof(WarpRows<Layout>));
+    constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(WarpRows<Layout>);
+    return launch_kernel<quantize_kernel<Rows>>(
+        persistent_ctas<Layout>(params, threads, Rows::kSmThreads, bytes), threads, bytes, params,
+        stream,
+        {.pdl = params.scales != Scales::kBlock,
+         .cluster = Layout::kCtas,
+         .most_shared_bytes = kMostBytes});
 }
 
-template <class Rows>
-__global__ void __maxnreg__(Rows::kRegisters)
-    amax_kernel(const __grid_constant__ QuantizeParams params) {
-    if constexpr (kCudaArch >= 900) amax_of_tiles<Rows>(params);
+inline cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream) {
+    return dispatch<0, 16, 32, 64, 128, 256>(
+        params.signs == nullptr ? 0 : params.hadamard_dim, [&](auto dim) {
+            return dispatch_element(params.element_type, [&](auto element) {
+                constexpr bool kShares = dim == 256;  // two CTAs share a tile
+                return launch_quantize<
+                    TileRows<decltype(element), dim, rotated_vectors(dim), kShares ? 2 : 1>>(
+                    params, stream);
+            });
+        });
+}
+
+cudaError_t quantize(QuantizeParams params, cudaStream_t stream) {
+    cudaError_t status = cudaSuccess;
+    if (params.scales != Scales::kBlock)
+        status = launch_kernel<zero_amax_kernel>(
+            ceil_div<int64_t>(scale_count(params), kZeroThreads), kZeroThreads, 0, params, stream);
+    if (status == cudaSuccess && params.scales == Scales::kChannel)
+        status = reduce_columns<Columns::kAmax>(params, stream, /*pdl=*/true);
+    params.finds_maxima = params.scales == Scales::kTensor || params.scales == Scales::kHead;
+    if (status == cudaSuccess && params.finds_maxima) status = launch_quantize(params, stream);
+    params.finds_maxima = false;
+    return status == cudaSuccess ? launch_quantize(params, stream) : status;
 }
 
 }  // namespace flash_ext

@@ -1,8 +1,8 @@
-// A thread's 64 or 128 elements of a tile in registers, as both quantization kernels have them, and
-// what is done before rounding: the mean is subtracted, and rows are rotated (incoherent
-// processing, FlashAttention-3, section 3.3): x -> x diag(signs) H, where H is an orthonormal
-// Hadamard matrix. q and k with the same rotation have the same products, and outliers are spread
-// over the columns.
+// A thread's 64 or 128 elements of a tile in registers, and what is done before rounding: the mean
+// is subtracted, and rows may be rotated (incoherent processing, FlashAttention-3, section 3.3):
+// x -> x diag(signs) H, where H is an orthonormal Hadamard matrix. q and k with the same rotation
+// have the same products, and outliers are spread over the columns. Without a rotation H is 1 and
+// a unit is a vector.
 //
 // Where D is no power of two, H is block-diagonal. A *unit* is the part of a row that one block of
 // H rotates: all of the row, or one of D / kDim parts. A unit belongs to kLanes neighboring lanes,
@@ -20,8 +20,6 @@
 // The order of the butterflies is that of the CPU kernels, so that results are the same bit by bit.
 // Tensor cores would add in another one.
 #pragma once
-
-#include <cuda_fp8.h>
 
 #include "kernels/fp8/tile_stream.cuh"
 #include "ptx/float8.cuh"
@@ -50,29 +48,28 @@ __device__ __forceinline__ uint2 scaled(Int8, const float (&x)[8], const float (
     return {pack(0), pack(4)};
 }
 
-// The same, rounded to e4m3. Numbers beyond 448 become 448; a NaN stays one. Before sm_89 there
-// is no instruction for this.
+// The same, rounded to e4m3.
 __device__ __forceinline__ uint2 scaled(Float8, const float (&x)[8], const float (&factors)[8]) {
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        pairs[i] =
-            __nv_cvt_float2_to_fp8x2({x[2 * i] * factors[2 * i], x[2 * i + 1] * factors[2 * i + 1]},
-                                     __NV_SATFINITE, __NV_E4M3);
-    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+    const auto pack = [&](int i) {
+        return ptx::pack_e4m3(x[i] * factors[i], x[i + 1] * factors[i + 1],
+                              x[i + 2] * factors[i + 2], x[i + 3] * factors[i + 3]);
+    };
+    return {pack(0), pack(4)};
 }
 
 // The vectors of a thread.
 constexpr int rotated_vectors(int hadamard_dim) { return hadamard_dim > 64 ? 16 : 8; }
 
+// kHadamardDim: 0 without a rotation.
 template <class Element, int kHadamardDim, int kRowVectors = rotated_vectors(kHadamardDim),
           int kCtas = 1>
-class RotatedRows {
+class TileRows {
  public:
     using Type = Element;
-    static constexpr int kDim = kHadamardDim;
-    static constexpr int kMeanDivisor = kSumDivisor;  // of numbers less their mean
-    static constexpr bool kRepeats = true;            // a tile with sums that are not finite
+    static constexpr bool kRotates = kHadamardDim > 0;
+    static constexpr int kDim = kRotates ? kHadamardDim : 8;
+    // Of numbers less their mean.
+    static constexpr int kMeanDivisor = kRotates ? kSumDivisor : kDifferenceDivisor;
     static constexpr int kThreadVectors = kRowVectors;
     static constexpr int kLanes = kDim <= 8 * kThreadVectors ? 1 : kDim / (8 * kThreadVectors);
     static constexpr int kVectors = kDim / 8 / kLanes;
@@ -89,21 +86,9 @@ class RotatedRows {
     static constexpr int kSmThreads = kThreadVectors == 16 ? 384 : 512;
     static constexpr int kRegisters = kThreadVectors < 16 ? 128 : 168;
 
-    __device__ RotatedRows(const QuantizeParams& params)
+    __device__ TileRows(const QuantizeParams& params)
         : at_(params, static_cast<int>(first_of(threadIdx.x % 32))) {
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-            const uint2 bytes =
-                *reinterpret_cast<const uint2*>(params.signs + at_.column() + 8 * kLanes * j);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int word = 4 * j + i;
-                // The two bytes to the high bytes of both halves.
-                const uint32_t pair =
-                    ptx::byte_permute(i < 2 ? bytes.x : bytes.y, 0, i % 2 == 0 ? 0x1404 : 0x3424);
-                signs_[word / 16] |= (pair & 0x80008000) >> word % 16;
-            }
-        }
+        if constexpr (kRotates) load_signs(params);
     }
 
     __device__ void read(const WarpRows<Layout>& rows) {
@@ -129,7 +114,8 @@ class RotatedRows {
         if (column < params.head_dim) {
             const float4* source =
                 reinterpret_cast<const float4*>(params.mean + head * params.head_dim + column);
-            const uint2 signs = *reinterpret_cast<const uint2*>(params.signs + column);
+            uint2 signs{0, 0};
+            if constexpr (kRotates) signs = *reinterpret_cast<const uint2*>(params.signs + column);
             const float4 low = source[0], high = source[1];
             float4* target = reinterpret_cast<float4*>(&mean.of_columns[mean_index(column)]);
             target[0] = divided_with_signs(low, signs.x);
@@ -155,42 +141,20 @@ class RotatedRows {
                 const uint32_t bits = signs[word / 16] << word % 16;
 #pragma unroll
                 for (int n = 0; n < kUnits; ++n) {
-                    const float2 pair = ptx::unpack<Element>(raw_[n][j][i] ^ (bits & 0x80008000));
+                    const float2 pair = ptx::unpack<Element>(
+                        kRotates ? raw_[n][j][i] ^ (bits & 0x80008000) : raw_[n][j][i]);
                     v_[n][j][2 * i] = pair.x;
                     v_[n][j][2 * i + 1] = pair.y;
                 }
             }
         if (params.mean != nullptr && work.rows.used > 0) subtract(work, mean);
-#pragma unroll
-        for (int n = 0; n < kUnits; ++n) {
-#pragma unroll
-            for (int distance = 1; distance < 8; distance *= 2)
-#pragma unroll
-                for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                    for (int e = 0; e < 8; ++e)
-                        if ((e & distance) == 0) butterfly(v_[n][j][e], v_[n][j][e + distance]);
-#pragma unroll
-            for (int distance = 1; distance < kLanes; distance *= 2) {
-                const float sign = (threadIdx.x & distance) == 0 ? 1.f : -1.f;
-#pragma unroll
-                for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) {
-                        const float own = v_[n][j][e];
-                        const float other = __shfl_xor_sync(0xffffffff, own, distance);
-                        v_[n][j][e] = fmaf(own, sign, other);  // the product is exact
-                    }
-            }
-#pragma unroll
-            for (int distance = 1; distance < kVectors / 2; distance *= 2)
-                vector_butterflies(n, distance);
-        }
+        if constexpr (kRotates) first_butterflies();
     }
 
     __device__ void last_butterflies() {
+        if constexpr (kRotates)
 #pragma unroll
-        for (int n = 0; n < kUnits; ++n) vector_butterflies(n, kVectors / 2);
+            for (int n = 0; n < kUnits; ++n) vector_butterflies(n, kVectors / 2);
     }
 
     // The largest magnitude after the last butterflies, found before they are made: of a + b and
@@ -198,55 +162,69 @@ class RotatedRows {
     // a and b is, or the sum overflows. The order of floats without a sign is that of their bits,
     // of which one instruction has the maximum of three (on sm_90).
     __device__ float amax_before_last() const {
+        constexpr int kHalf = kVectors / 2;  // 0 without a rotation
         int largest = 0;
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-            for (int j = 0; j < kVectors / 2; ++j)
+            for (int j = 0; j < max_of(kHalf, 1); ++j)
 #pragma unroll
                 for (int e = 0; e < 8; e += 2) {
-                    const auto sum = [&](int e) {
-                        return __float_as_int(fabsf(v_[n][j][e]) +
-                                              fabsf(v_[n][j + kVectors / 2][e]));
+                    const auto size = [&](int e) {
+                        const float x = fabsf(v_[n][j][e]);
+                        return __float_as_int(kRotates ? x + fabsf(v_[n][j + kHalf][e]) : x);
                     };
-                    largest = __vimax3_s32(largest, sum(e), sum(e + 1));
+                    largest = __vimax3_s32(largest, size(e), size(e + 1));
                 }
         return __int_as_float(largest);
     }
 
-    // NaNs are ignored.
-    __device__ float amax() const {
+    // After them, of what is finite. The others become NaN.
+    __device__ float finite_amax() {
         float largest = 0.f;
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
             for (int j = 0; j < kVectors; ++j)
 #pragma unroll
-                for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(v_[n][j][e]));
+                for (int e = 0; e < 8; ++e) {
+                    float& x = v_[n][j][e];
+                    if (!(fabsf(x) <= FLT_MAX)) x = CUDART_NAN_F;
+                    largest = fmaxf(largest, fabsf(x));  // not of NaN
+                }
         return largest;
     }
 
     // Rounds.
     template <class Result>
-    __device__ void write(WarpRowsAndResults<Layout>& rows, float factor) const {
+    __device__ void write(WarpRows<Layout>& rows, float factor) const {
+        const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
+        write<Result>(rows, factors);
+    }
+
+    // With a factor for each column of a vector, of which a unit without a rotation has one.
+    template <class Result>
+    __device__ void write(WarpRows<Layout>& rows, const float (&factors)[8]) const {
         const uint32_t of_lane = ptx::shared_address(
             &rows.x_8bit[Layout::swizzled_piece(first_of(ptx::lane_not_hoisted()))]);
-        const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
+        constexpr int kTogether = kLanes == 1 && kVectors > 1 ? 2 : 1;  // adjacent ones
 #pragma unroll
         for (int n = 0; n < kUnits; ++n)
 #pragma unroll
-            for (int j = 0; j < kVectors; j += 2) {
+            for (int j = 0; j < kVectors; j += kTogether) {
+                const uint32_t target = Layout::piece_address(of_lane, vector(n, j));
                 const uint2 x = scaled(Result{}, v_[n][j], factors);
-                const uint2 y = scaled(Result{}, v_[n][j + 1], factors);
-                if constexpr (kLanes == 1) {  // adjacent
-                    ptx::st_shared_v4(Layout::piece_address(of_lane, vector(n, j)),
-                                      {x.x, x.y, y.x, y.y});
+                if constexpr (kTogether == 1) {
+                    ptx::st_shared_v2(target, x.x, x.y);
                 } else {
-                    ptx::st_shared_v2(Layout::piece_address(of_lane, vector(n, j)), x.x, x.y);
-                    ptx::st_shared_v2(Layout::piece_address(of_lane, vector(n, j + 1)), y.x, y.y);
+                    const uint2 y = scaled(Result{}, v_[n][j + 1], factors);
+                    ptx::st_shared_v4(target, {x.x, x.y, y.x, y.y});
                 }
             }
     }
+
+    // Of the first vector.
+    __device__ int column() const { return at_.column(); }
 
  private:
     static constexpr int kSignWords = ceil_div(kVectors, 4);
@@ -259,6 +237,22 @@ class RotatedRows {
 
     // Where the mean of a column is: lanes that read one of different units use different banks.
     static __device__ constexpr int mean_index(int column) { return column + column / 32 * 4; }
+
+    __device__ void load_signs(const QuantizeParams& params) {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+            const uint2 bytes =
+                *reinterpret_cast<const uint2*>(params.signs + at_.column() + 8 * kLanes * j);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int word = 4 * j + i;
+                // The two bytes to the high bytes of both halves.
+                const uint32_t pair =
+                    ptx::byte_permute(i < 2 ? bytes.x : bytes.y, 0, i % 2 == 0 ? 0x1404 : 0x3424);
+                signs_[word / 16] |= (pair & 0x80008000) >> word % 16;
+            }
+        }
+    }
 
     // `signs`: a byte for each number.
     static __device__ float4 divided_with_signs(float4 x, uint32_t signs) {
@@ -293,6 +287,35 @@ class RotatedRows {
             for (int j = 0; j < kVectors; ++j)
 #pragma unroll
                 for (int e = 0; e < 8; ++e) v_[n][j][e] = 0.f;
+        }
+    }
+
+    // All but those of the largest distance.
+    __device__ void first_butterflies() {
+#pragma unroll
+        for (int n = 0; n < kUnits; ++n) {
+#pragma unroll
+            for (int distance = 1; distance < 8; distance *= 2)
+#pragma unroll
+                for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                    for (int e = 0; e < 8; ++e)
+                        if ((e & distance) == 0) butterfly(v_[n][j][e], v_[n][j][e + distance]);
+#pragma unroll
+            for (int distance = 1; distance < kLanes; distance *= 2) {
+                const float sign = (threadIdx.x & distance) == 0 ? 1.f : -1.f;
+#pragma unroll
+                for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) {
+                        const float own = v_[n][j][e];
+                        const float other = __shfl_xor_sync(0xffffffff, own, distance);
+                        v_[n][j][e] = fmaf(own, sign, other);  // the product is exact
+                    }
+            }
+#pragma unroll
+            for (int distance = 1; distance < kVectors / 2; distance *= 2)
+                vector_butterflies(n, distance);
         }
     }
 

@@ -102,26 +102,15 @@ struct WarpMean {
 enum class Repeat { kNo, kWanted, kDone };
 
 // A warp's part of a tile.
-template <class Layout_>
+template <class Layout>
 struct alignas(128) WarpRows {
-    using Layout = Layout_;
     uint4 x[Layout::kWarpVectors];  // swizzled()
     RowTileCursor cursor;
     Repeat repeat;        // of the tile in registers
-    uint32_t amax;        // of the tiles so far, as bits
     StreamTile tiles[2];  // the one in registers, and that of `x`
     WarpMean mean;        // of the head of the tile in registers, or of an earlier one
-};
-template <class Layout>
-struct WarpRowsAndResults : WarpRows<Layout> {
     alignas(128) uint2 x_8bit[Layout::kWarpVectors];  // swizzled_piece()
 };
-
-// This warp's.
-template <class Storage>
-__device__ __forceinline__ Storage& warp_storage() {
-    return (&shared_storage<Storage>())[threadIdx.x / 32];
-}
 
 // Where a vector of the warp's part is in the tile. Vector 32 i + n of a warp is vector
 // i T + 32 warp + n of the tile, of T threads, counted row by row: every i is kVectorRows rows
@@ -142,12 +131,6 @@ class TilePosition {
  private:
     uint32_t bits_;  // one register, over many tiles
 };
-
-// Eight elements that may lie at any address.
-__device__ __forceinline__ void load_unaligned(uint32_t (&words)[4], const uint16_t* x) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) words[w] = x[2 * w] | static_cast<uint32_t>(x[2 * w + 1]) << 16;
-}
 
 // Copies a warp's part of a tile from x. A lane copies the vectors 32 i + lane.
 template <class Layout>
@@ -175,9 +158,8 @@ class TileLoader {
         } else {
 #pragma unroll 1
             for (int i = 0; i < Layout::kThreadVectors; ++i, x += step) {
-                uint32_t words[4] = {0, 0, 0, 0};
-                if (Layout::kVectorRows * i < rows) load_unaligned(words, x);
-                ptx::st_shared_v4(Layout::vector_address(target, 32 * i), words);
+                const uint4 v = load_8(x, Layout::kVectorRows * i < rows ? 8 : 0);
+                ptx::st_shared_v4(Layout::vector_address(target, 32 * i), {v.x, v.y, v.z, v.w});
             }
         }
         ptx::cp_async_commit();
@@ -187,10 +169,10 @@ class TileLoader {
     TilePosition<Layout> at_;
 };
 
-// After sums that are not finite: elements of a warp that are not become NaN. If `divides` and sums
-// of others may overflow, as in bfloat16, all elements are divided by kSumDivisor. Returns whether.
+// After sums that are not finite: where sums of finite elements of a warp may overflow, as in
+// bfloat16, all are divided by kSumDivisor. Returns whether.
 template <class Element, class Layout>
-__device__ __forceinline__ bool repair(WarpRows<Layout>& rows, bool divides) {
+__device__ __forceinline__ bool divide_large(WarpRows<Layout>& rows) {
     // Changes each element. Few registers and little code count, not speed.
     const auto for_each = [&](auto change) {
 #pragma unroll 1
@@ -200,25 +182,26 @@ __device__ __forceinline__ bool repair(WarpRows<Layout>& rows, bool divides) {
             word = ptx::pack<Element>(change(pair.x), change(pair.y));
         }
     };
-    float largest = 0.f;
+    bool large = false;
     for_each([&](float x) {
-        const float y = fabsf(x) <= FLT_MAX ? x : CUDART_NAN_F;
-        largest = fmaxf(largest, fabsf(y));
-        return y;
+        large |= fabsf(x) > FLT_MAX / kSumDivisor && fabsf(x) <= FLT_MAX;
+        return x;
     });
-    if (!__any_sync(0xffffffff, divides && largest > FLT_MAX / kSumDivisor)) return false;
+    if (!__any_sync(0xffffffff, large)) return false;
     for_each([](float x) { return x * (1.f / kSumDivisor); });
     return true;
 }
 
 // The tiles of a CTA, as one warp sees them: it computes with one while the next one is loaded.
 // What belongs to tiles is in shared memory, since registers are for elements.
-template <class Storage, class Rows>
+template <class Rows>
 class TileStream {
  public:
+    using Layout = typename Rows::Layout;
+
     // Starts to load the first tile.
     __device__ TileStream(const QuantizeParams& params, bool reverse)
-        : storage(warp_storage<Storage>()), loader_(params) {
+        : storage((&shared_storage<WarpRows<Layout>>())[threadIdx.x / 32]), loader_(params) {
         if (threadIdx.x % 32 == 0) {
             storage.mean.head = -1;
             storage.repeat = Repeat::kNo;
@@ -230,31 +213,32 @@ class TileStream {
     // Waits for the tile that was started last, reads it to registers and starts the next one in
     // its place. After repeat() it starts the same tile again, and reads that.
     __device__ const StreamTile& read(const QuantizeParams& params, Rows& rows) {
-        const bool again =
-            Rows::kRepeats && __any_sync(0xffffffff, storage.repeat == Repeat::kWanted);
+        const bool again = __any_sync(0xffffffff, storage.repeat == Repeat::kWanted);
         if (!again) {
             ++tiles_read_;
             RowTileCursor cursor = storage.cursor;
             cursor.advance();
             choose(cursor, params);
         }
-        if (Rows::kRepeats && threadIdx.x % 32 == 0)
-            storage.repeat = again ? Repeat::kDone : Repeat::kNo;
+        if (again) __syncwarp();  // all lanes have read `repeat`
+        if (threadIdx.x % 32 == 0) storage.repeat = again ? Repeat::kDone : Repeat::kNo;
 #pragma unroll 1
         for (bool is_next = again;; is_next = false) {
             ptx::cp_async_wait<0>();
             __syncwarp();  // the vectors of all lanes are there
-            if (again && !is_next) repair_current();
+            if (again && !is_next) divide_current();
             rows.read(storage);
             __syncwarp();  // all lanes have read them
             loader_.start(params, is_next ? current() : next(), storage);
             if (!is_next) return current();
         }
     }
-    // Lets read() repeat the tile in registers, after repair(). Returns false if it has.
+    // Lets read() repeat the tile in registers, after divide_large(). Returns false if it has, or
+    // if nothing is added up.
     __device__ bool repeat() {
-        if (!Rows::kRepeats) return false;
+        if (!Rows::kRotates) return false;
         if (__any_sync(0xffffffff, storage.repeat == Repeat::kDone)) return false;
+        __syncwarp();  // all lanes have read it
         if (threadIdx.x % 32 == 0) storage.repeat = Repeat::kWanted;
         __syncwarp();  // other lanes read it
         return true;
@@ -263,10 +247,10 @@ class TileStream {
     __device__ uint32_t number() const { return tiles_read_ - 1; }
     __device__ const StreamTile& next() const { return storage.tiles[tiles_read_ % 2]; }
 
-    Storage& storage;
+    WarpRows<Layout>& storage;  // this warp's
 
  private:
-    static constexpr int kCtas = Storage::Layout::kCtas;
+    static constexpr int kCtas = Layout::kCtas;
 
     // Makes the cursor's tile the next one.
     __device__ void choose(const RowTileCursor& cursor, const QuantizeParams& params) {
@@ -287,27 +271,16 @@ class TileStream {
 
     __device__ StreamTile& current() { return storage.tiles[number() % 2]; }
 
-    __device__ void repair_current() {
-        const bool divides = current().divisor == 1.f;
-        const bool divided = repair<typename Rows::Type>(storage, divides);
+    __device__ void divide_current() {
+        const bool divided = current().divisor == 1.f && divide_large<typename Rows::Type>(storage);
+        __syncwarp();  // all lanes have read the divisor
         if (divided && threadIdx.x % 32 == 0) current().divisor = kSumDivisor;
         __syncwarp();  // other lanes read it, and the elements
     }
 
-    TileLoader<typename Storage::Layout> loader_;
+    TileLoader<Layout> loader_;
     uint32_t tiles_read_ = 0;
 };
-
-// The maximum of a CTA's values, none of them negative, in all threads. Bits of such floats are in
-// the order of their values. `maxima` may be written again after another barrier.
-__device__ __forceinline__ float cta_max(float x, uint32_t (&maxima)[32]) {
-    const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
-    const uint32_t lane = ptx::lane_not_hoisted();
-    if (lane == 0) maxima[threadIdx.x / 32] = of_warp;
-    __syncthreads();  // the maxima of all warps are complete
-    return __uint_as_float(
-        __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? maxima[lane] : 0));
-}
 
 // The maxima of the warps of a tile. With two CTAs, each has a copy, and barriers of which a phase
 // ends when all of a tile's maxima have come. One CTA may be a tile ahead, never two: so every
@@ -334,15 +307,17 @@ struct TileMaxima {
         if constexpr (Layout::kCtas > 1) ptx::cluster_wait();
     }
 
-    // Of all threads of the CTA's tile number `tile`.
+    // The maximum of x, which is not negative, over all threads of the CTA's tile number `tile`.
+    // Bits of such floats are in the order of their values.
     __device__ __forceinline__ float reduce(float x, uint32_t tile) {
         uint32_t (&maxima)[32] = of_warps[tile % 2];
+        const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
+        const uint32_t lane = ptx::lane_not_hoisted();
+        const uint32_t warps = Layout::kCtas * blockDim.x / 32;
         if constexpr (Layout::kCtas == 1) {
-            return cta_max(x, maxima);
+            if (lane == 0) maxima[threadIdx.x / 32] = of_warp;
+            __syncthreads();  // the maxima of all warps are complete
         } else {
-            const uint32_t of_warp = __reduce_max_sync(0xffffffff, __float_as_uint(x));
-            const uint32_t lane = ptx::lane_not_hoisted();
-            const uint32_t warps = Layout::kCtas * blockDim.x / 32;
             const uint32_t barrier = ptx::shared_address(&arrived[tile % 2]);
             if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(barrier, sizeof(uint32_t) * warps);
             if (lane < Layout::kCtas)
@@ -351,8 +326,8 @@ struct TileMaxima {
                     of_warp, ptx::address_in_cta(barrier, lane));
             __syncwarp();
             ptx::mbarrier_wait(barrier, tile / 2 % 2);  // for the maxima of all warps
-            return __uint_as_float(__reduce_max_sync(0xffffffff, lane < warps ? maxima[lane] : 0));
         }
+        return __uint_as_float(__reduce_max_sync(0xffffffff, lane < warps ? maxima[lane] : 0));
     }
 };
 
@@ -368,20 +343,10 @@ template <class Layout>
 int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads, int cta_bytes) {
     const int by_threads = max_of(sm_threads / threads, 1);
     const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
-    int tiles = multiprocessors() * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
+    int tiles = current_device().sms * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
     const int above = tiles % params.heads;
     if (params.mean != nullptr && 16 * above <= tiles) tiles -= above;
     return Layout::kCtas * min_of(tiles_of_heads(params, kScaleRows), int64_t{tiles});
-}
-
-// Calls launch(element tag, constant hadamard_dim), the latter 0 without a rotation.
-template <class Launch>
-cudaError_t dispatch_rotation(const QuantizeParams& params, Launch launch) {
-    return dispatch<0, 16, 32, 64, 128, 256>(
-        params.signs == nullptr ? 0 : params.hadamard_dim, [&](auto dim) {
-            return dispatch_element(params.element_type,
-                                    [&](auto element) { return launch(element, dim); });
-        });
 }
 
 }  // namespace flash_ext

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ops.checks import refuse
 from .methods import Groups, outer_of
-from .on_device import moved
+from .on_device import HOST
 from .request import Group, groups_of, on_host, require_documents, shards_of
 from .sharding import Sharding, sharding
 from .transport import Collectives
@@ -116,9 +116,5 @@ def position_ids(
         device: of the result.
     """
     groups, shards = _shards(group, seqlen, layout, cu_seqlens)
-    rows = shards.positions(groups.rank)
-    documents = on_host(cu_seqlens)
-    if documents is not None:
-        starts = documents.offsets
-        rows = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
-    return rows if device is None else moved(rows, torch.device(device))
+    place = HOST if device is None else torch.device(device)
+    return shards.positions(groups.rank, on_host(cu_seqlens), place)

@@ -98,7 +98,7 @@ class CopyEngines:
         self.staging, self.shards, self.rank, self.ranks = staging, shards, rank, shards.ranks
         # Every rank reads what others have laid out: all have one order, whoever has many spans.
         self._reordered = shards.most_spans > FEW_SPANS
-        self._spans = (shards.one_by_one if self._reordered else shards).spans
+        self._spans = shards.one_by_one if self._reordered else shards.spans
         staging.abandon()
 
     def _travelling_order(self, out: Tensor, x: Tensor, span: Span) -> None:

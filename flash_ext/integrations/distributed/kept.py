@@ -69,13 +69,10 @@ class Kept(Generic[T]):
                 self.nbytes -= self._results.popitem(last=False)[1][1]
         return result
 
-    def newest(self, wanted: Callable[[tuple[Any, ...]], bool]) -> T | None:
-        """The newest result whose arguments are such, or None."""
+    def known(self, *arguments: Any) -> T | None:
+        """The result if it is kept, or None."""
         with self._lock:
-            for arguments in reversed(self._results):
-                if wanted(arguments):
-                    return self._results[arguments][0]
-        return None
+            return self._results.get(arguments, (None, 0))[0]
 
     def clear(self) -> None:
         """Forget everything."""

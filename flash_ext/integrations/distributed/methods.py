@@ -126,7 +126,7 @@ def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = plan.visible_pairs(shards, mask)
     return {
-        "share": sum(pairs) / max(shards.rows**2, 1),
+        "share": plan.share(shards.rows, mask),
         "balance": shards.ranks * max(pairs) / max(sum(pairs), 1),
     }
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from .kept import Kept, kept
+from .kept import MOST_BYTES, Kept, bytes_of, kept
 
-T = TypeVar("T")
+T = TypeVar("T", Tensor, tuple[Tensor, ...])
 
-ON_HOST: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
-"""What plans are made of, whatever the default device is."""
+HOST = torch.device("cpu")
+"""What plans are made on, whatever the default device is."""
 
 
 def numbers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     """Integers as a tensor of the host. (torch.tensor takes three times as long.)"""
     if not values:
-        return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.empty(0, dtype=dtype, device=HOST)
     code = {torch.int64: "q", torch.int32: "i"}[dtype]
     return torch.frombuffer(array.array(code, values), dtype=dtype)
 
@@ -45,17 +45,52 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def for_stream(cache: Kept[T], x: object, device: torch.device) -> T:
-    """cache(x, device, stream), of tensors on a device: on another stream than the one that made
-    them they may not be there yet. While a graph is captured, what a call before has made."""
-    if captures(device):  # which no work of other streams is beside
-        found = cache.newest(lambda arguments: arguments[:2] == (x, device))
-        if found is None:
-            found = cache.function(x, device, 0)
-        _of_graphs.append(found)
-        return found
-    on_gpu = device.type == "cuda"
-    return cache(x, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
+class _Made(Generic[T]):
+    """Tensors of a device, for all its streams."""
+
+    def __init__(self, value: T, device: torch.device) -> None:
+        self.value, self.nbytes, self._device = value, bytes_of(value), device
+        self._streams: set[torch.cuda.Stream] = set()
+        if device.type == "cuda":
+            self._made = torch.cuda.current_stream(device).record_event()
+
+    def here(self) -> T:
+        """They are there when what is enqueued next on the current stream begins."""
+        if self._device.type != "cuda":
+            return self.value
+        stream = torch.cuda.current_stream(self._device)
+        if stream not in self._streams:
+            stream.wait_event(self._made)  # of the stream that made them, maybe
+            for x in (self.value,) if isinstance(self.value, Tensor) else self.value:
+                x.record_stream(stream)
+            self._streams.add(stream)
+        return self.value
+
+
+class KeptOnDevices(Kept[_Made[T]]):
+    """A function of something of the host and a device, whose newest results are kept there, one
+    for all streams. Nobody writes to them."""
+
+    def __init__(self, function: Callable[[Any, torch.device], T], most_bytes: int) -> None:
+        super().__init__(lambda x, device: _Made(function(x, device), device), most_bytes)
+        self._make = function
+
+    def on(self, x: object, device: torch.device) -> T:
+        """The result, for what the current stream does next."""
+        if not captures(device):
+            return self(x, device).here()
+        # What a call before has made, which no work of other streams is beside.
+        made = self.known(x, device)
+        value = self._make(x, device) if made is None else made.value
+        _of_graphs.append(value)
+        return value
+
+
+def kept_on_devices(
+    most_bytes: int = MOST_BYTES,
+) -> Callable[[Callable[[Any, torch.device], T]], KeptOnDevices[T]]:
+    """A decorator, as `kept`."""
+    return lambda function: KeptOnDevices(function, most_bytes)
 
 
 class Numbers:
@@ -71,11 +106,11 @@ class Numbers:
 
     def on(self, device: torch.device) -> Tensor:
         """These numbers there; a tensor that is kept, so nobody writes to it."""
-        return self.host if device.type == "cpu" else for_stream(_copies, self, device)
+        return self.host if device.type == "cpu" else _copies.on(self, device)
 
 
-@kept()
-def _copies(of: Numbers, device: torch.device, stream: int) -> Tensor:
+@kept_on_devices()
+def _copies(of: Numbers, device: torch.device) -> Tensor:
     return moved(of.host, device)
 
 

@@ -86,14 +86,14 @@ def pick(out: Tensor, x: Tensor, index: Tensor) -> None:
 
 def join(shards: Sharding, parts: Tensor) -> Tensor:
     """The whole sequence (S, …) from all ranks' rows (n, most, …), the rest being padding."""
-    if shards.in_order and shards.rows == shards.ranks * shards.most:
-        return parts.reshape(shards.rows, *parts.shape[2:])
-    if shards.rows == 0:
-        return parts.new_empty((0, *parts.shape[2:]))
     if shards.most_spans > FEW_SPANS:
         whole = parts.new_empty((shards.rows, *parts.shape[2:]))
         pick(whole, parts.flatten(0, 1), shards.orders(parts.device, padded=True)[1])
         return whole
+    if shards.in_order and shards.rows == shards.ranks * shards.most:
+        return parts.reshape(shards.rows, *parts.shape[2:])
+    if shards.rows == 0:
+        return parts.new_empty((0, *parts.shape[2:]))
     pieces = []
     for part, spans in zip(parts, shards.spans, strict=True):
         at = 0
@@ -107,12 +107,12 @@ def split(shards: Sharding, x: Tensor) -> Tensor:
     """All ranks' rows (n, most, …) of the whole sequence x (S, …), padded with anything."""
     whole = shards.rows == shards.ranks * shards.most
     shape = shards.ranks, shards.most, *x.shape[1:]
-    if shards.in_order and whole:
-        return x.view(shape)
     if shards.most_spans > FEW_SPANS:
         found = x.new_empty((shards.ranks * shards.most, *x.shape[1:]))
         pick(found, x, shards.orders(x.device, padded=True)[0])
         return found.view(shape)
+    if shards.in_order and whole:
+        return x.view(shape)
     padding = None if whole else x.new_zeros((shards.most, *x.shape[1:]))
     parts = []
     for spans, length in zip(shards.spans, shards.lengths, strict=True):

@@ -17,7 +17,7 @@ chunks are torch.chunk's. So ranks may hold unequal numbers of rows, and of a sh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import refuse
-from .kept import AN_INTEGER, bytes_of, kept
-from .on_device import ON_HOST, for_stream, moved, numbers
+from .kept import AN_INTEGER, kept
+from .on_device import HOST, kept_on_devices, moved, numbers
 
 LAYOUTS = ("zigzag", "contiguous", "document_zigzag")
 """The names of the layouts; the first is the default."""
@@ -43,8 +43,13 @@ class Documents(tuple[int, ...]):
     """cu_seqlens, numbers of the host."""
 
     def __init__(self, values: Sequence[int]) -> None:
-        self.offsets = numbers(values)
-        """int64 (documents + 1)."""
+        offsets, count = numbers(values), max(0, len(values) - 1)
+        self.sizes = offsets.diff()
+        """Rows of each: int64 (documents)."""
+
+        self.shortest = int(self.sizes.min()) if count else 0
+        self.bounds = offsets.to(dtype_of(values[-1] if count else 0)).unfold(0, count, 1)
+        """Their rows [first, last): (2, documents), of `dtype_of`."""
 
         self._hash = super().__hash__()
 
@@ -59,7 +64,7 @@ class Documents(tuple[int, ...]):
     @property
     def nbytes(self) -> int:
         """Bytes of memory, about."""
-        return (AN_INTEGER + 8) * len(self)
+        return (AN_INTEGER + 20) * len(self)
 
 
 @kept()
@@ -75,27 +80,6 @@ def documents_of(offsets: Sequence[int]) -> Documents:
 def dtype_of(rows: int) -> torch.dtype:
     """Of numbers of rows: int32 if that is enough, which is half of the memory to go through."""
     return torch.int32 if rows < 2**30 else torch.int64
-
-
-class Cells:
-    """The parts of spans that are in one document each: rows [first, last) of the whole sequence,
-    and `at`, the row of the rank where they begin; (ranks, m, documents), of `dtype_of`.
-
-    Where a rank has fewer than m parts of a document the others have first = last. Along a rank's
-    rows all parts with a lower index come first, and of one index those of earlier documents.
-    """
-
-    def __init__(self, first: Tensor, last: Tensor, at: Tensor) -> None:
-        self.first, self.last, self.at = first, last, at
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Cells:
-        """The same of each of the three."""
-        return Cells(*map(function, (self.first, self.last, self.at)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return bytes_of((self.first, self.last, self.at))
 
 
 def edges(rows: int, chunks: int, equal: bool) -> list[int]:
@@ -124,41 +108,41 @@ class Sharding:
 
     Attributes:
         rows: S, of the whole sequence.
-        first, last: (spans), of the spans of all ranks, one rank's after the other's, and of a rank
-            in the order of its rows. None is empty.
-        begins: (spans), where they begin in the rows of all ranks, one after the other.
-        counts: how many spans each rank has.
+        parts: (3, ranks, parts), of `dtype_of`. The rows [first, last) of the whole sequence that a
+            rank has, one part after the other, and `shift`: row i of the sequence is row i + shift
+            of the rank. Ranks have as many parts each, some of them empty.
         lengths: how many rows each rank has.
         outer: where several ranks share what one rank of another Sharding has: that one.
-        documents, cells: of a layout by documents, those, and the parts of them; rows after the
-            last one, if there are any, are one more.
+        documents: of a layout by documents, those. Its parts are two of each document, the first
+            ones first; rows after the last document, if there are any, are one more.
     """
 
     outer: Sharding | None = None
     documents: Documents | None = None
-    cells: Cells | None = None
 
-    def __init__(self, rows: int, first: Tensor, last: Tensor, counts: Sequence[int]) -> None:
-        self.rows, self.first, self.last, self.counts = rows, first, last, tuple(counts)
-        ends = torch.cat([first.new_zeros(1), (last - first).cumsum(0, dtype=first.dtype)])
-        self.begins = ends[:-1]
-        reached: list[int] = ends[[0, *itertools.accumulate(counts)]].tolist()
-        self.lengths = tuple(b - a for a, b in itertools.pairwise(reached))
+    def __init__(self, rows: int, parts: Tensor, lengths: Sequence[int]) -> None:
+        self.rows, self.parts, self.lengths = rows, parts, tuple(lengths)
 
     @staticmethod
     def of_spans(rows: int, spans: Sequence[Sequence[Span]]) -> Sharding:
-        """With the spans of each rank."""
-        flat = list(itertools.chain(*spans))
-        first, last = (numbers([span[i] for span in flat]) for i in (0, 1))
-        return Sharding(rows, first, last, [len(of_rank) for of_rank in spans])
+        """With the spans of each rank, none of them empty."""
+        most, parts, lengths = max(1, *map(len, spans)), [], []
+        for of_rank in spans:
+            *starts, length = itertools.accumulate((b - a for a, b in of_rank), initial=0)
+            parts += [(a, b, at - a) for (a, b), at in zip(of_rank, starts, strict=True)]
+            parts += (most - len(of_rank)) * [(0, 0, length)]
+            lengths.append(length)
+        flat = list(itertools.chain(*zip(*parts, strict=True)))
+        return Sharding(rows, numbers(flat, dtype_of(rows)).view(3, len(spans), most), lengths)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sharding):
             return NotImplemented
-        return self is other or (
-            (self.rows, self.counts) == (other.rows, other.counts)
-            and bool(((self.first == other.first) & (self.last == other.last)).all())
-        )
+        if self is other or (self.rows, self.lengths) != (other.rows, other.lengths):
+            return self is other
+        if self.parts.shape == other.parts.shape:
+            return torch.equal(self.parts, other.parts)
+        return self.spans == other.spans
 
     def __hash__(self) -> int:
         return hash((self.rows, self.lengths))
@@ -166,59 +150,69 @@ class Sharding:
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return bytes_of((self.first, self.last, self.begins, self.cells))
+        return self.parts.nbytes
 
     @property
     def ranks(self) -> int:
         """n."""
-        return len(self.counts)
+        return len(self.lengths)
 
     @cached_property
     def most(self) -> int:
         """The most rows of a rank: what collectives send of each."""
         return max(self.lengths)
 
-    @cached_property
+    @property
     def most_spans(self) -> int:
-        """The most spans of a rank."""
-        return max(self.counts)
+        """How many spans a rank may have."""
+        return self.parts.shape[2]
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """For each rank its spans: for where they are few."""
-        every = iter(zip(self.first.tolist(), self.last.tolist(), strict=True))
-        return tuple(tuple(itertools.islice(every, count)) for count in self.counts)
+        """For each rank its spans, none of them empty: for where they are few."""
+        first, last, _ = self.parts.tolist()
+        return tuple(
+            tuple(joined(zip(*of_rank, strict=True))) for of_rank in zip(first, last, strict=True)
+        )
 
     @cached_property
     def in_order(self) -> bool:
         """Whether the ranks' rows, one rank after the other, are the whole sequence in order."""
-        return bool((self.last[:-1] <= self.first[1:]).all())
+        every = itertools.pairwise(itertools.chain(*self.spans))
+        return all(last <= first for (_, last), (first, _) in every)
 
     @cached_property
-    def one_by_one(self) -> Sharding:
-        """The ranks of as many rows each, where the ranks' rows, one rank after the other, are the
-        sequence: one span each."""
+    def one_by_one(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank the span that it has of its rows, one rank after the other."""
         bounds = itertools.pairwise((0, *itertools.accumulate(self.lengths)))
-        return Sharding.of_spans(self.rows, [list(joined([span])) for span in bounds])
+        return tuple(tuple(joined([span])) for span in bounds)
 
-    def positions(self, rank: int) -> Tensor:
-        """The row of the whole sequence of each of a rank's rows: int64 (rows), of the host."""
-        before = sum(self.counts[:rank])
-        first, last, begins = (
-            x[before : before + self.counts[rank]] for x in (self.first, self.last, self.begins)
-        )
-        at = torch.arange(self.lengths[rank], **ON_HOST) + sum(self.lengths[:rank])
-        return at + (first - begins).repeat_interleave(last - first)
+    def positions(
+        self, rank: int, documents: Documents | None = None, device: torch.device = HOST
+    ) -> Tensor:
+        """The row of the whole sequence of each of a rank's rows, or with documents of its
+        document, rows after the last being one more: int64 (rows), on a device."""
+        first, last, shift = self.parts[:, rank]
+        if documents is not None:
+            if documents[-1] < self.rows:
+                documents = documents_of((*documents, self.rows))
+            first, last, shift = cells_of(self, documents, [rank])[:, 0]
+            shift = shift + documents.bounds[0]
+        host = torch.stack([shift, last - first]).long().view(2, -1)
+        shift, size = moved(host, device)
+        count = self.lengths[rank]  # or else the device would be asked
+        at = torch.arange(count, dtype=torch.int64, device=device)
+        return at - shift.repeat_interleave(size, output_size=count)
 
     def orders(self, device: torch.device, padded: bool = False) -> tuple[Tensor, Tensor]:
         """The row of the sequence of each row of all ranks, one rank after the other, and the
         inverse: where each row of the sequence is then. int32, on a device, which the host does not
         wait for. With `padded` each rank has as many rows as the longest, the last of them any."""
-        return for_stream(_orders, self, device)[padded]
+        return _orders.on((self, padded and self.rows < self.ranks * self.most), device)
 
     def of_rank(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """A rank's rows of the whole sequence x; a view where they are one span."""
-        if self.counts[rank] > FEW_SPANS:
+        if self.most_spans > FEW_SPANS:
             order, _ = self.orders(x.device)
             return x.index_select(dim, order.split(self.lengths)[rank])
         parts = [x.narrow(dim, a, b - a) for a, b in self.spans[rank]]
@@ -231,81 +225,51 @@ class Sharding:
         return _nested(self, inner)
 
 
-@kept(most_bytes=32 << 20)
-def _orders(
-    shards: Sharding, device: torch.device, stream: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Without padding, and padded."""
-    starts = [0, *itertools.accumulate(shards.lengths)][:-1]
-    paddings = [rank * shards.most - start for rank, start in enumerate(starts)]
-    of_spans = shards.first - shards.begins, shards.last - shards.first
-    host = torch.cat([*of_spans, numbers(paddings), numbers(shards.lengths)])
-    sizes = [x.numel() for x in of_spans] + 2 * [shards.ranks]
-    shift, size, padding, length = moved(host.int(), device).split(sizes)
-    count = shards.rows  # or else the device would be asked
+@kept_on_devices(most_bytes=32 << 20)
+def _orders(key: tuple[Sharding, bool], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`Sharding.orders`, by it and `padded`."""
+    shards, padded = key
+    rows, most, (first, last, shift) = shards.rows, shards.most, shards.parts
+    lengths = shards.ranks * (most,) if padded else shards.lengths
+    *starts, count = itertools.accumulate(lengths, initial=0)  # or else the device would be asked
+    start = numbers(starts, shift.dtype).view(-1, 1)
+    size, shift = last - first, shift + start
+    if padded:  # each rank has one part more, of rows after the sequence
+        length = numbers(shards.lengths, shift.dtype).view(-1, 1)
+        size = torch.cat([size, most - length], 1)
+        shift = torch.cat([shift, start + length - rows], 1)
+    size, shift = moved(torch.stack([size, shift]).int().view(2, -1), device)
     at = torch.arange(count, dtype=torch.int32, device=device)
-    rows = at + shift.repeat_interleave(size, output_size=count)
-    index = rows.long()
-    found = rows, torch.empty_like(rows).scatter_(0, index, at)
-    if count == shards.ranks * shards.most:
-        return found, found
-    at = at + padding.repeat_interleave(length, output_size=count)
-    every = rows.new_zeros(shards.ranks * shards.most).scatter_(0, at.long(), rows)
-    return found, (every, torch.empty_like(rows).scatter_(0, index, at))
+    found = at - shift.repeat_interleave(size, output_size=count)
+    inverse = torch.empty_like(at).scatter_(0, found.long(), at)[:rows]
+    return found.clamp_(max=rows - 1) if padded else found, inverse
 
 
 @kept()
 def _nested(shards: Sharding, inner: int) -> Sharding:
-    starts = (0, *itertools.accumulate(shards.lengths))
-    cuts = [
-        start + edge
-        for start, length in zip(starts, shards.lengths, strict=False)
-        for edge in edges(length, inner, equal=False)[:-1]
-    ]
-    begins, new, firsts = shards.begins.long(), numbers([]), len(cuts) * [0]
-    if starts[-1] > 0:
-        # A cut within a span makes two of it. Where the cuts are among all these parts:
-        of_cuts = torch.searchsorted(begins, numbers(cuts), right=True) - 1
-        inserted: dict[int, int] = {}
-        for i, (cut, span, begin) in enumerate(
-            zip(cuts, of_cuts.tolist(), begins[of_cuts].tolist(), strict=True)
-        ):
-            if begin < cut < starts[-1]:
-                inserted.setdefault(cut, span + 1 + len(inserted))
-            firsts[i] = inserted.get(cut, span + (cut == starts[-1]) + len(inserted))
-        new = numbers(list(inserted.values()))
-    span = torch.arange(len(begins) + len(new), **ON_HOST)
-    span -= torch.zeros_like(span).index_fill_(0, new, 1).cumsum(0)
-    at = begins[span]
-    at[new] = numbers(list(inserted)) if len(new) else new
-    size = torch.cat([at[1:], numbers(starts[-1:])]) - at if len(at) else at
-    first = shards.first[span] + at - begins[span]
-    counts = [b - a for a, b in itertools.pairwise((*firsts, len(at)))]
-    found = Sharding(shards.rows, first, first + size, counts)
+    cuts = torch.stack([numbers(edges(x, inner, equal=False)) for x in shards.lengths])
+    low, high = cuts[:, :-1, None], cuts[:, 1:, None]
+    first, last, shift = shards.parts[:, :, None]
+    parts = [x.clamp(low - shift, high - shift) for x in (first, last)]
+    every = torch.stack([*parts, shift - low]).to(shards.parts.dtype)
+    found = Sharding(shards.rows, every.flatten(1, 2), cuts.diff().flatten().tolist())
     found.outer = shards
     return found
 
 
-def cells_of(shards: Sharding, documents: Documents) -> Cells:
-    """The parts of these documents that each rank has."""
-    if shards.cells is not None and shards.documents == documents:
-        return shards.cells.map(lambda x: x[..., : len(documents) - 1])
-    return _cut_by_documents(shards, documents)
+def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Tensor:
+    """The parts of documents that ranks have: rows [first, last) of the whole sequence and `shift`,
+    as in `Sharding.parts`: (3, ranks, m, documents).
 
-
-@kept()
-def _cut_by_documents(shards: Sharding, documents: Documents) -> Cells:
-    """Every span by every document: for layouts whose ranks have few spans."""
-    most = shards.most_spans
-    places = [rank * most + i for rank, count in enumerate(shards.counts) for i in range(count)]
-    starts = numbers([0, *itertools.accumulate(shards.lengths)][:-1])
-    of_spans = torch.stack([shards.first, shards.last, shards.begins]).long()
-    dense = torch.zeros(3, shards.ranks * most, **ON_HOST).index_copy_(1, numbers(places), of_spans)
-    first, last, begins = dense.view(3, shards.ranks, most, 1)
-    low = torch.maximum(first, documents.offsets[:-1])
-    high = torch.minimum(last, documents.offsets[1:])
-    at = begins - starts.view(-1, 1, 1) + low - first
-    return Cells(low, torch.maximum(low, high), at).map(lambda x: x.to(dtype_of(shards.rows)))
+    Along a rank's rows all parts with a lower index of m come first, and of one index those of
+    earlier documents. A rank has fewer parts than m of a document if some are empty.
+    """
+    parts = shards.parts.index_select(1, numbers(ranks))
+    own, count = shards.documents, len(documents)
+    if own is documents or own is not None and own[:count] == documents:
+        return parts.unflatten(2, (2, -1))[..., : count - 1]
+    shift = parts[2:, ..., None].expand(-1, -1, -1, count - 1)
+    return torch.cat([parts[:2, ..., None].clamp(*documents.bounds), shift])
 
 
 def sharding(
@@ -345,49 +309,43 @@ def _of_one_sequence(rows: int, ranks: int, layout: str) -> Sharding:
 
 @kept()
 def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
-    bounds = documents.offsets
     if documents[-1] < rows:
-        bounds = torch.cat([bounds, numbers([rows])])
-    chunks = torch.arange(2 * ranks + 1, **ON_HOST)[:, None]
+        documents = documents_of((*documents, rows))
+    if len(documents) <= 2:
+        return _of_one_sequence(rows, ranks, "zigzag")
+    parts = torch.empty((3, ranks, 2, len(documents) - 1), dtype=dtype_of(rows), device=HOST)
     # Rounded down; exact, since these are below 2^53. (Integers take three times as long.)
-    cuts = (chunks * bounds.diff()).double().div_(2 * ranks).to(dtype_of(rows))
-    cuts += bounds[:-1]
-    of_ranks = numbers([chunk for r in range(ranks) for chunk in (r, 2 * ranks - 1 - r)])
-    shape = ranks, 2, len(bounds) - 1
-    first, last = (cuts.index_select(0, of_ranks + i).view(shape) for i in (0, 1))
-    found = Sharding(rows, *_joined_cells(first, last))
-    size = (last - first).view(ranks, -1)
-    at = (size.cumsum(1, dtype=size.dtype) - size).view(shape)
-    found.documents, found.cells = documents, Cells(first, last, at)
+    cuts = (_chunks(ranks) * documents.sizes).div_(2 * ranks)
+    parts[:2].copy_(cuts).add_(documents.bounds[0])
+    first, last, shift = parts
+    if documents.shortest < 2 * ranks:
+        _join(first, last)
+    ends = torch.sub(last, first).view(ranks, -1).cumsum(1, dtype=parts.dtype)
+    torch.sub(ends.view_as(last), last, out=shift)
+    found = Sharding(rows, parts.flatten(2), ends[:, -1].tolist())
+    found.documents = documents
     return found
 
 
-def _joined_cells(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """The spans of every rank, and how many each has, from parts of documents (ranks, 2, documents)
-    as `joined` makes them. Two adjacent parts of one document become one there, too."""
-    a, b = first.flatten(), last.flatten()
-    place = torch.arange(len(a), **ON_HOST)
-    ends = torch.arange(1, len(first) + 1, **ON_HOST) * first[0].numel()
-    has_rows = a < b
-    if not has_rows.all():
-        place = has_rows.nonzero().squeeze(1)
-        a, b = a.index_select(0, place), b.index_select(0, place)
-        ends = torch.searchsorted(place, ends)
-    begins = torch.ones(len(place) + 1, dtype=torch.bool, device="cpu")  # a span; one more at last
-    begins[1:-1] = b[:-1] != a[1:]
-    begins[ends] = True  # of the next rank
-    if not begins.all():
-        pairs = (~begins).nonzero().squeeze(1)
-        x, y = place[pairs - 1], place[pairs]
-        same = (y - x) % first.shape[2] == 0
-        last.view(-1)[x[same]] = last.view(-1)[y[same]]
-        first.view(-1)[y[same]] = last.view(-1)[y[same]]
-        a, b = a[begins[:-1]], b[begins[1:]]
-        ends = torch.cat([torch.zeros(1, **ON_HOST), begins[:-1].cumsum(0)])[ends]
-    return a, b, ends.diff(prepend=ends.new_zeros(1)).tolist()
+@kept()
+def _chunks(ranks: int) -> Tensor:
+    """The chunks of each rank, and the next ones: (2, ranks, 2, 1)."""
+    first = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
+    return numbers([*first, *(chunk + 1 for chunk in first)]).double().view(2, ranks, 2, 1)
 
 
-def joined(spans: Sequence[Span]) -> Iterator[Span]:
+def _join(first: Tensor, last: Tensor) -> None:
+    """Of parts of documents (ranks, 2, documents) the two of one document become one, and an empty
+    one, if there is nothing between."""
+    a, b = first.view(-1), last.view(-1)
+    place = (a < b).nonzero().squeeze(1)
+    x, y = place[:-1], place[1:]
+    joint = (b[x] == a[y]) & (y - x == first.shape[2])
+    x, y = x[joint], y[joint]
+    b[x] = a[y] = b[y]
+
+
+def joined(spans: Iterable[Span]) -> Iterator[Span]:
     """The same rows in the same order, without empty spans, and with adjacent ones as one."""
     held: Span | None = None
     for a, b in spans:

@@ -1,0 +1,149 @@
+// What the kernels of FA3's backward share: tensor maps, the order of the inner loop, and P from S.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/common/backward_math.cuh"
+#include "kernels/fa3/work_tiles.cuh"
+#include "plan/workspace_rows.cuh"
+#include "problem/score.cuh"
+#include "problem/sequences.cuh"
+#include "tile/tensor_map.cuh"
+#include "tile/wgmma.cuh"
+
+namespace flash_ext {
+
+struct Fa3BackwardMaps : BackwardParams {
+    CUtensorMap q_map;
+    CUtensorMap do_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+
+    template <class Config>
+    cudaError_t encode() {
+        for (cudaError_t status :
+             {encode_tensor_map<typename Config::QTile>(q_map, q, head_dim),
+              encode_tensor_map<typename Config::DOTile>(do_map, dout, head_dim_v),
+              encode_tensor_map<typename Config::KTile>(k_map, k, head_dim),
+              encode_tensor_map<typename Config::VTile>(v_map, v, head_dim_v)})
+            if (status != cudaSuccess) return status;
+        return cudaSuccess;
+    }
+};
+
+// The position of the inner loop: Q tile and query head.
+struct QTilePosition {
+    int i;  // of the Q tile among the visible ones
+    int head;
+
+    __device__ __forceinline__ void advance(const VisibleTiles& q_tiles) {
+        if (++i == q_tiles.end) {
+            i = q_tiles.begin;
+            ++head;
+        }
+    }
+};
+
+// The Q tiles of which every query sees all of the 64 keys from first_key on, so that scores need
+// neither mask nor reference. Queries past the end of the sequence do not count.
+__device__ __forceinline__ VisibleTiles full_q_tiles(const BackwardParams& params,
+                                                     const KeyTile& tile, int first_key,
+                                                     int block_q) {
+    if (tile.large_lse) return {0, 0};
+    const BandMask mask = mask_of(params, tile.sequence);
+    const Interval first = mask.query_range(first_key);
+    const Interval last = mask.query_range(first_key + 63);
+    const int end = min_of(first.end, last.end);
+    return {ceil_div(last.begin, block_q),
+            end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
+}
+
+// A warp's rows of dQ, from row `row` of the Q tile on.
+template <class Element>
+__device__ __forceinline__ GlobalTile<Element> dq_rows(const BackwardParams& params,
+                                                       const QueryTile& tile, int row) {
+    const Sequence& s = tile.sequence;
+    const int first = tile.first_query + row;
+    return global_tile<Element>(params.dq, s.batch, s.q_begin + first, tile.head,
+                                s.seqlen_q - first, params.head_dim);
+}
+
+// Waits until matmuls are complete: all but kPending groups that were started after them.
+template <int kPending = 0, class... Accumulators>
+__device__ __forceinline__ void finish(Accumulators&... accumulators) {
+    ptx::wgmma_wait<kPending>();
+    (warpgroup_fence(accumulators), ...);
+}
+
+// Columns 8 n to 8 n + 7 of an operand, from an accumulator.
+template <class Element, class Operand>
+__device__ __forceinline__ void round_piece(Operand& operand, const RegisterTile<16, 8>& piece,
+                                            int n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        operand.v[n / 2][n % 2 * 2 + i] =
+            ptx::pack<Element>(piece.v[0][0][2 * i], piece.v[0][0][2 * i + 1]);
+}
+
+// The scores of a warp's 16 rows and a tile of the other operand, from position first_row and
+// first_col of the sequence on. Rows are keys, or queries in backward_dq.cuh.
+template <class Element, Rows kRows, bool kGeneral>
+struct WarpScores {
+    const BackwardParams& params;
+    const Sequence& sequence;
+    int head;  // of Q
+    int first_row;
+    int first_col;
+
+    using Function = ScoreFunction<Element, kRows, false>;
+
+    // From S to P, with lse of each query. With StatisticsRows, lse / scale has been subtracted by
+    // a matmul. masked: do the scores need the mask? If large_lse, they count as masked.
+    template <class Scores, class Statistic>
+    __device__ __forceinline__ void probabilities(Scores& s, const Statistic* lse, bool masked,
+                                                  bool large_lse) const {
+        if constexpr (kGeneral) {
+            // In pieces of 32 columns, since softcap takes registers.
+            using Piece = RegisterTile<16, 32>;
+#pragma unroll
+            for (int n = 0; n < Scores::kN; n += Piece::kN)
+                Function{params, sequence, head}.apply(reinterpret_cast<Piece&>(s.v[0][n]),
+                                                       first_row, first_col + 8 * n);
+        }
+        constexpr bool kByMatmul = std::is_same_v<Statistic, StatisticsRow>;
+        const auto subtract = [&] {
+            const int query = kRows == Rows::kKeys ? first_col : first_row;
+            const int64_t row = workspace_row(params, sequence, head, query);
+            subtract_references<kRows>(s, params.reference + row,
+                                       kByMatmul ? params.lse_log2 + row : nullptr,
+                                       params.scale_log2);
+        };
+        // ptxas 13.0: the general form has no registers for references beside the mask.
+        constexpr bool kReferencesLast = kGeneral && kRows == Rows::kKeys;
+        if (masked) [[unlikely]] {
+            if (!kReferencesLast && large_lse) [[unlikely]]
+                subtract();
+            const BandMask mask = mask_of(params, sequence);
+            mask_scores(s, first_col, [&](int row) {
+                return kRows == Rows::kKeys ? mask.query_range(first_row + row)
+                                            : mask.key_range(first_row + row);
+            });
+        }
+        if (kReferencesLast && large_lse) [[unlikely]]
+            subtract();
+        if constexpr (kByMatmul) {
+            exponentiate(s, params.scale_log2);
+        } else {
+            exponentiate<kRows>(s, lse, kGeneral ? 1.f : params.scale_log2);
+        }
+    }
+
+    // From the gradient of the scores after softcap to the gradient of the scores before it.
+    template <class Scores, class LseOfQuery>
+    __device__ __forceinline__ void softcap_gradient(Scores& ds, const Scores& p,
+                                                     LseOfQuery lse_of) const {
+        Function{params, sequence, head}.softcap_gradient(ds, p, first_row, first_col, lse_of);
+    }
+};
+
+}  // namespace flash_ext

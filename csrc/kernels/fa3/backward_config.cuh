@@ -1,0 +1,215 @@
+// The parameters of the FA3 backward, and its config: tiles, pipelines and shared memory; and dQ's
+// tile: which part of it a consumer has, the order of its fragments, and the way to dQ.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/common/postprocess_dq.cuh"
+#include "kernels/fa3/backward_common.cuh"
+#include "kernels/fa3/cta.cuh"
+#include "plan/tuning.h"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/uniform.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash_ext {
+
+// The counter of KV tiles of a head of K and V (or of the parts that share query heads) that have
+// added all of their dQ. These counters follow the counters of Q tiles in params.dq_semaphore;
+// there are no more of them than Q tiles.
+__device__ __forceinline__ int* tiles_done(const BackwardParams& params, const Sequence& sequence,
+                                           int head) {
+    return params.dq_semaphore + 1 + params.padding_row / kWorkspaceRows +
+           sequence.index() * params.heads_k + head;
+}
+
+// A consumer's half of dQ has the 64 rows of a wgmma: queries, or with kTranspose rows of dQ^T,
+// which are columns of dQ. The number of queries can then be any multiple of 8. At head dim 96 the
+// last 32 columns do not exist: wgmma reads what follows K in shared memory, and the warps that get
+// the result do not store it.
+template <class Element_, int kHeadDim, int kBlockQ_, bool kTranspose>
+struct Fa3DQTile {
+    using Element = Element_;
+    using QTile = SharedTile<Element, kBlockQ_, kHeadDim>;
+    using Fragments = RegisterTile<16, kTranspose ? kBlockQ_ : kHeadDim>;  // of a warp
+    using Floats = std::conditional_t<kTranspose, float4, float2>;  // of a lane and 8 queries
+    static constexpr int kBlockQ = kBlockQ_;
+    static constexpr int kThreads = 256;
+    static constexpr bool kMayBeVarlen = true;
+    static constexpr bool kGeneral = false;  // rows are aligned
+    static_assert(kTranspose ? kHeadDim > 64 : kBlockQ == 128);
+
+    // The consumers' warps that have rows.
+    static constexpr int kWarps = kTranspose ? kHeadDim / 16 : kBlockQ / 16;
+    static __device__ __forceinline__ int warps(int consumer) {
+        return kWarps == 8 || consumer == 0 ? 4 : kWarps - 4;
+    }
+
+    // A consumer's half, in floats, if `rows` rows of the tile are stored.
+    struct Half {
+        int first;
+        int size;
+    };
+    static __device__ __forceinline__ Half half(int consumer, int rows) {
+        if constexpr (kTranspose) {
+            const int cols = consumer == 0 ? 64 : kHeadDim - 64;
+            return {consumer * 64 * rows, cols * rows};
+        } else {
+            return {consumer * 64 * kHeadDim, clamp(rows - consumer * 64, 0, 64) * kHeadDim};
+        }
+    }
+
+    // visit(n, i, place, first row) for the lane's Floats in a half: elements v[0][n][i] and the
+    // next ones, of 8 rows. They are in the order of these 8 rows, so that a half ends with the
+    // last query: [8 queries][warp of the consumer][lane] of dQ^T, or [8 queries][8 columns][lane].
+    template <class Visit>
+    static __device__ __forceinline__ void for_each(int consumer, Visit visit) {
+        const int warp = warp_id() % 4;
+#pragma unroll
+        for (int n = 0; n < Fragments::kN; ++n)
+            if constexpr (kTranspose) {
+                visit(n, 0, (n * warps(consumer) + warp) * 32 + lane_id(), 8 * n);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    visit(n, 2 * i, ((2 * warp + i) * Fragments::kN + n) * 32 + lane_id(),
+                          64 * consumer + 16 * warp + 8 * i);
+            }
+    }
+
+    // A consumer warp writes its fragments to a half in shared memory.
+    static __device__ __forceinline__ void store(char* half, const Fragments& rdQ, int consumer) {
+        if (kWarps < 8 && ptx::warp_uniform(threadIdx.x / 32) - 4 >= kWarps) return;
+        for_each(consumer, [&](int n, int i, int place, int) {
+            reinterpret_cast<Floats*>(half)[place] =
+                reinterpret_cast<const Floats&>(rdQ.v[0][n][i]);
+        });
+    }
+
+    // For the postprocess pass, with a warp for each of the consumers'. Queries that do not exist,
+    // and tiles to which no KV tile has added, get zeros.
+    static __device__ __forceinline__ void fetch(const BackwardParams& params,
+                                                 const Sequence& sequence, int head, int q_tile,
+                                                 uint32_t shared) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+        wait_for_sum(params, sequence, head);
+        const int first_query = q_tile * kBlockQ;
+        if (first_query >= sequence.seqlen_q || warp_id() >= kWarps) return;
+        const int consumer = warp_id() / 4;
+        const int64_t row = workspace_row(params, sequence, head, first_query);
+        const bool stored =
+            params.dq_accum_zeroed || params.dq_semaphore[1 + row / kWorkspaceRows] != 0;
+        const int rows = stored ? stored_rows<kBlockQ>(sequence, first_query) : 0;
+        const float* source = params.dq_accum + row * kHeadDim + half(consumer, rows).first;
+        Fragments rdQ;
+        rdQ.clear();
+        for_each(consumer, [&](int n, int i, int place, int first_row) {
+            if (first_row < rows)
+                reinterpret_cast<Floats&>(rdQ.v[0][n][i]) =
+                    __ldcs(reinterpret_cast<const Floats*>(source) + place);
+        });
+        rdQ.scale(params.gradient_scale);
+        if constexpr (kTranspose) {
+            const int lane = lane_id();
+            const uint32_t address =
+                shared + QTile::offset(lane / 16 * 8 + lane % 8, 2 * warp_id() + lane / 8 % 2);
+#pragma unroll
+            for (int k = 0; k < kBlockQ / 16; ++k) {
+                uint32_t blocks[4];  // of 8 columns and 8 queries
+                AFromRegisters<Element, Fragments>{rdQ}.load_a(blocks, 0, k);
+                ptx::stmatrix_x4_trans(address + k * 16 * QTile::kPitch, blocks);
+            }
+        } else {
+            store_to_shared<Element, QTile>(shared, rdQ, 16 * warp_id());
+        }
+#else
+        __trap();  // never launched on other GPUs
+#endif
+    }
+
+ private:
+    // The pass begins on SMs that the backward kernel leaves idle or has left, and converts heads
+    // as they are complete. The next kernel in the stream waits only for this pass, so one CTA
+    // waits for the end of the backward kernel. With varlen all do: with invalid offsets a counter
+    // might never reach its count.
+    static __device__ __forceinline__ void wait_for_sum(const BackwardParams& params,
+                                                        const Sequence& sequence, int head) {
+        constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDim});
+        const bool varlen = params.cu_seqlens_q != nullptr;
+        if (varlen || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+        if (!varlen && threadIdx.x == 0) {
+            const int* done = tiles_done(params, sequence, head / group_of(params));
+            ptx::wait_for_count(done, ceil_div(sequence.rows_k, kBlockKV) * params.query_parts,
+                                256);
+        }
+        __syncthreads();
+    }
+};
+
+struct Fa3BackwardParams : Fa3BackwardMaps {
+    // The number of heads (of all batches) by which a head's first KV tile comes before its other
+    // tiles. 0: all tiles of a head are in order.
+    int lead;
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+          tuning::Fa3Backward kTuning_>
+struct Fa3BackwardConfig {
+    using Element = Element_;
+    using Params = Fa3BackwardParams;
+    static constexpr tuning::Fa3Backward kTuning = kTuning_;
+    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kTuning.block_q;
+    static constexpr int kBlockKV = tuning::fa3_backward_block_kv({kHeadDim, kHeadDimV});
+    static_assert(kBlockKV == 64 * kConsumers);
+    static_assert(!(kTuning.by_matmul() && kGeneral));
+    using Statistic = std::conditional_t<kTuning.by_matmul(), StatisticsRow, float>;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
+    using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
+    using KTile = SharedTile<Element, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
+    using DOPipeline = Pipeline<kTuning.do_stages, DOTile::kBytes>;
+    using KPipeline = Pipeline<1, KTile::kBytes>;
+    using VPipeline = Pipeline<1, VTile::kBytes>;
+    using WorkTiles = WorkTilePipeline<KeyTile>;
+
+    // dQ^T takes dS^T as B. Rows are then queries: the keys of a consumer fill atoms of 128 bytes.
+    using DSTile = std::conditional_t<kTuning.transpose_dq, SharedTile<Element, kBlockQ, kBlockKV>,
+                                      SharedTile<Element, kBlockKV, kBlockQ>>;
+    using DQTile = Fa3DQTile<Element, kHeadDim, kBlockQ, kTuning.transpose_dq>;
+    using DQPipeline = Pipeline<1, 64 * 4 * DQTile::Fragments::kCols>;  // one per consumer
+
+    struct SharedStorage {
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;  // after K: see Fa3DQTile
+        typename QPipeline::Stages q;
+        typename DOPipeline::Stages dout;
+        char ds[2][DSTile::kBytes];
+        // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
+        Statistic lse[QPipeline::kStages][kBlockQ];
+        Statistic delta[DOPipeline::kStages][kBlockQ];
+        typename DQPipeline::Stages dq[kConsumers];
+        typename QPipeline::Barriers q_barriers;
+        typename DOPipeline::Barriers do_barriers;
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename DQPipeline::Barriers dq_barriers[kConsumers];
+        uint64_t ds_barriers[2];
+        typename WorkTiles::Storage work_tiles;
+    };
+};
+
+}  // namespace flash_ext

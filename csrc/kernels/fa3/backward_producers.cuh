@@ -1,0 +1,249 @@
+// The pipelines of the FA3 backward and its producers: of Q and lse, of dO and delta, of KV tiles
+// with their K and V, and the one that adds to dQ in HBM.
+#pragma once
+
+#include "kernels/fa3/backward_config.cuh"
+#include "plan/workspace_rows.cuh"
+#include "problem/sequences.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
+#include "tile/tma_load.cuh"
+
+namespace flash_ext {
+
+template <class Config_>
+struct Fa3BackwardProducers : Fa3Cta<Config_> {
+    using Config = Config_;
+    using Element = typename Config::Element;
+    using QTile = typename Config::QTile;
+    using DOTile = typename Config::DOTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using QPipeline = typename Config::QPipeline;
+    using DOPipeline = typename Config::DOPipeline;
+    using KPipeline = typename Config::KPipeline;
+    using VPipeline = typename Config::VPipeline;
+    using DQPipeline = typename Config::DQPipeline;
+    using Statistic = typename Config::Statistic;
+    using Cta = Fa3Cta<Config>;
+    using Cta::group, Cta::params, Cta::storage, Cta::work_tiles;
+    using typename Cta::WorkTileState;
+
+    QPipeline q_pipeline;
+    DOPipeline do_pipeline;
+    KPipeline k_pipeline;
+    VPipeline v_pipeline;
+
+    __device__ __forceinline__ explicit Fa3BackwardProducers(const Fa3BackwardParams& p)
+        : Cta(p),
+          q_pipeline(storage.q, storage.q_barriers),
+          do_pipeline(storage.dout, storage.do_barriers),
+          k_pipeline(storage.k, storage.k_barriers),
+          v_pipeline(storage.v, storage.v_barriers) {}
+
+    __device__ __forceinline__ void init() const {
+        constexpr int kReaders = Config::kConsumers * 128;
+        constexpr int kWarps = Config::kConsumers * 4;
+        q_pipeline.init(kReaders);
+        do_pipeline.init(kReaders);
+        k_pipeline.init(kReaders);
+        v_pipeline.init(kReaders);
+        work_tiles.init(kWarps + 3);  // and the other producers
+        for (int i = 0; i < Config::kConsumers; ++i) dq_pipeline(i).init(1, 4);
+        ptx::mbarrier_init(ds_barrier(0), kWarps);
+        ptx::mbarrier_init(ds_barrier(1), kWarps);
+    }
+
+    __device__ __forceinline__ DQPipeline dq_pipeline(int i) const {
+        return {storage.dq[i], storage.dq_barriers[i]};
+    }
+    __device__ __forceinline__ uint32_t ds_barrier(uint32_t stage) const {
+        return ptx::shared_address(&storage.ds_barriers[stage]);
+    }
+
+    __device__ __forceinline__ void describe_next(KeyTile& tile, int linear) const {
+        WorkTile work;
+        if (params.lead == 0) {
+            work = work_tile(linear, params.schedule);
+        } else {
+            const int tile_index = linear % params.schedule.tiles;
+            const int head = linear / params.schedule.tiles - (tile_index == 0 ? 0 : params.lead);
+            if (head < 0 || head >= params.schedule.heads * params.schedule.batch) return;
+            work = {tile_index, head % params.schedule.heads, head / params.schedule.heads};
+        }
+        describe<Config>(tile, params, work);
+        if (params.query_parts > 1)
+            tile.q_tiles =
+                split_of(tile.q_tiles, work.head % params.query_parts, params.query_parts);
+        tile.large_lse = params.large_lse.is_raised();
+        tile.first_row_group = first_row_group(tile.sequence.q_begin, tile.sequence.seq_idx);
+    }
+
+    __device__ __forceinline__ int first_head(const KeyTile& tile) const {
+        return tile.head / params.query_parts * group();
+    }
+
+    // visit(query head, the Q tile's first group of rows in the workspace, first row, is it the
+    // last?) for all iterations of a KV tile. The description stays in shared memory, since
+    // producers have few registers.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_q_tile(const KeyTile& tile, Visit visit) const {
+        if (tile.q_tiles.empty()) return;
+        for (int left = group() - 1; left >= 0; --left) {
+            const int head = first_head(tile) + group() - 1 - left;
+            const int group = (tile.sequence.batch * params.heads_q + head) * params.row_groups +
+                              tile.first_row_group;
+            // With a row from tile(i), ptxas serializes wgmma at d 64 (note 014).
+            int row = tile.q_tiles.first() * Config::kBlockQ;
+            for (int i = tile.q_tiles.begin; i < tile.q_tiles.end; ++i) {
+                visit(head, group + row / kWorkspaceRows, row,
+                      left == 0 && i == tile.q_tiles.end - 1);
+                row += tile.q_tiles.distance(i + 1) * Config::kBlockQ;
+            }
+        }
+    }
+
+    // Fetches the KV tiles and loads K and V. Tiles are fetched in ascending order of the work
+    // index, so those that add_dq() waits for are already running.
+    __device__ __forceinline__ void produce_tiles() const {
+        ptx::launch_dependents();  // the postprocess pass, in SMs that this kernel has left
+        const auto fetch = [&] { return atomicAdd(params.dq_semaphore, 1); };
+        const int total = cta_count(params.schedule) + params.lead * params.schedule.tiles;
+        work_tiles.produce(
+            fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
+            [&](const KeyTile& tile, const WorkTileState& t) {
+                const Sequence& s = tile.sequence;
+                const PipelineState<1> kv{0, work_tiles.phase(t)};
+                load_tile<VTile>(v_pipeline, kv, params.v_map,
+                                 shared_key_rows<Element>(params, params.v, s, tile.head),
+                                 tile.first_key);
+                load_tile<KTile>(k_pipeline, kv, params.k_map,
+                                 shared_key_rows<Element>(params, params.k, s, tile.head),
+                                 tile.first_key);
+                work_tiles.wait_to_fetch(t);
+                return fetch();
+            });
+    }
+
+    // Q tiles with lse, or dO tiles with delta: `rows` of the stages, from `source` in the
+    // workspace.
+    template <class Tile, bool kAllowsFetch, class Pipeline>
+    __device__ __forceinline__ void produce_queries(
+        const Pipeline& pipeline, const CUtensorMap& map, const TensorView& view,
+        Statistic (&rows)[Pipeline::kStages][Config::kBlockQ], const Statistic* source) const {
+        typename Pipeline::State state;
+        work_tiles.for_each([&](const KeyTile& tile) {
+            if (kAllowsFetch && tile.q_tiles.empty()) work_tiles.allow_fetch();
+            for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
+                if (kAllowsFetch && last) work_tiles.allow_fetch();
+                const Sequence& s = tile.sequence;
+                load_tile<Tile>(
+                    pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
+                        return RowStatisticsLoad<Statistic, Config::kBlockQ>{
+                            rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
+                            source + params.padding_row,
+                            stored_rows<Config::kBlockQ>(s, first_row)};
+                    });
+                state.advance();
+            });
+        });
+    }
+
+    // lse or delta of all queries, as this kernel takes them.
+    static __device__ __forceinline__ const Statistic* statistics(const float* numbers,
+                                                                  const StatisticsRow* rows) {
+        if constexpr (Config::kTuning.by_matmul()) {
+            return rows;
+        } else {
+            return numbers;
+        }
+    }
+
+    // Adds dQ of the consumers to dq_accum; in deterministic mode KV tiles add in ascending order.
+    // If dq_accum is not zeroed, the first KV tile of a Q tile stores. params.dq_semaphore counts
+    // the KV tiles that have stored or added, if others wait for them; these were all fetched
+    // earlier. tiles_done() counts KV tiles for the postprocess pass.
+    __device__ __forceinline__ void add_dq() const {
+        typename DQPipeline::State c;
+        work_tiles.for_each([&](const KeyTile& tile) {
+            for_each_q_tile(tile, [&](int, int row_group, int first_row, bool) {
+                const auto dq_semaphore = [&] {
+                    return params.dq_semaphore + 1 + ptx::not_hoisted(row_group);
+                };
+                const int before = tiles_before(tile, first_row);
+                const bool stores = before == 0 && !params.dq_accum_zeroed;
+                const int awaited =
+                    params.deterministic ? before : !params.dq_accum_zeroed && before > 0;
+                if (awaited > 0) {
+                    ptx::wait_for_count(dq_semaphore(), awaited, 32);
+                    ptx::fence_proxy_async_global();
+                }
+                add_halves(c, stored_rows<Config::kBlockQ>(tile.sequence, first_row), row_group,
+                           stores);
+                c.advance();
+                if (stores || params.deterministic) count_added(dq_semaphore());
+            });
+            count_added(tiles_done(params, tile.sequence, tile.head / params.query_parts));
+        });
+        ptx::bulk_wait();  // not needed, but ptxas schedules the consumers better (note 010)
+    }
+
+    // The KV tiles that a Q tile sees before this one.
+    __device__ __forceinline__ int tiles_before(const KeyTile& tile, int first_row) const {
+        const Interval keys =
+            mask_of(params, tile.sequence).keys_of({first_row, first_row + Config::kBlockQ});
+        return tiles_of<false>(keys, Config::kBlockKV)
+            .count_before(tile.first_key / Config::kBlockKV);
+    }
+
+    // Adds each consumer's half of a Q tile of `rows` rows, or stores it.
+    __device__ __forceinline__ void add_halves(const typename DQPipeline::State& c, int rows,
+                                               int row_group, bool stores) const {
+        float* accum = params.dq_accum + int64_t{row_group} * (kWorkspaceRows * Config::kHeadDim);
+#pragma unroll 1
+        for (int i = 0; i < Config::kConsumers; ++i) {
+            const DQPipeline pipeline = dq_pipeline(i);
+            const auto half = Config::DQTile::half(i, rows);
+            float* target = accum + half.first;
+            pipeline.consumer_wait(c);
+            if (half.size == 0) {  // none of its queries exists
+            } else if (stores) {
+                ptx::bulk_store(target, pipeline.stage(c), half.size * 4);
+            } else {
+                ptx::bulk_add(target, pipeline.stage(c), half.size * 4);
+            }
+            ptx::bulk_wait_read();
+            pipeline.consumer_release(c);
+        }
+    }
+
+    // Counts once all that this thread has added to dQ is visible.
+    __device__ __forceinline__ void count_added(int* count) const {
+        ptx::bulk_wait();
+        ptx::fence_proxy_async_global();
+        ptx::red_add_release(count, 1);
+    }
+
+    __device__ __forceinline__ void produce() const {
+        ptx::wait_for_grid_before();  // the preprocess pass
+        switch (warp_id()) {
+            case 0:
+                return produce_queries<QTile, true>(q_pipeline, params.q_map, params.q, storage.lse,
+                                                    statistics(params.lse_log2, params.lse_rows));
+            case 1:
+                return produce_queries<DOTile, false>(do_pipeline, params.do_map, params.dout,
+                                                      storage.delta,
+                                                      statistics(params.delta, params.delta_rows));
+            case 2:
+                return add_dq();
+            case 3:
+                return produce_tiles();
+        }
+    }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,483 @@
+// What the FA3 forward kernels share, for 16-bit and for 8-bit inputs: tiles and pipelines, the
+// rows of a Q tile, the producers of Q, K and V, and the stores of O and lse.
+//
+// If there are few Q tiles, the keys of each are split. A split stores its result in float32, and a
+// kernel of its own combines the splits (combine.cuh): the last split would take much longer, alone
+// on its SM (docs/notes/021-combination.md). If there are few queries and heads share keys, the
+// rows of a Q tile are the heads of a group (packed GQA, QueryTiles). Their results are stored as
+// those of splits; with one split and one tile a CTA they are written to out at once. The kernels
+// for both load Q in boxes of eight rows, of eight heads or of eight queries: with packed GQA, no
+// more rows of a tile are adjacent in memory.
+#pragma once
+
+#include "kernels/common/optimistic_softmax.cuh"
+#include "kernels/fa3/cta.cuh"
+#include "plan/launchers.h"
+#include "plan/tuning.h"
+#include "problem/score.cuh"
+#include "problem/sequences.cuh"
+#include "schedule/dynamic_persistent_scheduler.cuh"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_order.cuh"
+#include "tile/tma_load.cuh"
+#include "tile/wgmma.cuh"
+
+namespace flash_ext {
+
+struct Fa3ForwardParams : ForwardParams {
+    DynamicPersistentScheduler scheduler;
+    CUtensorMap q_map;
+    CUtensorMap k_map;
+    CUtensorMap v_map;
+};
+
+// With packed GQA TMA loads the heads of a query as rows.
+FLASH_HOST_DEVICE TensorView with_heads_as_rows(const TensorView& q) {
+    return {q.data, q.batch_stride, q.head_stride, q.row_stride};
+}
+
+// Element is V's, QKElement Q's and K's. kMayHaveSplits: and packed GQA.
+template <class Element_, class QKElement_, int kHeadDim_, int kHeadDimV_,
+          tuning::Fa3Forward kTuning, bool kMayHaveSplits_>
+struct Fa3ForwardTileConfig {
+    using Element = Element_;
+    using QKElement = QKElement_;
+    static_assert(sizeof(Element) == sizeof(QKElement));
+    using Params = Fa3ForwardParams;
+    static constexpr bool kMayHaveSplits = kMayHaveSplits_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = kTuning.consumers;
+    static constexpr int kThreads = (kConsumers + 1) * 128;
+    static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ >= tuning::kForwardBlockQ);
+    static_assert(!kMayHaveSplits || kBlockQ == tuning::kForwardBlockQ);
+    static constexpr int kBlockKV = kTuning.block_kv;
+    static constexpr bool kPingPong = kTuning.ping_pong;
+    static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
+
+    // What the launch gives a CTA of this size, divided again by setmaxnreg.
+    static constexpr int consumer_registers(int producer_registers) {
+        const int at_launch = 65536 / kThreads / 8 * 8;
+        return (at_launch * (kConsumers + 1) - producer_registers) / kConsumers / 8 * 8;
+    }
+
+    using QTile = SharedTile<QKElement, kBlockQ, kHeadDim>;
+    using KTile = SharedTile<QKElement, kBlockKV, kHeadDim>;
+    using VTile = SharedTile<Element, kBlockKV, kHeadDimV>;
+    // matrix_descriptor() and the swizzle need aligned tiles.
+    static_assert(QTile::kBytes % 1024 == 0 && KTile::kBytes % 1024 == 0 &&
+                  VTile::kBytes % 1024 == 0);
+    // Rows of a TMA box. A row of K or V should be requested as a whole, not one swizzle atom of
+    // all rows first: decoding, which is bound by memory, is slower otherwise
+    // (docs/notes/009-fa3-forward.md).
+    static constexpr int kQBoxRows = kMayHaveSplits ? 8 : kBlockQ;  // adjacent rows
+    static constexpr int kKVBoxRows = KTile::kAtoms == 1 ? kBlockKV : kBlockKV % 32 == 0 ? 32 : 16;
+    using QPipeline = Pipeline<kTuning.q_stages, QTile::kBytes>;
+    using KPipeline = Pipeline<kTuning.k_stages, KTile::kBytes>;
+    using VPipeline = Pipeline<kTuning.v_stages, VTile::kBytes>;
+    using WorkTiles = WorkTilePipeline<QueryTile>;
+
+    struct SharedStorage {
+        typename QPipeline::Stages q;
+        typename KPipeline::Stages k;
+        typename VPipeline::Stages v;
+        typename QPipeline::Barriers q_barriers;
+        typename KPipeline::Barriers k_barriers;
+        typename VPipeline::Barriers v_barriers;
+        typename WorkTiles::Storage work_tiles;
+    };
+};
+
+template <class Config_>
+struct Fa3ForwardTiles : Fa3Cta<Config_> {
+    using Config = Config_;
+    using QTile = typename Config::QTile;
+    using KTile = typename Config::KTile;
+    using VTile = typename Config::VTile;
+    using QPipeline = typename Config::QPipeline;
+    using KPipeline = typename Config::KPipeline;
+    using VPipeline = typename Config::VPipeline;
+    using Output = RegisterTile<16, Config::kHeadDimV>;
+    using Order = PingPong<Config::kConsumers, Config::kPingPong>;
+    using Cta = Fa3Cta<Config>;
+    using Cta::group, Cta::params, Cta::release_and_advance, Cta::storage, Cta::work_tiles;
+    using typename Cta::WorkTileState;
+
+    int consumer;  // index of this thread's warpgroup among the consumers
+    QPipeline q_pipeline;
+    KPipeline k_pipeline;
+    VPipeline v_pipeline;
+
+    __device__ __forceinline__ explicit Fa3ForwardTiles(const Fa3ForwardParams& p)
+        : Cta(p),
+          consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
+          q_pipeline(storage.q, storage.q_barriers),
+          k_pipeline(storage.k, storage.k_barriers),
+          v_pipeline(storage.v, storage.v_barriers) {}
+
+    // producers_of_v: arrivals that fill a V stage; tile_readers: producers that read work tiles.
+    __device__ __forceinline__ void init_pipelines(int producers_of_v, int tile_readers) const {
+        constexpr int kReaders = Config::kConsumers * 4;
+        ptx::prefetch_tensor_map(params.q_map);
+        ptx::prefetch_tensor_map(params.k_map);
+        ptx::prefetch_tensor_map(params.v_map);
+        q_pipeline.init(kReaders);
+        k_pipeline.init(kReaders);
+        v_pipeline.init(kReaders, producers_of_v);
+        work_tiles.init(kReaders + tile_readers);
+    }
+
+    // --- The rows of a Q tile: queries, or the heads of a group ---
+
+    __device__ __forceinline__ int pack_gqa_log2() const {
+        return Config::kMayHaveSplits ? params.pack_gqa_log2 : 0;
+    }
+    __device__ __forceinline__ int query_of(const QueryTile& tile, int row) const {
+        return tile.first_query + (row >> pack_gqa_log2());
+    }
+    // The head within the group.
+    __device__ __forceinline__ int head_of(int row) const {
+        return row & ((1 << pack_gqa_log2()) - 1);
+    }
+    // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
+    // occupy a register throughout the loop.
+    __device__ __forceinline__ int warp_row() const {
+        using Number = std::conditional_t<sizeof(typename Config::Element) == 1, unsigned, int>;
+        return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
+    }
+
+    // --- Producers ---
+
+    __device__ __forceinline__ void describe_next(QueryTile& tile, int linear) const {
+        WorkTile work = work_tile(linear, params.schedule);
+        if constexpr (Config::kMayHaveSplits) {
+            tile.split = work.tile_index % params.num_splits;
+            work.tile_index /= params.num_splits;
+            if (pack_gqa_log2() > 0) work.head *= group();  // the first head of the group
+        }
+        describe<Config>(tile, params, work, Config::kBlockQ >> pack_gqa_log2());
+        if constexpr (Config::kMayHaveSplits)
+            tile.kv_tiles = split_of(tile.kv_tiles, tile.split, params.num_splits);
+        // A tile without keys takes one iteration, too: all its scores are hidden, and TMA fills K
+        // and V with zeros.
+        if (tile.kv_tiles.empty()) {
+            tile.sequence.seqlen_k = 0;
+            tile.kv_tiles = {0, 1};
+        }
+    }
+
+    // Fetches the Q tiles and loads their K tiles, last to first. The next Q tile is fetched a few
+    // iterations before it is needed. also_load(tile, first key) comes after each K tile.
+    template <class AlsoLoad>
+    __device__ __forceinline__ void produce_k(AlsoLoad also_load) const {
+        typename KPipeline::State k;
+        const int total = cta_count(params.schedule);
+        const int at_once = params.schedule.tiles_at_once;
+        int linear = static_cast<int>(blockIdx.x) * at_once;
+        bool started = false;
+        const auto fetch = [&] {
+            if (++linear % at_once != 0) return linear;
+            if (!started) params.scheduler.start();
+            started = true;
+            linear = params.scheduler.fetch(total / at_once) * at_once;
+            return linear;
+        };
+        work_tiles.produce(
+            linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
+            [&](const QueryTile& tile, const WorkTileState&) {
+                const TensorRows rows =
+                    this->key_rows(params.k, tile.sequence, this->head_k(tile.head));
+                const VisibleTiles kv = tile.kv_tiles;
+                int next = 0;
+                for (int i = kv.end - 1; i >= kv.begin; --i) {
+                    if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
+                    const int first_key = kv.tile(i) * Config::kBlockKV;
+                    load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
+                                                         first_key);
+                    k.advance();
+                    also_load(tile, first_key);
+                }
+                return next;
+            });
+    }
+
+    __device__ __forceinline__ void produce_v() const {
+        typename VPipeline::State v;
+        work_tiles.for_each([&](const QueryTile& tile) {
+            const TensorRows rows =
+                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
+                load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
+                                                     tile.kv_tiles.tile(i) * Config::kBlockKV);
+        });
+    }
+
+    __device__ __forceinline__ void produce_q() const {
+        typename QPipeline::State q;
+        work_tiles.for_each([&](const QueryTile& tile) {
+            if constexpr (QPipeline::kStages == 1)  // still in use by the previous tile
+                for_each_q_load(tile, [&](const TensorRows& rows, int, int first) {
+                    rows.prefetch<QTile>(params.q_map, first);
+                });
+            q_pipeline.producer_acquire(q);
+            q_pipeline.producer_expect(q, QTile::kBytes);
+            for_each_q_load(tile, [&](const TensorRows& rows, int row, int first) {
+                rows.load_boxes<QTile>(params.q_map, q_pipeline.stage(q) + row * QTile::kPitch,
+                                       q_pipeline.full(q), first);
+            });
+            q.advance();
+        });
+    }
+
+    // visit(tensor rows, row of the tile, the tensor row that is loaded to it), for each box.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_q_load(const QueryTile& tile, Visit visit) const {
+        const Sequence& s = tile.sequence;
+        TensorRows rows = this->query_rows(params.q, s, tile.head);
+#pragma unroll 1
+        for (int row = 0; row < Config::kBlockQ; row += Config::kQBoxRows) {
+            const int query = query_of(tile, row);
+            int first = query;
+            if (pack_gqa_log2() > 0) {  // a row of the map is a head
+                rows = tensor_rows<typename Config::Element>(with_heads_as_rows(params.q), s.batch,
+                                                             s.q_begin + query, tile.head, group());
+                first = query < s.seqlen_q ? head_of(row) : group();  // past the end: zeros
+            }
+            visit(rows, row, first);
+        }
+    }
+
+    // --- Consumers ---
+
+    // What a consumer carries from one iteration to the next. The matrices are only referenced: as
+    // members they would make the compiler treat the whole object as an array in most passes.
+    template <class Scores, class Softmax>
+    struct ConsumerState {
+        Scores& rS;
+        Output& rO;
+        Softmax& softmax;
+        RowRescaling& rescaling;  // of O, before P V is added
+        Softmax& prev_softmax;    // of the previous Q tile, until O is stored
+
+        typename QPipeline::State q{};
+        typename KPipeline::State k{};
+        typename VPipeline::State v{};
+        WorkTileState tile{}, output_tile{};  // of the scores, and of O
+
+        // The index of the KV tile of the scores: from the last one down to the first.
+        int kv_tile{}, first_kv_tile{};
+        VisibleTiles full_tiles{};
+        bool k_ready = false, v_ready = false;  // has a test found the next stage full?
+        int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
+
+        bool first_iteration = true;  // P belongs to the first iteration of its Q tile
+        bool output_pending = false;  // O belongs to the previous Q tile and is not stored yet
+    };
+
+    // With one stage, Q is released as soon as the tile's last scores are complete; with two, when
+    // the next tile begins, so that the last iteration may belong to the unmasked main loop.
+    static constexpr bool kReleaseEarly = QPipeline::kStages == 1;
+
+    // Waits for the next Q tile's description. Returns false if there is no more work.
+    template <class State>
+    __device__ __forceinline__ bool find_tile(State& x) const {
+        work_tiles.descriptions.consumer_wait(x.tile);
+        const QueryTile& tile = work_tiles[x.tile];
+        x.kv_tile = ptx::warp_uniform(tile.kv_tiles.end) - 1;
+        x.first_kv_tile = ptx::warp_uniform(tile.kv_tiles.begin);
+        return ptx::warp_uniform(tile.first_query) >= 0;
+    }
+
+    // Goes on to the next KV tile. Returns true after the last one: then it leaves the Q tile, and
+    // find_tile() comes next.
+    template <class State>
+    __device__ __forceinline__ bool advance(State& x) const {
+        const bool last = x.kv_tile == x.first_kv_tile;
+        --x.kv_tile;
+        if (last) {
+            if (!kReleaseEarly) release_and_advance(q_pipeline, x.q);
+            x.tile.advance();
+        }
+        return last;
+    }
+
+    // The KV tiles of which this consumer's rows see every key.
+    __device__ __forceinline__ VisibleTiles full_tiles(const QueryTile& tile) const {
+        const BandMask mask = mask_of(params, tile.sequence);
+        const int first_query = query_of(tile, consumer * 64);
+        const int last_query = min_of(query_of(tile, consumer * 64 + 63), mask.seqlen_q - 1);
+        return {ceil_div(mask.key_range(last_query).begin, Config::kBlockKV),
+                mask.key_range(first_query).end / Config::kBlockKV};
+    }
+
+    // The operand in a stage: the one in the first stage, moved, where there are registers for its
+    // descriptor. That is one instruction from a full barrier to the matmul, and not five.
+    template <class Operand, class Pipeline, class... FirstRow>
+    static __device__ __forceinline__ Operand operand(const Pipeline& pipeline,
+                                                      const typename Pipeline::State& state,
+                                                      FirstRow... first_row) {
+        if constexpr (Config::kConsumers > 2) {
+            Operand first(pipeline.stages, first_row...);
+            first.move(state.stage * Pipeline::kStageBytes);
+            return first;
+        } else {
+            return Operand(pipeline.stage(state), first_row...);
+        }
+    }
+
+    // The factor from scores to exponents of 2.
+    __device__ __forceinline__ auto exponent_scale() const {
+        if constexpr (Config::kScaledScores) {
+            return Unscaled{};
+        } else {
+            return params.scale_log2;
+        }
+    }
+
+    // Applies the options, and the mask unless kFull excludes one.
+    template <bool kFull>
+    __device__ __forceinline__ void finish_scores(RegisterTile<16, Config::kBlockKV>& rS,
+                                                  const QueryTile& tile, int i,
+                                                  const VisibleTiles& full) const {
+        const int first_row = warp_row();
+        const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+        if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
+            ScoreFunction<typename Config::Element, Rows::kQueries, false>{params, tile.sequence,
+                                                                           tile.head}
+                .apply(rS, tile.first_query + first_row, first_key);
+        if (!kFull && (i < full.begin || i >= full.end)) {
+            const BandMask mask = mask_of(params, tile.sequence);
+            mask_scores(rS, first_key,
+                        [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
+        }
+    }
+
+    // With the sink, which is in the first split.
+    template <class Softmax>
+    __device__ __forceinline__ Softmax begin_softmax(const QueryTile& tile) const {
+        Softmax softmax;
+        const bool first_split = !Config::kMayHaveSplits || tile.split == 0;
+        if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
+            return softmax;
+        const float factor = kLog2e * ptx::rcp(exponent_scale());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int head = tile.head;
+            if constexpr (Config::kMayHaveSplits)
+                head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
+            softmax.begin_with(params.sink[head] * factor, 0, i);
+        }
+        return softmax;
+    }
+
+    // --- Results ---
+
+    // O / l.
+    template <class Softmax>
+    __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) const {
+        softmax.finish();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float factor = softmax.inverse_sum(0, i);
+#pragma unroll
+            for (int n = 0; n < Output::kN; ++n) {
+                rO.v[0][n][2 * i] *= factor;
+                rO.v[0][n][2 * i + 1] *= factor;
+            }
+        }
+    }
+
+    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is that of row lane_row() +
+    // 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile. Only
+    // then may the heads of a group be stored at once: in the loop the test would cost splits time.
+    template <bool kLast, class Softmax, class LseOf, class WithOutType>
+    __device__ __forceinline__ void store_tile(const Output& rO, const Softmax& softmax,
+                                               const QueryTile& tile, LseOf lse_of,
+                                               WithOutType with_out_type) const {
+        const Sequence& s = tile.sequence;
+        // A logarithm takes a hundred cycles: of the four lanes of two rows, two compute one each.
+        const int i = lane_id() % 2;
+        const int row = lane_row() + 8 * i;
+        const bool has_row = lane_id() % 4 < 2;
+        const int64_t statistics = statistics_offset(params, s, tile.head);
+        const int first_row = warp_row();
+        // Of the rows from `first` on: the index of a row of the warp, or -1 if it has none.
+        const auto index_from = [&](int64_t first, int row) -> int64_t {
+            const int query = query_of(tile, first_row + row);
+            const int head = head_of(first_row + row);
+            if (query >= s.seqlen_q || head >= group()) return -1;
+            return first + int64_t{head} * params.seqlen_q + query;
+        };
+        constexpr bool kSplits = Config::kMayHaveSplits && !Config::kGeneral && !kLast;
+        constexpr bool kGroup = Config::kMayHaveSplits && !Config::kGeneral && kLast;
+        if (kSplits || (Config::kMayHaveSplits && params.o_partial != nullptr)) {
+            const int64_t first = tile.split * statistics_rows(params) + statistics;
+            const int64_t index = index_from(first, row);
+            if (has_row && index >= 0)
+                params.statistics_partial[index] = {softmax.max(0, i), softmax.sum(0, i)};
+            store_rows(params.o_partial, rO, [&](int row) { return index_from(first, row); });
+        } else if (kGroup || (kLast && pack_gqa_log2() > 0)) {
+            const float lse = lse_of(i);
+            const int64_t index = index_from(statistics, row);
+            if (has_row && index >= 0) params.lse[index] = lse;
+            with_out_type([&](auto element) {
+                store_apart(rO, params.head_dim_v, [&](int row) {
+                    auto* out = row_pointer<decltype(element)>(
+                        params.out, s.batch, s.q_begin + query_of(tile, first_row + row),
+                        tile.head + head_of(first_row + row));
+                    return index_from(statistics, row) < 0 ? nullptr : out;
+                });
+            });
+        } else {
+            const int first_query = tile.first_query + first_row;
+            const int rows = s.seqlen_q - first_query;
+            const float lse = lse_of(i);
+            if (has_row && row < rows) params.lse[statistics + first_query + row] = lse;
+            with_out_type([&](auto element) {
+                store_rows(
+                    global_tile<decltype(element)>(params.out, s.batch, s.q_begin + first_query,
+                                                   tile.head, rows, params.head_dim_v),
+                    rO);
+            });
+        }
+    }
+
+    // Stores 16 rows that need not be adjacent: row_of(row) is where each is, or null.
+    template <class RowOf>
+    static __device__ __forceinline__ void store_apart(const Output& rO, int cols, RowOf row_of) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            auto* row = row_of(lane_row() + 8 * i);
+            if (row == nullptr) continue;
+#pragma unroll
+            for (int n = 0; n < Output::kN; ++n)
+                if (8 * n < cols)  // a multiple of 8
+                    *reinterpret_cast<uint32_t*>(row + 8 * n + lane_col()) =
+                        ptx::pack<std::remove_pointer_t<decltype(row)>>(rO.v[0][n][2 * i],
+                                                                        rO.v[0][n][2 * i + 1]);
+        }
+    }
+};
+
+template <class Kernel>
+cudaError_t launch_fa3_forward(const ForwardParams& call, int sms, cudaStream_t stream) {
+    using Config = typename Kernel::Config;
+    Fa3ForwardParams params{call, make_dynamic_scheduler(call.counters)};
+    if (params.seqlen_k == 0) {  // a tensor map needs an address, although nothing is read
+        params.k.data = params.q.data;
+        params.v.data = params.q.data;
+    }
+    const TensorView q = params.pack_gqa_log2 > 0 ? with_heads_as_rows(params.q) : params.q;
+    for (cudaError_t status : {encode_tensor_map<typename Config::QTile, Config::kQBoxRows>(
+                                   params.q_map, q, params.head_dim),
+                               encode_tensor_map<typename Config::KTile, Config::kKVBoxRows>(
+                                   params.k_map, params.k, params.head_dim),
+                               encode_tensor_map<typename Config::VTile, Config::kKVBoxRows>(
+                                   params.v_map, params.v, params.head_dim_v)})
+        if (status != cudaSuccess) return status;
+    return launch_fa3<Kernel>(params, cta_count(params.schedule) / params.schedule.tiles_at_once,
+                              sms, stream);
+}
+
+}  // namespace flash_ext
