@@ -502,9 +502,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             iterate<false>(x, rP, new_tile);
             const int unmasked_until =
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            while (!x.first_iteration && x.kv_tile > unmasked_until &&
-                   x.kv_tile <= x.full_tiles.end)
-                iterate<true>(x, rP);
+            if (!new_tile && x.kv_tile <= x.full_tiles.end)
+                while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
         }
         rescale_or_store(x);
         v_pipeline.consumer_wait(x.v);
