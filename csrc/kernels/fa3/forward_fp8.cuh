@@ -15,6 +15,8 @@
 //
 //   barrier             arrivals per phase                   who waits
 //   full(V^T)           2: each warp that transposes         consumers, before P V
+//   empty(V^T)          4 a consumer: each warp, when P V    the warps that transpose
+//                       is complete
 //   full(V)             1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V)            2: each warp that transposes         K's producer, before the next load
 //   empty(work tiles)   3: Q's producer, when all loads of   K's producer
