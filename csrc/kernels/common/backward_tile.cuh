@@ -44,7 +44,7 @@ struct BackwardConfig {
     using Element = Element_;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
-    static constexpr bool kWholeTiles = kFeatures == Features::kPlain;  // see least_backward_form()
+    static constexpr bool kWholeTiles = kFeatures == Features::kPlain;  // see plan_mma_backward()
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -117,7 +117,7 @@ struct DQAccum {
 
     __device__ __forceinline__ DQAccum(const BackwardParams& params, const Sequence& sequence,
                                        int head, int q_tile, int slice) {
-        // There no register is left for it over the loop.
+        // In these kernels no register is left for the thread's index over the loop.
         constexpr bool kNoRegister =
             Config::kDQSlices > 1 || (Config::kHeadDim == 128 && kCudaArch < 900);
         const int thread = !kWhole && kNoRegister ? ptx::not_hoisted(threadIdx.x) : threadIdx.x;

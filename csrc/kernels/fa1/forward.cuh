@@ -12,9 +12,7 @@
 //             l_new = 2^((m_i - m_new) scale) l_i + 2^((m~ - m_new) scale) l~
 //             O_i = (l_i 2^((m_i - m_new) scale) O_i + 2^((m~ - m_new) scale) P V_j) / l_new
 //                                                    P V_j exchanged
-//             l_i = l_new,  m_i = m_new
-//
-// with scale in base 2.
+//             l_i = l_new,  m_i = m_new           (scale in base 2)
 //
 // Warps: two teams of four share the KV tile and alternate over the Q tiles, so that one team's
 // matmuls overlap with the other's memory traffic. Within a team K and V are split across the warps
