@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .calls import Call, Mask, Packed
 from .kept import kept
@@ -38,7 +37,7 @@ there is nothing to compute."""
 def _visible(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, ...]:
     """The queries [a, b) that see a key, the keys [c, d) that one of them sees, and whether there
     are none: of parts of one document each."""
-    (a, b, _), (c, d, _) = q, k
+    (a, b, _), (c, d, _) = q.unbind(), k.unbind()
     if mask.right is not None:
         a = torch.maximum(a, c - mask.right if mask.right else c)
     if mask.left is not None:
@@ -65,25 +64,28 @@ def _pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
     sides = [] if mask.left is None else [side(mask.left, shift, used)]
     if mask.right is not None:  # a causal mask hides nothing of earlier rows
         sides.append(side(mask.right, -shift, b - a) if mask.right else aligned)
-    ends = a + q[2], c + k[2], b + q[2], d + k[2]
+    at_q, at_k = q[2], k[2]
+    ends = a + at_q, c + at_k, b + at_q, d + at_k
     every = torch.broadcast_tensors(*ends, used, aligned, used, aligned, *sides)
-    found = torch.stack(every).masked_fill_(unseen, -1).flatten(1)
+    found = torch.stack(every).bitwise_or_(-unseen.to(shift.dtype)).flatten(1)
     found[ALL_USED:SIDES].cumsum_(1)
     return found
 
 
-def _begins(pairs: Tensor, sources: int, m: int) -> Tensor:
+def _begins(pairs: Tensor, sources: int, m: int, cut: bool) -> Tensor:
     """Which pairs do not follow the one before in a call: bool (pairs + 1), True at last.
 
     A pair goes to the first call, of those with its window, that ends where the pair begins. That
     is the call of the pair before, unless one of a lower index of m, which ends there too, is free.
+    `cut`: in some pairs not all queries see a key; then none is taken to follow another.
     """
     begins = torch.ones(pairs.shape[1] + 1, dtype=torch.bool, device=HOST)
-    before, after = pairs[:, :-1].unbind(), pairs[:, 1:].unbind()
-    inner = torch.ne(before[Q_END], after[Q], out=begins[1:-1])
-    inner |= before[K_END] > after[K]
-    for x, y in zip(before[SIDES:], after[SIDES:], strict=True):
-        inner |= x != y
+    if cut:
+        return begins
+    inner = torch.ne(pairs[Q_END, :-1], pairs[Q, 1:], out=begins[1:-1])
+    inner |= pairs[K_END, :-1] > pairs[K, 1:]
+    for side in range(SIDES, len(pairs)):
+        inner |= pairs[side, :-1] != pairs[side, 1:]
     of_parts = begins[:-1].view(sources, m, -1)
     for i in range(1, m):
         of_parts[:, i] |= of_parts[:, :i].any(1)
@@ -121,14 +123,12 @@ def _chains(pairs: Tensor, begins: Tensor, each: int, own: int | None, mask: Mas
         own: the source whose keys are the queries' own in aligned pairs; None: in all pairs.
         mask: of the pairs.
     """
-    ends = begins.unfold(0, pairs.shape[1], 1) & (pairs[Q] >= 0)
-    index = ends.nonzero()[:, 1]
-    columns, places = pairs.index_select(1, index).T.tolist(), index.tolist()
-    half = len(places) // 2
+    seen = pairs[Q] >= 0
+    ends = [(x & seen).nonzero().squeeze(1) for x in (begins[:-1], begins[1:])]
+    places = (x.tolist() for x in ends)
+    columns = (pairs.index_select(1, x).T.tolist() for x in ends)
     found = []
-    for i, j, x, y in zip(
-        places[:half], places[half:], columns[:half], columns[half:], strict=True
-    ):
+    for i, j, x, y in zip(*places, *columns, strict=True):
         source, count = i // each, j - i + 1
         others = own is not None and not (source == own and x[ALIGNED])
         limits = iter(x[SIDES:])
@@ -185,9 +185,7 @@ def _plan(
     if mask.left or mask.right:
         fewer = (pairs[Q_END] - pairs[Q]).view(sources * m, -1) < (q[1] - q[0]).flatten()
         cut = bool((fewer.flatten() & (pairs[Q] >= 0)).any())
-    # Where not all queries of a pair see a key, each pair is a chain.
-    every = torch.ones(pairs.shape[1] + 1, dtype=torch.bool, device=HOST)
-    begins = every if cut else _begins(pairs, sources, m)
+    begins = _begins(pairs, sources, m, cut)
     chains = _chains(pairs, begins, pairs.shape[1] // sources, own, mask)
     return pairs, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[: 1 + cut], x.k)))
 
@@ -201,25 +199,28 @@ def _calls(pairs: Tensor, runs: list[list[_Chain]]) -> list[Call]:
     for run in runs:
         at, q, k = edges[-1], run[0].q[0], run[0].k[0]
         for chain in run:
-            pieces.append((chain.first - at, chain.pairs, q, k))
+            pieces.append((chain.pairs, chain.first - at, q, k))
             at += chain.pairs
         # Then the ends of the last pair. What is its number of used keys nobody reads.
-        pieces.append((Q_END * count + run[-1].first + run[-1].pairs - 1 - at, 1, q, k))
+        pieces.append((1, Q_END * count + run[-1].first + run[-1].pairs - 1 - at, q, k))
         edges.append(at + 1)
     width = edges[-1]
-    skips, sizes, *firsts = zip(*pieces, strict=True)
-    places = (skip + field * count for field in (Q, K, USED) for skip in skips)
-    small = numbers([*places, *itertools.chain(*firsts), *(len(skips) * [0])], pairs.dtype)
-    wide = small.view(6, -1).repeat_interleave(numbers(sizes), 1, output_size=width)
-    index = wide[:3] + torch.arange(width, dtype=pairs.dtype, device=HOST)
-    found = pairs.view(-1).index_select(0, index.view(-1)).sub_(wide[3:].view(-1))
+    sizes, *of_pieces = zip(*pieces, strict=True)
+    piece = torch.repeat_interleave(numbers(sizes), output_size=width)
+    skip, *firsts = (numbers(x, pairs.dtype).index_select(0, piece) for x in of_pieces)
+    place = skip.add_(torch.arange(width, dtype=pairs.dtype, device=HOST))
+    index = torch.cat([place + field * count for field in (Q, K, USED)])
+    found = pairs.view(-1).index_select(0, index)
+    for x, first in zip(found.view(3, -1).unbind(), firsts, strict=False):
+        x -= first
     every = Numbers(found.int())
-    return [_call(every, width, run, *edge) for run, edge in zip(runs, itertools.pairwise(edges), strict=True)]
+    bounds = zip(runs, itertools.pairwise(edges), strict=True)
+    return [_call(every, width, run, *of_run) for run, of_run in bounds]
 
 
 def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) -> Call:
     """Of a run, whose numbers are [first, last) of each `width`."""
-    q, k = ((getattr(run[0], x)[0], getattr(run[-1], x)[1]) for x in "qk")
+    q, k = (run[0].q[0], run[-1].q[1]), (run[0].k[0], run[-1].k[1])
     packed = None
     if last - first > 2:  # not of one pair alone
         complete = sum(chain.used for chain in run) == k[1] - k[0]
@@ -227,7 +228,7 @@ def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) 
         packed = Packed(every, slice(first, last), slice(width + first, width + last), used)
     _, others, *window = run[0].group
     aligned = all(chain.aligned for chain in run)
-    return Call(q, k, tuple(window), not others, packed, aligned=aligned)
+    return Call(q, k, (window[0], window[1]), not others, packed, aligned=aligned)
 
 
 def _of_sources(
@@ -252,6 +253,7 @@ def of_sources(
     return list(map(tuple, found))
 
 
+@kept()
 def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
     """How many they are against the keys of one."""
     return len(_of_sources(shards, rank, [source], mask)[1])
@@ -261,8 +263,8 @@ def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
     """A rank's calls against the keys of the whole sequence."""
     documents = mask.documents_of(shards.rows)
     q = cells_of(shards, documents, [rank])[:, 0]
-    k = pad(documents.bounds, (0, 0, 0, 1))[:, None, None]  # they lie where they are
-    return tuple(_calls(*_plan(q, k, mask, shards.rows, None)))
+    pairs, runs = _plan(q, documents.parts[:, None, None], mask, shards.rows, None)
+    return tuple(_calls(pairs, runs))
 
 
 def ring_steps(shards: Sharding, mask: Mask) -> int:
@@ -290,7 +292,7 @@ def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
     cells = cells_of(shards, documents, range(shards.ranks))
     # Of each document, queries before the part and up to its end; and pairs of those, less the
     # pairs of all queries with keys after their own.
-    queries = cells[:2].long() - documents.bounds[0]
+    queries = cells[:2].long() - documents.parts[0]
     after = _pairs_before(documents.sizes - queries, mask.right)
     pairs = queries + _pairs_before(queries, mask.left) - after
     found: list[int] = (pairs[1] - pairs[0]).flatten(1).sum(1).tolist()

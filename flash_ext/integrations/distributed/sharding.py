@@ -48,9 +48,11 @@ class Documents(tuple[int, ...]):
         """Rows of each: int64 (documents)."""
 
         self.shortest = int(self.sizes.min()) if count else 0
-        self.bounds = offsets.to(dtype_of(values[-1] if count else 0)).unfold(0, count, 1)
-        """Their rows [first, last): (2, documents), of `dtype_of`."""
+        dtype = dtype_of(values[-1] if count else 0)
+        self.parts = torch.zeros((3, count), dtype=dtype, device=HOST)
+        """Their rows [first, last), and a shift of 0: (3, documents), as `Sharding.parts`."""
 
+        self.parts[:2].copy_(offsets.unfold(0, count, 1))
         self._hash = super().__hash__()
 
     def __hash__(self) -> int:
@@ -197,7 +199,7 @@ class Sharding:
             if documents[-1] < self.rows:
                 documents = documents_of((*documents, self.rows))
             first, last, shift = cells_of(self, documents, [rank])[:, 0]
-            shift = shift + documents.bounds[0]
+            shift = shift + documents.parts[0]
         host = torch.stack([shift, last - first]).long().view(2, -1)
         shift, size = moved(host, device)
         count = self.lengths[rank]  # or else the device would be asked
@@ -214,7 +216,8 @@ class Sharding:
         """A rank's rows of the whole sequence x; a view where they are one span."""
         if self.most_spans > FEW_SPANS:
             order, _ = self.orders(x.device)
-            return x.index_select(dim, order.split(self.lengths)[rank])
+            before = sum(self.lengths[:rank])
+            return x.index_select(dim, order[before : before + self.lengths[rank]])
         parts = [x.narrow(dim, a, b - a) for a, b in self.spans[rank]]
         if not parts:
             return x.narrow(dim, 0, 0)
@@ -229,7 +232,7 @@ class Sharding:
 def _orders(key: tuple[Sharding, bool], device: torch.device) -> tuple[Tensor, Tensor]:
     """`Sharding.orders`, by it and `padded`."""
     shards, padded = key
-    rows, most, (first, last, shift) = shards.rows, shards.most, shards.parts
+    rows, most, (first, last, shift) = shards.rows, shards.most, shards.parts.unbind()
     lengths = shards.ranks * (most,) if padded else shards.lengths
     *starts, count = itertools.accumulate(lengths, initial=0)  # or else the device would be asked
     start = numbers(starts, shift.dtype).view(-1, 1)
@@ -269,7 +272,7 @@ def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Te
     if own is documents or own is not None and own[:count] == documents:
         return parts.unflatten(2, (2, -1))[..., : count - 1]
     shift = parts[2:, ..., None].expand(-1, -1, -1, count - 1)
-    return torch.cat([parts[:2, ..., None].clamp(*documents.bounds), shift])
+    return torch.cat([parts[:2, ..., None].clamp(*documents.parts[:2]), shift])
 
 
 def sharding(
@@ -314,10 +317,10 @@ def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
     if len(documents) <= 2:
         return _of_one_sequence(rows, ranks, "zigzag")
     parts = torch.empty((3, ranks, 2, len(documents) - 1), dtype=dtype_of(rows), device=HOST)
-    # Rounded down; exact, since these are below 2^53. (Integers take three times as long.)
-    cuts = (_chunks(ranks) * documents.sizes).div_(2 * ranks)
-    parts[:2].copy_(cuts).add_(documents.bounds[0])
-    first, last, shift = parts
+    # To be rounded down: halfway between fractions, far from what floating-point numbers round.
+    cuts = (_chunks(ranks) * documents.sizes).add_(1 / (4 * ranks))
+    parts[:2].copy_(cuts).add_(documents.parts[0])
+    first, last, shift = parts.unbind()
     if documents.shortest < 2 * ranks:
         _join(first, last)
     ends = torch.sub(last, first).view(ranks, -1).cumsum(1, dtype=parts.dtype)
@@ -329,9 +332,10 @@ def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
 
 @kept()
 def _chunks(ranks: int) -> Tensor:
-    """The chunks of each rank, and the next ones: (2, ranks, 2, 1)."""
+    """Where each rank's two chunks begin and end, of a document of one row: (2, ranks, 2, 1)."""
     first = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
-    return numbers([*first, *(chunk + 1 for chunk in first)]).double().view(2, ranks, 2, 1)
+    every = numbers([*first, *(chunk + 1 for chunk in first)])
+    return every.double().div_(2 * ranks).view(2, ranks, 2, 1)
 
 
 def _join(first: Tensor, last: Tensor) -> None:
