@@ -16,6 +16,7 @@ import itertools
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from .calls import Call, Mask, Packed
 from .kept import kept
 from .on_device import HOST, Numbers, numbers
-from .sharding import Sharding, Span, cells_of, dtype_of
+from .sharding import Documents, Sharding, Span, cells_of, documents_of, dtype_of, sharding
 
 Q, K, Q_END, K_END, USED, ALIGNED, ALL_USED, ALL_ALIGNED, SIDES = range(9)
 """What is known of a pair: the rows [Q, Q_END) of the rank's queries that see a key, and [K, K_END)
@@ -231,22 +232,14 @@ def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) 
     return Call(q, k, (window[0], window[1]), not others, packed, aligned=aligned)
 
 
+@kept()
 def _of_sources(
-    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
-) -> tuple[Tensor, list[list[_Chain]]]:
-    """As `_plan`, against the keys that each of these ranks holds."""
-    documents = mask.documents_of(shards.rows)
-    # Of the rank itself too: the first.
-    cells = cells_of(shards, documents, [rank, *sources])
-    own = sources.index(rank) if rank in sources else len(sources)
-    return _plan(cells[:, 0], cells[:, 1:], mask, shards.rows, own)
-
-
-def of_sources(
-    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+    shards: Sharding, rank: int, sources: tuple[int, ...], mask: Mask
 ) -> list[tuple[Call, ...]]:
-    """A rank's calls against the keys that each of these ranks holds."""
-    pairs, runs = _of_sources(shards, rank, sources, mask)
+    """`of_sources`, of any documents."""
+    cells = cells_of(shards, mask.documents_of(shards.rows), [rank, *sources])
+    own = sources.index(rank) if rank in sources else len(sources)
+    pairs, runs = _plan(cells[:, 0], cells[:, 1:], mask, shards.rows, own)
     found: list[list[Call]] = [[] for _ in sources]
     for run, call in zip(runs, _calls(pairs, runs), strict=True):
         found[run[0].group[0]].append(call)
@@ -254,17 +247,112 @@ def of_sources(
 
 
 @kept()
-def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
-    """How many they are against the keys of one."""
-    return len(_of_sources(shards, rank, [source], mask)[1])
-
-
-def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
-    """A rank's calls against the keys of the whole sequence."""
+def _of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
+    """`of_the_whole`, of any documents."""
     documents = mask.documents_of(shards.rows)
     q = cells_of(shards, documents, [rank])[:, 0]
     pairs, runs = _plan(q, documents.parts[:, None, None], mask, shards.rows, None)
     return tuple(_calls(pairs, runs))
+
+
+def _form(shards: Sharding, mask: Mask) -> tuple[Sharding, Mask] | None:
+    """Two documents whose plans have the form of these documents' plans, or None.
+
+    If every rank has rows of both its chunks of each document, and there is no window, plans differ
+    in their numbers alone: in each call, what is of one document and the next is of all of them.
+    Each chunk of the two documents is a row.
+    """
+    documents, chunks = shards.documents, 2 * shards.ranks
+    if documents is None or documents.shortest < chunks or documents != mask.documents:
+        return None
+    if mask.left is not None or mask.right:
+        return None
+    two = documents_of((0, chunks, 2 * chunks))
+    return sharding(two[-1], shards.ranks, "document_zigzag", two), replace(mask, documents=two)
+
+
+class _Offsets:
+    """Offsets of the chunks that ranks have of each document, where plans have a `_form`."""
+
+    def __init__(self, parts: Tensor) -> None:
+        """`parts`: (3, ranks, 2 · documents), of a sharding."""
+        _, last, shift = parts.unbind()
+        self.documents = last.shape[1] // 2
+        both = torch.cat([last.new_zeros(len(last), 1), last + shift], 1)
+        second = both[:, self.documents :]
+        self.numbers = torch.cat([both, second - second[:, :1]], 1)
+        """Of both, and of the second ones counted from their first row: (ranks, numbers)."""
+
+        self.edges: list[list[int]] = both[:, :: self.documents].tolist()
+        """For each rank where the first and the second ones begin and end, (3)."""
+
+    def of(self, rank: int, span: Span) -> tuple[Span, slice]:
+        """The rows that are `span` in the plan of two documents, and which numbers are theirs."""
+        first, last = (x // 2 for x in span)
+        begin = rank * self.numbers.shape[1] + first * (2 * self.documents + 1)
+        rows = self.edges[rank][first], self.edges[rank][last]
+        return rows, slice(begin, begin + (last - first) * self.documents + 1)
+
+
+def of_sources(
+    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+) -> list[tuple[Call, ...]]:
+    """A rank's calls against the keys that each of these ranks holds."""
+    form = _form(shards, mask)
+    if form is None:
+        return _of_sources(shards, rank, tuple(sources), mask)
+    offsets = _Offsets(shards.parts)
+    every = Numbers(offsets.numbers.int().view(-1))
+
+    def scaled(call: Call, source: int) -> Call:
+        (q, of_q), (k, of_k) = offsets.of(rank, call.q), offsets.of(source, call.k)
+        return call._replace(q=q, k=k, packed=Packed(every, of_q, of_k, None))
+
+    steps = zip(sources, _of_sources(form[0], rank, tuple(sources), form[1]), strict=True)
+    return [tuple(scaled(call, source) for call in calls) for source, calls in steps]
+
+
+def _of_all_rows(documents: Documents, mask: Mask) -> Call:
+    """All queries with all keys: the documents as they are."""
+    window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
+    rows, every = (0, documents[-1]), slice(0, len(documents))
+    packed = Packed(Numbers(documents.offsets.int()), every, every, None)
+    return Call(rows, rows, window, True, packed)
+
+
+def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
+    """A rank's calls against the keys of the whole sequence."""
+    form, documents = _form(shards, mask), mask.documents_of(shards.rows)
+    if shards.ranks == 1 and documents.shortest > 0 and len(documents) > 2:
+        return (_of_all_rows(documents, mask),)
+    if form is None:
+        return _of_the_whole(shards, rank, mask)
+    parts = shards.parts[:, rank : rank + 1]
+    offsets, count = _Offsets(parts), len(documents) - 1
+    # Of both chunks' calls the documents' first rows, the last key's end, and the keys of each.
+    first, last, _ = documents.parts.unbind()
+    ends = (last if mask.right is None else parts[1].view(2, -1)).expand(2, -1)
+    keys = torch.cat([first.expand(2, -1), ends[:, -1:], ends - first], 1)
+    every = Numbers(torch.cat([offsets.numbers.view(-1), keys.view(-1)]).int())
+    last_keys = keys[:, count].tolist()
+
+    def scaled(call: Call) -> Call:
+        q, of_q = offsets.of(0, call.q)
+        half = call.q[0] // 2
+        begin = offsets.numbers.numel() + half * keys.shape[1]
+        end = begin + count + 1
+        assert call.packed is not None
+        used = None if call.packed.used is None else slice(end, end + count)
+        packed = Packed(every, of_q, slice(begin, end), used)
+        return call._replace(q=q, k=(0, last_keys[half]), packed=packed)
+
+    return tuple(map(scaled, _of_the_whole(form[0], rank, form[1])))
+
+
+def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
+    """How many they are against the keys of one."""
+    shards, mask = _form(shards, mask) or (shards, mask)
+    return len(_of_sources(shards, rank, (source,), mask)[0])
 
 
 def ring_steps(shards: Sharding, mask: Mask) -> int:
@@ -282,7 +370,9 @@ def ring_steps(shards: Sharding, mask: Mask) -> int:
 def share(rows: int, mask: Mask) -> float:
     """Of the pairs (query, key) of the whole sequence, those that are visible."""
     size = mask.documents_of(rows).sizes
-    pairs = size + _pairs_before(size, mask.left) + _pairs_before(size, mask.right)
+    pairs = size + _pairs_before(size, mask.left)
+    if mask.right != 0:
+        pairs += _pairs_before(size, mask.right)
     return int(pairs.sum()) / max(rows**2, 1)
 
 
@@ -293,16 +383,15 @@ def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
     # Of each document, queries before the part and up to its end; and pairs of those, less the
     # pairs of all queries with keys after their own.
     queries = cells[:2].long() - documents.parts[0]
-    after = _pairs_before(documents.sizes - queries, mask.right)
-    pairs = queries + _pairs_before(queries, mask.left) - after
+    pairs = queries + _pairs_before(queries, mask.left)
+    if mask.right != 0:
+        pairs -= _pairs_before(documents.sizes - queries, mask.right)
     found: list[int] = (pairs[1] - pairs[0]).flatten(1).sum(1).tolist()
     return found
 
 
-def _pairs_before(queries: Tensor, side: int | None) -> Tensor | int:
+def _pairs_before(queries: Tensor, side: int | None) -> Tensor:
     """Pairs of documents' first queries with keys before their own, at most `side` for each."""
-    if side == 0:
-        return 0
     if side is None:
         return queries * (queries - 1) >> 1
     inner = queries.clamp(max=side)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from . import packing
 from .calls import Call as Call
@@ -25,7 +25,7 @@ from .calls import Mask as Mask
 from .kept import kept
 from .packing import share as share
 from .packing import visible_pairs as visible_pairs
-from .sharding import Sharding, Span, documents_of, sharding
+from .sharding import Sharding, Span
 
 
 @dataclass(frozen=True)
@@ -169,17 +169,9 @@ def step(shards: Sharding, rank: int, source: int, mask: Mask) -> tuple[Call, ..
 
 def calls_in_a_step(shards: Sharding, mask: Mask) -> int:
     """How many calls a step of a ring has: that of the last rank with the first's keys."""
-    last, documents = shards.ranks - 1, shards.documents
-    if mask.documents is None:
-        return len(step(shards, last, 0, mask))
-    chunks = 2 * shards.ranks
-    whole = mask.left is None and not mask.right and mask.documents == documents
-    if whole and documents is not None and documents.shortest >= chunks:
-        # Every rank has rows of both its chunks of each document: as many calls as of any two.
-        documents = documents_of((0, chunks, 2 * chunks))
-        shards = sharding(2 * chunks, shards.ranks, "document_zigzag", documents)
-        mask = replace(mask, documents=documents)
-    return packing.count_calls(shards, last, 0, mask)
+    if mask.documents is not None:
+        return packing.count_calls(shards, shards.ranks - 1, 0, mask)
+    return len(step(shards, shards.ranks - 1, 0, mask))
 
 
 @kept()

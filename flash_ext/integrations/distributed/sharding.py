@@ -43,8 +43,10 @@ class Documents(tuple[int, ...]):
     """cu_seqlens, numbers of the host."""
 
     def __init__(self, values: Sequence[int]) -> None:
-        offsets, count = numbers(values), max(0, len(values) - 1)
-        self.sizes = offsets.diff()
+        self.offsets, count = numbers(values), max(0, len(values) - 1)
+        """int64 (documents + 1)."""
+
+        self.sizes = self.offsets.diff()
         """Rows of each: int64 (documents)."""
 
         self.shortest = int(self.sizes.min()) if count else 0
@@ -52,7 +54,7 @@ class Documents(tuple[int, ...]):
         self.parts = torch.zeros((3, count), dtype=dtype, device=HOST)
         """Their rows [first, last), and a shift of 0: (3, documents), as `Sharding.parts`."""
 
-        self.parts[:2].copy_(offsets.unfold(0, count, 1))
+        self.parts[:2].copy_(self.offsets.unfold(0, count, 1))
         self._hash = super().__hash__()
 
     def __hash__(self) -> int:
@@ -66,7 +68,7 @@ class Documents(tuple[int, ...]):
     @property
     def nbytes(self) -> int:
         """Bytes of memory, about."""
-        return (AN_INTEGER + 20) * len(self)
+        return (AN_INTEGER + 28) * len(self)
 
 
 @kept()
@@ -271,8 +273,9 @@ def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Te
     own, count = shards.documents, len(documents)
     if own is documents or own is not None and own[:count] == documents:
         return parts.unflatten(2, (2, -1))[..., : count - 1]
-    shift = parts[2:, ..., None].expand(-1, -1, -1, count - 1)
-    return torch.cat([parts[:2, ..., None].clamp(*documents.parts[:2]), shift])
+    first, last, _ = documents.parts.unbind()
+    parts = parts.unsqueeze(3)
+    return torch.cat([parts[:2].clamp(first, last), parts[2:].expand(-1, -1, -1, count - 1)])
 
 
 def sharding(
