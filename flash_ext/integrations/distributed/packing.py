@@ -13,10 +13,9 @@ has them; or the part of the keys is the whole document.
 from __future__ import annotations
 
 import itertools
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,14 +24,14 @@ from torch import Tensor
 from .calls import Call, Mask, Packed
 from .kept import kept
 from .on_device import HOST, Numbers, numbers
-from .sharding import Documents, Sharding, Span, cells_of, documents_of, dtype_of, sharding
+from .sharding import FEW_SPANS, Sharding, Span, cells_of, dtype_of
 
-Q, K, Q_END, K_END, USED, ALIGNED, ALL_USED, ALL_ALIGNED, SIDES = range(9)
+Q, K, Q_END, K_END, ALIGNED, ALL_ALIGNED, ALL_USED, SIDES = range(8)
 """What is known of a pair: the rows [Q, Q_END) of the rank's queries that see a key, and [K, K_END)
-of the source's keys that a query sees; how many keys that are; whether the last query and the last
-key have one position; the sums of both up to this pair; and, from SIDES on, the sides of the window
-that the mask limits, as the op has them, and one more: 0 is unlimited. It is -1 throughout where
-there is nothing to compute."""
+of the source's keys that a query sees; whether the last query and the last key have one position;
+how often that is so up to this pair, and how many keys there are up to it; and, from SIDES on, the
+sides of the window that the mask limits, as the op has them, and one more: 0 is unlimited. It is -1
+throughout where there is nothing to compute."""
 
 
 def _visible(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, ...]:
@@ -67,9 +66,9 @@ def _pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
         sides.append(side(mask.right, -shift, b - a) if mask.right else aligned)
     at_q, at_k = q[2], k[2]
     ends = a + at_q, c + at_k, b + at_q, d + at_k
-    every = torch.broadcast_tensors(*ends, used, aligned, used, aligned, *sides)
+    every = torch.broadcast_tensors(*ends, aligned, aligned, used, *sides)
     found = torch.stack(every).bitwise_or_(-unseen.to(shift.dtype)).flatten(1)
-    found[ALL_USED:SIDES].cumsum_(1)
+    found[ALL_ALIGNED:SIDES].cumsum_(1)
     return found
 
 
@@ -100,18 +99,18 @@ class _Chain(NamedTuple):
     """The source, whether the keys are others than the queries' own, and the window: what is one
     in a call."""
 
-    first: int
-    """The first pair, all of them counted one after the other."""
-
     pairs: int
     q: Span
     k: Span
-
-    used: int
-    """How many keys are."""
+    gapless: bool
+    """Whether each key from the first to the last is used."""
 
     aligned: bool
     """Whether all pairs are."""
+
+    at: tuple[int, int, int, int]
+    """Where the first pair's rows are among the numbers of the plan: where its queries begin and
+    where they end, and so of its keys. Those of the other pairs follow."""
 
 
 def _chains(pairs: Tensor, begins: Tensor, each: int, own: int | None, mask: Mask) -> list[_Chain]:
@@ -124,20 +123,21 @@ def _chains(pairs: Tensor, begins: Tensor, each: int, own: int | None, mask: Mas
         own: the source whose keys are the queries' own in aligned pairs; None: in all pairs.
         mask: of the pairs.
     """
-    seen = pairs[Q] >= 0
+    seen, total = pairs[Q] >= 0, pairs.shape[1]
     ends = [(x & seen).nonzero().squeeze(1) for x in (begins[:-1], begins[1:])]
     places = (x.tolist() for x in ends)
     columns = (pairs.index_select(1, x).T.tolist() for x in ends)
     found = []
     for i, j, x, y in zip(*places, *columns, strict=True):
-        source, count = i // each, j - i + 1
+        source, count, q, k = i // each, j - i + 1, (x[Q], y[Q_END]), (x[K], y[K_END])
         others = own is not None and not (source == own and x[ALIGNED])
         limits = iter(x[SIDES:])
         left, right = (-1 if x is None else next(limits) - 1 for x in (mask.left, mask.right))
-        used = y[ALL_USED] - x[ALL_USED] + x[USED]
+        used = y[ALL_USED] - x[ALL_USED] + x[K_END] - x[K]
         aligned = y[ALL_ALIGNED] - x[ALL_ALIGNED] + x[ALIGNED] == count
+        at = i + Q * total, i + Q_END * total, i + K * total, i + K_END * total
         group = source, others, left, right
-        found.append(_Chain(group, i, count, (x[Q], y[Q_END]), (x[K], y[K_END]), used, aligned))
+        found.append(_Chain(group, count, q, k, used == k[1] - k[0], aligned, at))
     return found
 
 
@@ -160,7 +160,7 @@ def _runs(chains: Sequence[_Chain]) -> list[list[_Chain]]:
 def _plan(
     q: Tensor, k: Tensor, mask: Mask, rows: int, own: int | None
 ) -> tuple[Tensor, list[list[_Chain]]]:
-    """All pairs, and the chains of each call, sources one after the other.
+    """Its numbers, and the chains of each call, sources one after the other.
 
     Args:
         q: the rank's parts, (3, m, documents).
@@ -188,35 +188,37 @@ def _plan(
         cut = bool((fewer.flatten() & (pairs[Q] >= 0)).any())
     begins = _begins(pairs, sources, m, cut)
     chains = _chains(pairs, begins, pairs.shape[1] // sources, own, mask)
-    return pairs, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[: 1 + cut], x.k)))
+    return pairs.view(-1), _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[: 1 + cut], x.k)))
 
 
-def _calls(pairs: Tensor, runs: list[list[_Chain]]) -> list[Call]:
+def _calls(flat: Tensor, runs: list[list[_Chain]]) -> list[Call]:
     """A call for each run; all have one tensor of numbers: cu_seqlens_q of every call, then
-    cu_seqlens_k and seqused_k, each with one number more than pairs."""
+    cu_seqlens_k and seqused_k, each with one number more than pairs. `flat`: the plan's numbers."""
     if not runs:
         return []
-    count, pieces, edges = pairs.shape[1], [], [0]
+    pieces, edges = [], [0]
     for run in runs:
-        at, q, k = edges[-1], run[0].q[0], run[0].k[0]
+        begin, first = edges[-1], (run[0].q[0], run[0].k[0])
         for chain in run:
-            pieces.append((chain.pairs, chain.first - at, q, k))
-            at += chain.pairs
+            q, q_end, k, k_end = (x - begin for x in chain.at)
+            pieces.append((chain.pairs, q, k, k_end, *first))
+            begin += chain.pairs
         # Then the ends of the last pair. What is its number of used keys nobody reads.
-        pieces.append((1, Q_END * count + run[-1].first + run[-1].pairs - 1 - at, q, k))
-        edges.append(at + 1)
-    width = edges[-1]
-    sizes, *of_pieces = zip(*pieces, strict=True)
-    piece = torch.repeat_interleave(numbers(sizes), output_size=width)
-    skip, *firsts = (numbers(x, pairs.dtype).index_select(0, piece) for x in of_pieces)
-    place = skip.add_(torch.arange(width, dtype=pairs.dtype, device=HOST))
-    index = torch.cat([place + field * count for field in (Q, K, USED)])
-    found = pairs.view(-1).index_select(0, index)
-    for x, first in zip(found.view(3, -1).unbind(), firsts, strict=False):
-        x -= first
-    every = Numbers(found.int())
+        pieces.append((1, q_end - 1, k_end - 1, k_end - 1, *first))
+        edges.append(begin + 1)
+    sizes, *columns = zip(*pieces, strict=True)
+    piece = torch.repeat_interleave(numbers(sizes), output_size=edges[-1])
+    *skips, q_first, k_first = (numbers(x, flat.dtype).index_select(0, piece) for x in columns)
+    at = torch.arange(edges[-1], dtype=flat.dtype, device=HOST)
+    index = torch.stack(skips).add_(at).view(-1)
+    found = flat.index_select(0, index).view(3, -1)
+    q_rows, k_rows, used = found.unbind()
+    used -= k_rows
+    q_rows -= q_first
+    k_rows -= k_first
+    every = Numbers(found.int().view(-1))
     bounds = zip(runs, itertools.pairwise(edges), strict=True)
-    return [_call(every, width, run, *of_run) for run, of_run in bounds]
+    return [_call(every, edges[-1], run, *of_run) for run, of_run in bounds]
 
 
 def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) -> Call:
@@ -224,135 +226,150 @@ def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) 
     q, k = (run[0].q[0], run[-1].q[1]), (run[0].k[0], run[-1].k[1])
     packed = None
     if last - first > 2:  # not of one pair alone
-        complete = sum(chain.used for chain in run) == k[1] - k[0]
+        complete = all(x.k[1] == y.k[0] for x, y in itertools.pairwise(run))
+        complete = complete and all(chain.gapless for chain in run)
         used = None if complete else slice(2 * width + first, 2 * width + last - 1)
         packed = Packed(every, slice(first, last), slice(width + first, width + last), used)
-    _, others, *window = run[0].group
+    _, others, left, right = run[0].group
     aligned = all(chain.aligned for chain in run)
-    return Call(q, k, (window[0], window[1]), not others, packed, aligned=aligned)
+    return Call(q, k, (left, right), not others, packed, aligned=aligned)
 
 
-@kept()
+class _Block(NamedTuple):
+    """Rows of a rank that are parts of documents [first, last), of each some."""
+
+    chunk: int
+    """Of two blocks of unlike numbers, the rows of the lower one come first in each document."""
+
+    first: int
+    last: int
+    ends: bool
+    """Whether its parts are the ends of their documents."""
+
+
+def _blocks(shards: Sharding, mask: Mask) -> list[list[_Block]] | None:
+    """Of each rank, if there is no window, and every document has rows, or even every chunk of it;
+    then of a block's queries and another one's keys all documents are alike."""
+    documents, n = mask.documents_of(shards.rows), shards.ranks
+    count, cut = len(documents) - 1, shards.documents
+    if mask.left is not None or mask.right or documents.shortest < 1:
+        return None
+    if cut is not None:
+        if cut.shortest < 2 * n or not shards.by(documents):
+            return None
+        chunks = ((rank, 2 * n - 1 - rank) for rank in range(n))
+        return [[_Block(chunk, 0, count, chunk == 2 * n - 1) for chunk in x] for x in chunks]
+    if shards.most_spans > FEW_SPANS:
+        return None
+
+    def block(a: int, b: int) -> _Block:
+        first, last = bisect_right(documents, a) - 1, min(bisect_left(documents, b), count)
+        return _Block(a, first, last if a < b else first, documents[last] <= b)
+
+    first, last, _ = shards.parts.tolist()
+    return [list(map(block, a, b)) for a, b in zip(first, last, strict=True)]
+
+
+_Draft = tuple[tuple[int, bool, int, int], int, bool, bool, tuple[int, int, int, int]]
+"""A `_Chain` without its rows."""
+
+
+def _drafts(
+    blocks: list[list[_Block]], rank: int, sources: Sequence[int], causal: bool, shape: torch.Size
+) -> Iterator[_Draft]:
+    """Of each block of the rank with each of the sources', whose numbers (ranks, m, numbers) have
+    this shape."""
+    _, m, width = shape
+    for number, source in enumerate(sources):
+        pairs = itertools.product(enumerate(blocks[rank]), enumerate(blocks[source]))
+        for (i, q), (j, k) in pairs:
+            first, last = max(q.first, k.first), min(q.last, k.last)
+            if first >= last or causal and k.chunk > q.chunk:
+                continue
+            own = (rank, i) == (source, j)
+            at_q, at_k = (rank * m + i) * width + first, (source * m + j) * width + first
+            group = number, not own, -1, 0 if own and causal else -1
+            yield group, last - first, True, own, (at_q, at_q + 1, at_k, at_k + 1)
+
+
+def _of_blocks(
+    shards: Sharding, rank: int, sources: Sequence[int] | None, mask: Mask
+) -> tuple[Tensor, list[list[_Chain]]] | None:
+    """As `_plan`, where there are `_blocks`; without sources the keys are all documents."""
+    blocks, documents = _blocks(shards, mask), mask.documents_of(shards.rows)
+    if blocks is None:
+        return None
+    causal = mask.right == 0
+    ranks = [rank] if sources is None else range(shards.ranks)
+    first, last, shift = cells_of(shards, documents, ranks).unbind()
+    edges = torch.cat([first[..., :1] + shift[..., :1], last + shift], 2)
+    flat = edges.view(-1)
+    if sources is not None:
+        drafts = list(_drafts(blocks, rank, sources, causal, edges.shape))
+    else:
+        count, width = edges.numel(), len(documents)
+        flat = torch.cat([flat, documents.offsets, last.reshape(-1)])
+        drafts = []
+        for i, q in enumerate(blocks[rank]):
+            at_q, at_k = i * width + q.first, count + q.first
+            ends = at_k + width + i * (width - 1) if causal else at_k + 1
+            gapless = not causal or q.ends or shards.documents is None
+            draft = (0, False, -1, 0 if causal else -1), q.last - q.first, gapless, causal or q.ends
+            if q.first < q.last:
+                drafts.append((*draft, (at_q, at_q + 1, at_k, ends)))
+    places = [(q, q_end + n - 1, k, k_end + n - 1) for _, n, _, _, (q, q_end, k, k_end) in drafts]
+    rows = flat.index_select(0, numbers([*itertools.chain(*places)])).view(-1, 4).tolist()
+    chains = [
+        _Chain(group, n, (q, q_end), (k, k_end), gapless, aligned, at)
+        for (group, n, gapless, aligned, at), (q, q_end, k, k_end) in zip(drafts, rows, strict=True)
+    ]
+    return flat, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[0], x.k)))
+
+
 def _of_sources(
-    shards: Sharding, rank: int, sources: tuple[int, ...], mask: Mask
-) -> list[tuple[Call, ...]]:
-    """`of_sources`, of any documents."""
+    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+) -> tuple[Tensor, list[list[_Chain]]]:
+    """The numbers of a plan against the keys that each of these ranks holds, and its calls."""
+    found = _of_blocks(shards, rank, sources, mask)
+    if found is not None:
+        return found
     cells = cells_of(shards, mask.documents_of(shards.rows), [rank, *sources])
     own = sources.index(rank) if rank in sources else len(sources)
-    pairs, runs = _plan(cells[:, 0], cells[:, 1:], mask, shards.rows, own)
-    found: list[list[Call]] = [[] for _ in sources]
-    for run, call in zip(runs, _calls(pairs, runs), strict=True):
-        found[run[0].group[0]].append(call)
-    return list(map(tuple, found))
-
-
-@kept()
-def _of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
-    """`of_the_whole`, of any documents."""
-    documents = mask.documents_of(shards.rows)
-    q = cells_of(shards, documents, [rank])[:, 0]
-    pairs, runs = _plan(q, documents.parts[:, None, None], mask, shards.rows, None)
-    return tuple(_calls(pairs, runs))
-
-
-def _form(shards: Sharding, mask: Mask) -> tuple[Sharding, Mask] | None:
-    """Two documents whose plans have the form of these documents' plans, or None.
-
-    If every rank has rows of both its chunks of each document, and there is no window, plans differ
-    in their numbers alone: in each call, what is of one document and the next is of all of them.
-    Each chunk of the two documents is a row.
-    """
-    documents, chunks = shards.documents, 2 * shards.ranks
-    if documents is None or documents.shortest < chunks or documents != mask.documents:
-        return None
-    if mask.left is not None or mask.right:
-        return None
-    two = documents_of((0, chunks, 2 * chunks))
-    return sharding(two[-1], shards.ranks, "document_zigzag", two), replace(mask, documents=two)
-
-
-class _Offsets:
-    """Offsets of the chunks that ranks have of each document, where plans have a `_form`."""
-
-    def __init__(self, parts: Tensor) -> None:
-        """`parts`: (3, ranks, 2 · documents), of a sharding."""
-        _, last, shift = parts.unbind()
-        self.documents = last.shape[1] // 2
-        both = torch.cat([last.new_zeros(len(last), 1), last + shift], 1)
-        second = both[:, self.documents :]
-        self.numbers = torch.cat([both, second - second[:, :1]], 1)
-        """Of both, and of the second ones counted from their first row: (ranks, numbers)."""
-
-        self.edges: list[list[int]] = both[:, :: self.documents].tolist()
-        """For each rank where the first and the second ones begin and end, (3)."""
-
-    def of(self, rank: int, span: Span) -> tuple[Span, slice]:
-        """The rows that are `span` in the plan of two documents, and which numbers are theirs."""
-        first, last = (x // 2 for x in span)
-        begin = rank * self.numbers.shape[1] + first * (2 * self.documents + 1)
-        rows = self.edges[rank][first], self.edges[rank][last]
-        return rows, slice(begin, begin + (last - first) * self.documents + 1)
+    return _plan(cells[:, 0], cells[:, 1:], mask, shards.rows, own)
 
 
 def of_sources(
     shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
 ) -> list[tuple[Call, ...]]:
     """A rank's calls against the keys that each of these ranks holds."""
-    form = _form(shards, mask)
-    if form is None:
-        return _of_sources(shards, rank, tuple(sources), mask)
-    offsets = _Offsets(shards.parts)
-    every = Numbers(offsets.numbers.int().view(-1))
-
-    def scaled(call: Call, source: int) -> Call:
-        (q, of_q), (k, of_k) = offsets.of(rank, call.q), offsets.of(source, call.k)
-        return call._replace(q=q, k=k, packed=Packed(every, of_q, of_k, None))
-
-    steps = zip(sources, _of_sources(form[0], rank, tuple(sources), form[1]), strict=True)
-    return [tuple(scaled(call, source) for call in calls) for source, calls in steps]
-
-
-def _of_all_rows(documents: Documents, mask: Mask) -> Call:
-    """All queries with all keys: the documents as they are."""
-    window = (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
-    rows, every = (0, documents[-1]), slice(0, len(documents))
-    packed = Packed(Numbers(documents.offsets.int()), every, every, None)
-    return Call(rows, rows, window, True, packed)
-
-
-def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
-    """A rank's calls against the keys of the whole sequence."""
-    form, documents = _form(shards, mask), mask.documents_of(shards.rows)
-    if shards.ranks == 1 and documents.shortest > 0 and len(documents) > 2:
-        return (_of_all_rows(documents, mask),)
-    if form is None:
-        return _of_the_whole(shards, rank, mask)
-    parts = shards.parts[:, rank : rank + 1]
-    offsets, count = _Offsets(parts), len(documents) - 1
-    # Of both chunks' calls the documents' first rows, the last key's end, and the keys of each.
-    first, last, _ = documents.parts.unbind()
-    ends = (last if mask.right is None else parts[1].view(2, -1)).expand(2, -1)
-    keys = torch.cat([first.expand(2, -1), ends[:, -1:], ends - first], 1)
-    every = Numbers(torch.cat([offsets.numbers.view(-1), keys.view(-1)]).int())
-    last_keys = keys[:, count].tolist()
-
-    def scaled(call: Call) -> Call:
-        q, of_q = offsets.of(0, call.q)
-        half = call.q[0] // 2
-        begin = offsets.numbers.numel() + half * keys.shape[1]
-        end = begin + count + 1
-        assert call.packed is not None
-        used = None if call.packed.used is None else slice(end, end + count)
-        packed = Packed(every, of_q, slice(begin, end), used)
-        return call._replace(q=q, k=(0, last_keys[half]), packed=packed)
-
-    return tuple(map(scaled, _of_the_whole(form[0], rank, form[1])))
+    flat, runs = _of_sources(shards, rank, sources, mask)
+    found: list[list[Call]] = [[] for _ in sources]
+    for run, call in zip(runs, _calls(flat, runs), strict=True):
+        found[run[0].group[0]].append(call)
+    return list(map(tuple, found))
 
 
 def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
     """How many they are against the keys of one."""
-    shards, mask = _form(shards, mask) or (shards, mask)
-    return len(_of_sources(shards, rank, (source,), mask)[0])
+    return len(_of_sources(shards, rank, [source], mask)[1])
+
+
+def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
+    """A rank's calls against the keys of the whole sequence."""
+    documents = mask.documents_of(shards.rows)
+    if shards.ranks == 1 and documents.shortest > 0 and len(documents) > 2:
+        # The documents as they are.
+        rows, every = (0, documents[-1]), slice(0, len(documents))
+        left, right = (-1 if side is None else side for side in (mask.left, mask.right))
+        packed = Packed(Numbers(documents.offsets.int()), every, every, None)
+        return (Call(rows, rows, (left, right), True, packed),)
+    found = _of_blocks(shards, rank, None, mask)
+    if found is None:
+        q = cells_of(shards, documents, [rank])[:, 0]
+        first, last = documents.offsets.unfold(0, len(documents) - 1, 1)
+        k = torch.stack([first, last, torch.zeros_like(first)])[:, None, None]
+        found = _plan(q, k, mask, shards.rows, None)
+    return tuple(_calls(*found))
 
 
 def ring_steps(shards: Sharding, mask: Mask) -> int:
@@ -382,7 +399,7 @@ def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
     cells = cells_of(shards, documents, range(shards.ranks))
     # Of each document, queries before the part and up to its end; and pairs of those, less the
     # pairs of all queries with keys after their own.
-    queries = cells[:2].long() - documents.parts[0]
+    queries = cells[:2].long() - documents.offsets[:-1]
     pairs = queries + _pairs_before(queries, mask.left)
     if mask.right != 0:
         pairs -= _pairs_before(documents.sizes - queries, mask.right)

@@ -43,18 +43,16 @@ class Documents(tuple[int, ...]):
     """cu_seqlens, numbers of the host."""
 
     def __init__(self, values: Sequence[int]) -> None:
-        self.offsets, count = numbers(values), max(0, len(values) - 1)
-        """int64 (documents + 1)."""
-
-        self.sizes = self.offsets.diff()
+        offsets = numbers(values)
+        self.sizes = offsets.diff()
         """Rows of each: int64 (documents)."""
 
-        self.shortest = int(self.sizes.min()) if count else 0
-        dtype = dtype_of(values[-1] if count else 0)
-        self.parts = torch.zeros((3, count), dtype=dtype, device=HOST)
-        """Their rows [first, last), and a shift of 0: (3, documents), as `Sharding.parts`."""
+        self.shortest = int(self.sizes.min()) if len(values) > 1 else 0
+        """Fewest rows of one."""
 
-        self.parts[:2].copy_(self.offsets.unfold(0, count, 1))
+        self.offsets = offsets.to(dtype_of(values[-1] if values else 0))
+        """(documents + 1), of `dtype_of`."""
+
         self._hash = super().__hash__()
 
     def __hash__(self) -> int:
@@ -68,7 +66,7 @@ class Documents(tuple[int, ...]):
     @property
     def nbytes(self) -> int:
         """Bytes of memory, about."""
-        return (AN_INTEGER + 28) * len(self)
+        return (AN_INTEGER + 16) * len(self)
 
 
 @kept()
@@ -191,6 +189,11 @@ class Sharding:
         bounds = itertools.pairwise((0, *itertools.accumulate(self.lengths)))
         return tuple(tuple(joined([span])) for span in bounds)
 
+    def by(self, documents: Documents) -> bool:
+        """Whether this is a layout by these documents, and maybe others after them."""
+        own = self.documents
+        return own is documents or own is not None and own[: len(documents)] == documents
+
     def positions(
         self, rank: int, documents: Documents | None = None, device: torch.device = HOST
     ) -> Tensor:
@@ -201,7 +204,7 @@ class Sharding:
             if documents[-1] < self.rows:
                 documents = documents_of((*documents, self.rows))
             first, last, shift = cells_of(self, documents, [rank])[:, 0]
-            shift = shift + documents.parts[0]
+            shift = shift + documents.offsets[:-1]
         host = torch.stack([shift, last - first]).long().view(2, -1)
         shift, size = moved(host, device)
         count = self.lengths[rank]  # or else the device would be asked
@@ -269,13 +272,12 @@ def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Te
     Along a rank's rows all parts with a lower index of m come first, and of one index those of
     earlier documents. A rank has fewer parts than m of a document if some are empty.
     """
-    parts = shards.parts.index_select(1, numbers(ranks))
-    own, count = shards.documents, len(documents)
-    if own is documents or own is not None and own[:count] == documents:
-        return parts.unflatten(2, (2, -1))[..., : count - 1]
-    first, last, _ = documents.parts.unbind()
-    parts = parts.unsqueeze(3)
-    return torch.cat([parts[:2].clamp(first, last), parts[2:].expand(-1, -1, -1, count - 1)])
+    parts, count = shards.parts.index_select(1, numbers(ranks)), len(documents) - 1
+    if shards.by(documents):
+        return parts.unflatten(2, (2, -1))[..., :count]
+    first, last, shift = parts.unsqueeze(3).unbind()
+    spans = documents.offsets.unfold(0, count, 1)[:, None, None].clamp(first, last)
+    return torch.cat([spans, shift.expand(1, -1, -1, count)])
 
 
 def sharding(
@@ -322,7 +324,7 @@ def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
     parts = torch.empty((3, ranks, 2, len(documents) - 1), dtype=dtype_of(rows), device=HOST)
     # To be rounded down: halfway between fractions, far from what floating-point numbers round.
     cuts = (_chunks(ranks) * documents.sizes).add_(1 / (4 * ranks))
-    parts[:2].copy_(cuts).add_(documents.parts[0])
+    parts[:2].copy_(cuts).add_(documents.offsets[:-1])
     first, last, shift = parts.unbind()
     if documents.shortest < 2 * ranks:
         _join(first, last)
