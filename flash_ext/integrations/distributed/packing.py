@@ -24,7 +24,7 @@ from torch import Tensor
 from .calls import Call, Mask, Packed
 from .kept import kept
 from .on_device import HOST, Numbers, numbers
-from .sharding import FEW_SPANS, Sharding, Span, cells_of, dtype_of
+from .sharding import FEW_SPANS, Sharding, cells_of, dtype_of
 
 Q, K, Q_END, K_END, ALIGNED, ALL_ALIGNED, ALL_USED, SIDES = range(8)
 """What is known of a pair: the rows [Q, Q_END) of the rank's queries that see a key, and [K, K_END)
@@ -100,8 +100,6 @@ class _Chain(NamedTuple):
     in a call."""
 
     pairs: int
-    q: Span
-    k: Span
     gapless: bool
     """Whether each key from the first to the last is used."""
 
@@ -111,6 +109,10 @@ class _Chain(NamedTuple):
     at: tuple[int, int, int, int]
     """Where the first pair's rows are among the numbers of the plan: where its queries begin and
     where they end, and so of its keys. Those of the other pairs follow."""
+
+    q: tuple[int, ...] = ()
+    k: tuple[int, ...] = ()
+    """The rows of all pairs, [first, last)."""
 
 
 def _chains(pairs: Tensor, begins: Tensor, each: int, own: int | None, mask: Mask) -> list[_Chain]:
@@ -137,7 +139,7 @@ def _chains(pairs: Tensor, begins: Tensor, each: int, own: int | None, mask: Mas
         aligned = y[ALL_ALIGNED] - x[ALL_ALIGNED] + x[ALIGNED] == count
         at = i + Q * total, i + Q_END * total, i + K * total, i + K_END * total
         group = source, others, left, right
-        found.append(_Chain(group, count, q, k, used == k[1] - k[0], aligned, at))
+        found.append(_Chain(group, count, used == k[1] - k[0], aligned, at, q, k))
     return found
 
 
@@ -160,7 +162,7 @@ def _runs(chains: Sequence[_Chain]) -> list[list[_Chain]]:
 def _plan(
     q: Tensor, k: Tensor, mask: Mask, rows: int, own: int | None
 ) -> tuple[Tensor, list[list[_Chain]]]:
-    """Its numbers, and the chains of each call, sources one after the other.
+    """As `_plan_of`.
 
     Args:
         q: the rank's parts, (3, m, documents).
@@ -270,79 +272,73 @@ def _blocks(shards: Sharding, mask: Mask) -> list[list[_Block]] | None:
     return [list(map(block, a, b)) for a, b in zip(first, last, strict=True)]
 
 
-_Draft = tuple[tuple[int, bool, int, int], int, bool, bool, tuple[int, int, int, int]]
-"""A `_Chain` without its rows."""
-
-
-def _drafts(
-    blocks: list[list[_Block]], rank: int, sources: Sequence[int], causal: bool, shape: torch.Size
-) -> Iterator[_Draft]:
-    """Of each block of the rank with each of the sources', whose numbers (ranks, m, numbers) have
-    this shape."""
-    _, m, width = shape
+def _between_blocks(
+    blocks: list[list[_Block]], rank: int, sources: Sequence[int], causal: bool, width: int
+) -> Iterator[_Chain]:
+    """Of each block of the rank with each of the sources', which have `width` numbers each."""
+    m = len(blocks[rank])
     for number, source in enumerate(sources):
         pairs = itertools.product(enumerate(blocks[rank]), enumerate(blocks[source]))
         for (i, q), (j, k) in pairs:
-            first, last = max(q.first, k.first), min(q.last, k.last)
-            if first >= last or causal and k.chunk > q.chunk:
-                continue
-            own = (rank, i) == (source, j)
-            at_q, at_k = (rank * m + i) * width + first, (source * m + j) * width + first
-            group = number, not own, -1, 0 if own and causal else -1
-            yield group, last - first, True, own, (at_q, at_q + 1, at_k, at_k + 1)
+            first, last, own = max(q.first, k.first), min(q.last, k.last), k is q
+            if first < last and not (causal and k.chunk > q.chunk):
+                at_q, at_k = (rank * m + i) * width + first, (source * m + j) * width + first
+                group = number, not own, -1, 0 if own and causal else -1
+                at = at_q, at_q + 1, at_k, at_k + 1
+                yield _Chain(group, last - first, True, own, at)
 
 
 def _of_blocks(
-    shards: Sharding, rank: int, sources: Sequence[int] | None, mask: Mask
-) -> tuple[Tensor, list[list[_Chain]]] | None:
-    """As `_plan`, where there are `_blocks`; without sources the keys are all documents."""
-    blocks, documents = _blocks(shards, mask), mask.documents_of(shards.rows)
-    if blocks is None:
-        return None
-    causal = mask.right == 0
+    shards: Sharding,
+    rank: int,
+    sources: Sequence[int] | None,
+    mask: Mask,
+    blocks: list[list[_Block]],
+) -> tuple[Tensor, list[list[_Chain]]]:
+    """As `_plan_of`, where there are blocks: each is a chain with each other one."""
+    documents, causal = mask.documents_of(shards.rows), mask.right == 0
     ranks = [rank] if sources is None else range(shards.ranks)
     first, last, shift = cells_of(shards, documents, ranks).unbind()
     edges = torch.cat([first[..., :1] + shift[..., :1], last + shift], 2)
-    flat = edges.view(-1)
-    if sources is not None:
-        drafts = list(_drafts(blocks, rank, sources, causal, edges.shape))
-    else:
-        count, width = edges.numel(), len(documents)
-        flat = torch.cat([flat, documents.offsets, last.reshape(-1)])
-        drafts = []
+    flat, width = edges.view(-1), len(documents)
+    chains = list(_between_blocks(blocks, rank, sources or (), causal, width))
+    if sources is None:
         for i, q in enumerate(blocks[rank]):
-            at_q, at_k = i * width + q.first, count + q.first
-            ends = at_k + width + i * (width - 1) if causal else at_k + 1
-            gapless = not causal or q.ends or shards.documents is None
-            draft = (0, False, -1, 0 if causal else -1), q.last - q.first, gapless, causal or q.ends
             if q.first < q.last:
-                drafts.append((*draft, (at_q, at_q + 1, at_k, ends)))
-    places = [(q, q_end + n - 1, k, k_end + n - 1) for _, n, _, _, (q, q_end, k, k_end) in drafts]
-    rows = flat.index_select(0, numbers([*itertools.chain(*places)])).view(-1, 4).tolist()
-    chains = [
-        _Chain(group, n, (q, q_end), (k, k_end), gapless, aligned, at)
-        for (group, n, gapless, aligned, at), (q, q_end, k, k_end) in zip(drafts, rows, strict=True)
-    ]
+                at_q, at_k = i * width + q.first, len(flat) + q.first
+                k_end = at_k + width + i * (width - 1) if causal else at_k + 1
+                gapless = not causal or q.ends or shards.documents is None
+                group, at = (0, False, -1, 0 if causal else -1), (at_q, at_q + 1, at_k, k_end)
+                chains.append(_Chain(group, q.last - q.first, gapless, causal or q.ends, at))
+        flat = torch.cat([flat, documents.offsets, last.reshape(-1)])
+    ends = (at + (i % 2) * (x.pairs - 1) for x in chains for i, at in enumerate(x.at))
+    rows = flat.index_select(0, numbers([*ends])).view(-1, 2, 2).tolist()
+    chains = [x._replace(q=tuple(q), k=tuple(k)) for x, (q, k) in zip(chains, rows, strict=True)]
     return flat, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[0], x.k)))
 
 
-def _of_sources(
-    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+def _plan_of(
+    shards: Sharding, rank: int, sources: Sequence[int] | None, mask: Mask
 ) -> tuple[Tensor, list[list[_Chain]]]:
-    """The numbers of a plan against the keys that each of these ranks holds, and its calls."""
-    found = _of_blocks(shards, rank, sources, mask)
-    if found is not None:
-        return found
-    cells = cells_of(shards, mask.documents_of(shards.rows), [rank, *sources])
+    """The numbers of a plan, and the chains of each call, sources one after the other. Without
+    sources the keys are the whole sequence's."""
+    blocks, documents = _blocks(shards, mask), mask.documents_of(shards.rows)
+    if blocks is not None:
+        return _of_blocks(shards, rank, sources, mask, blocks)
+    q = cells_of(shards, documents, [rank])[:, 0]
+    if sources is None:
+        first, last = documents.offsets.unfold(0, len(documents) - 1, 1)
+        k = torch.stack([first, last, torch.zeros_like(first)])[:, None, None]
+        return _plan(q, k, mask, shards.rows, None)
     own = sources.index(rank) if rank in sources else len(sources)
-    return _plan(cells[:, 0], cells[:, 1:], mask, shards.rows, own)
+    return _plan(q, cells_of(shards, documents, sources), mask, shards.rows, own)
 
 
 def of_sources(
     shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
 ) -> list[tuple[Call, ...]]:
     """A rank's calls against the keys that each of these ranks holds."""
-    flat, runs = _of_sources(shards, rank, sources, mask)
+    flat, runs = _plan_of(shards, rank, sources, mask)
     found: list[list[Call]] = [[] for _ in sources]
     for run, call in zip(runs, _calls(flat, runs), strict=True):
         found[run[0].group[0]].append(call)
@@ -351,7 +347,7 @@ def of_sources(
 
 def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
     """How many they are against the keys of one."""
-    return len(_of_sources(shards, rank, [source], mask)[1])
+    return len(_plan_of(shards, rank, [source], mask)[1])
 
 
 def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
@@ -363,13 +359,7 @@ def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
         left, right = (-1 if side is None else side for side in (mask.left, mask.right))
         packed = Packed(Numbers(documents.offsets.int()), every, every, None)
         return (Call(rows, rows, (left, right), True, packed),)
-    found = _of_blocks(shards, rank, None, mask)
-    if found is None:
-        q = cells_of(shards, documents, [rank])[:, 0]
-        first, last = documents.offsets.unfold(0, len(documents) - 1, 1)
-        k = torch.stack([first, last, torch.zeros_like(first)])[:, None, None]
-        found = _plan(q, k, mask, shards.rows, None)
-    return tuple(_calls(*found))
+    return tuple(_calls(*_plan_of(shards, rank, None, mask)))
 
 
 def ring_steps(shards: Sharding, mask: Mask) -> int:
