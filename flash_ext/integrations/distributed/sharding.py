@@ -199,8 +199,12 @@ class Sharding:
         if documents is not None:
             if documents[-1] < self.rows:
                 documents = documents_of((*documents, self.rows))
-            first, last, shift = cells_of(self, documents, [rank])[:, 0]
-            shift = shift + documents.offsets[:-1]
+            starts = documents.offsets
+            if self.most_spans > FEW_SPANS:  # each a part of a document
+                shift = shift + starts[torch.searchsorted(starts, first, right=True) - 1]
+            else:
+                first, last, shift = cells_of(self, documents, [rank])[:, 0]
+                shift = shift + starts[:-1]
         host = torch.stack([shift, last - first]).long().view(2, -1)
         shift, size = moved(host, device)
         count = self.lengths[rank]  # or else the device would be asked
