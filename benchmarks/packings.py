@@ -6,7 +6,8 @@
 
 A step is --layers calls of `flash_ext.integrations.distributed.attention` with the same documents,
 forward and backward. Steps with documents that no step had before are timed beside steps with the
-same ones again; and the memory of a rank is read while --packings of them go by. Prints JSON.
+same ones again; and the memory of a rank is read while --packings of them go by. Prints JSON, and
+each result on stderr when it is there.
 
 With --alone there are no other ranks, kernels or copies: a step is what the host does until a call
 has its plan and the numbers of it that go to a device.
@@ -168,6 +169,12 @@ def in_a_row(steps: Steps, args: argparse.Namespace) -> Json:
     return result
 
 
+def report(found: Json, args: argparse.Namespace) -> None:
+    """Print what is there already, for a run that is ended early."""
+    if dist.get_rank() == args.rank:
+        print(json.dumps(found), file=sys.stderr, flush=True)
+
+
 def memory(steps: Steps, args: argparse.Namespace) -> list[Json]:
     """Bytes of this rank while new packings go by."""
     found: list[Json] = []
@@ -177,6 +184,7 @@ def memory(steps: Steps, args: argparse.Namespace) -> list[Json]:
             if steps.device.type == "cuda":
                 found[-1]["allocated"] = torch.cuda.memory_allocated()
                 found[-1]["reserved"] = torch.cuda.memory_reserved()
+            report(found[-1], args)
         if number == args.packings:
             break
         steps.step(edges)
@@ -192,8 +200,7 @@ def work(args: argparse.Namespace, device: torch.device) -> Json:
         cells.append({"method": method, "layout": layout} | times(steps, args))
         if not args.alone:
             cells[-1] |= in_a_row(steps, args)
-        if dist.get_rank() == args.rank:
-            print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
+        report(cells[-1], args)
     ranks = dist.get_world_size()
     small = argparse.Namespace(**vars(args) | {"layers": 1, "heads": (ranks, ranks), "dim": 16})
     names = ("alone", "tokens", "documents", "shortest", "layers", "heads", "dim", "steps")

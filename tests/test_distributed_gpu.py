@@ -253,6 +253,34 @@ def check_no_host_wait(ranks: int, device: str) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
 
+def check_copies_to_the_gpu(ranks: int, device: str) -> None:
+    """A new packing costs a copy of its plan's numbers, and one of its rows' order if ranks have
+    many spans: for all layers, streams and passes."""
+    rows = 256 * ranks
+    whole = [torch.randn(rows, n * ranks, 64, device=device).bfloat16() for n in (4, 2, 2)]
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    every = iter(packings(rows, ranks, 40))
+    for method, layout in itertools.product((*cp.METHODS, "auto"), ("document_zigzag", "zigzag")):
+        *others, new = itertools.islice(every, 5)
+
+        def step(edges: tuple[int, ...], method: str = method, layout: str = layout) -> None:
+            where = {"layout": layout, "cu_seqlens": edges}
+            leaves = [cp.shard(x, 0, **where).detach().requires_grad_() for x in whole]
+            for _ in range(3):
+                out = cp.attention(*leaves, causal=True, method=method, **where)
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+        with mock.patch.object(watch, "EVERY", 10**9):
+            for edges in others:
+                step(edges)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=activities) as profile:
+                step(new)
+                torch.cuda.synchronize()
+        copies = [event.name for event in profile.events() if "HtoD" in event.name]
+        assert len(copies) <= 1 + (layout == "document_zigzag"), (method, layout, copies)
+
+
 def check_documents_that_change(ranks: int, device: str) -> None:
     """Many packings, none twice, with unequal numbers of rows: results are those of one GPU, and
     memory does not grow once caches are full."""
@@ -336,6 +364,7 @@ CHECKS = (
     check_copies_are_no_kernels,
     check_capture,
     check_no_host_wait,
+    check_copies_to_the_gpu,
     check_documents_that_change,
     check_compiled,
     check_context_parallel,

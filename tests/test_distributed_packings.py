@@ -1,12 +1,14 @@
 """Packed documents that change with every step: what a new packing costs, and what it gives.
 
 Would catch a plan that differs from one made document by document, a loop over documents on the
-host, an exchange between ranks for each packing, memory that grows with every packing, ranks with
-different documents that nobody notices, and tensors of a mode that a cache keeps for all.
+host or many ops of torch, a copy to the GPU for each stream, an exchange between ranks for each
+packing, memory that grows with every packing, ranks with different documents that nobody notices,
+and tensors of a mode that a cache keeps for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,10 +31,12 @@ import gpu_test_report  # noqa: F401  (puts benchmarks/ on the path)
 import torch.distributed as dist
 from distributed_cases import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
 from flash_ext.integrations import distributed as cp
-from flash_ext.integrations.distributed import methods, plan, watch
+from flash_ext.integrations.distributed import kept as kept_module
+from flash_ext.integrations.distributed import methods, on_device, plan, watch
 from flash_ext.integrations.distributed.calls import Call, Mask
 from flash_ext.integrations.distributed.kept import MOST_RESULTS, Kept, kept
 
@@ -178,6 +183,103 @@ def test_no_loop_over_documents(layout: str, work: Any) -> None:
     """Planning a thousand documents takes Python no more steps than a hundred."""
     few, many = (steps_of_python(count, layout, work) for count in (100, 1000))
     assert 0 < many <= 1.2 * few + 20
+
+
+class Counting(TorchDispatchMode):
+    """How many ops of torch are dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+MOST_OPS = {
+    ("document_zigzag", "all_gather"): 90,
+    ("document_zigzag", "ring"): 80,
+    ("document_zigzag", "ulysses"): 55,
+    ("document_zigzag", "auto"): 120,
+    ("zigzag", "all_gather"): 60,
+    ("zigzag", "ring"): 55,
+    ("zigzag", "ulysses"): 20,
+    ("zigzag", "auto"): 50,
+}
+"""Ops of torch, views included, that a new packing may take more than the same one again. Each
+takes the host microseconds, however few numbers it has."""
+
+
+def check_ops(ranks: int, device: str) -> None:
+    """A new packing of a thousand documents takes the host few ops."""
+    import packings as benchmark
+
+    args = benchmark.parse(["--tokens", "131072"])
+    every = benchmark.packings(args)
+    for (layout, method), most in MOST_OPS.items():
+        steps = benchmark.Alone(args, torch.device(device), method, layout)
+        tokens = torch.zeros(args.tokens, dtype=torch.int64)
+
+        def ops(
+            edges: tuple[int, ...],
+            steps: Any = steps,
+            tokens: torch.Tensor = tokens,
+            layout: str = layout,
+        ) -> int:
+            with Counting() as counting:
+                cp.shard(tokens, 0, layout=layout, cu_seqlens=edges)
+                steps.step(edges)
+            return counting.count
+
+        for _ in range(2):  # the first ones agree, and make what is for all packings
+            ops(next(every))
+        edges = next(every)
+        # Modes are off while something that is kept is made; here it is to count.
+        with mock.patch.object(kept_module, "ordinary_tensors", contextlib.nullcontext):
+            new, same = ops(edges), ops(edges)
+        assert 0 < new - same <= most, (layout, method, new, same)
+
+
+class Stream:
+    """A stream of a GPU that is not there."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream, self.waits_for = number, []
+
+    def record_event(self) -> str:
+        return f"event of {self.cuda_stream}"
+
+    def wait_event(self, event: str) -> None:
+        self.waits_for.append(event)
+
+
+def test_numbers_are_copied_once_for_all_streams() -> None:
+    """Other streams wait for the copy, and its memory for what they do; a graph that is captured
+    waits for nothing."""
+    streams, copies, used = [Stream(i) for i in range(3)], [], []
+    gpu, current, captures = torch.device("cuda", 0), streams[0], False
+
+    def moved(x: torch.Tensor, device: torch.device) -> Any:
+        copies.append(current)
+        return SimpleNamespace(nbytes=x.nbytes, record_stream=used.append)
+
+    some = on_device.Numbers(torch.arange(5, dtype=torch.int32))
+    with (
+        mock.patch.object(on_device, "moved", moved),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: current),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: captures),
+    ):
+        found = some.on(gpu)
+        for stream in (*streams[:2], *streams[:2]):
+            current = stream
+            assert some.on(gpu) is found
+        assert copies == streams[:1]
+        assert streams[1].waits_for == ["event of 0"] and streams[1] in used
+        current, captures = streams[2], True
+        assert some.on(gpu) is found and streams[2].waits_for == [] and streams[2] not in used
+        on_device.Numbers(torch.arange(5, dtype=torch.int32)).on(gpu)  # of the graph alone
+        captures = False
+        on_device.Numbers(torch.arange(5, dtype=torch.int32)).on(gpu)
+        assert copies == [streams[0], streams[2], streams[2]]
 
 
 # -------------------------------------------------------------- what is kept
@@ -333,7 +435,7 @@ def check_results(ranks: int, device: str) -> None:
 
 
 def test_two_ranks() -> None:
-    run_ranks(2, "cpu", check_exchanges, check_results, check_disagreement)
+    run_ranks(2, "cpu", check_exchanges, check_results, check_ops, check_disagreement)
 
 
 def check_benchmark(ranks: int, device: str) -> None:

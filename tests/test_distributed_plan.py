@@ -282,7 +282,8 @@ def test_orders_are_of_all_ranks() -> None:
         assert [expected[place] for place in places] == list(range(shards.rows))
         lined_up = cp.Sharding.of_spans(shards.rows, shards.one_by_one)
         assert lined_up.lengths == shards.lengths and lined_up.in_order
-        same = cp.Sharding.of_spans(shards.rows, shards.spans)
+        assert cp.Sharding.of_spans(shards.rows, shards.spans).spans == shards.spans
+        same = cp.Sharding(shards.rows, shards.parts.clone(), shards.lengths)
         assert same == shards and hash(same) == hash(shards)
         assert same != cp.Sharding.of_spans(shards.rows, shards.spans[::-1])
 

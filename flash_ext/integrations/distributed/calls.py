@@ -63,10 +63,9 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
-        slices = [x for x in (self.q, self.k, self.used) if x is not None]
-        count: int = sum(x.stop - x.start for x in slices)
-        return 4 * count
+        """Bytes of memory, about."""
+        slices = (self.q, self.k, self.used or self.q)
+        return sum(4 * (x.stop - x.start) for x in slices)
 
 
 class Call(NamedTuple):

@@ -130,7 +130,7 @@ class CopyEngines:
         whole = [
             parcel.block(self.rank, i)
             if i == 0
-            else self._arriving(piece[0], _side_by_side(piece, self.shards.rows)[0])
+            else piece[0].new_empty(_side_by_side(piece, self.shards.rows)[0])
             for i, piece in enumerate(pieces)
         ]
         parcel.region.kept.append(whole)
@@ -175,13 +175,6 @@ class CopyEngines:
         """All ranks, this one the last."""
         return [*self._peers(), self.rank]
 
-    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Memory for what arrives."""
-        return like.new_empty(shape)
-
-    def _empty(self, x: Tensor, count: int) -> Tensor:
-        return self._arriving(x, _rows_first(x, count)[0])
-
     def _into_place(self, whole: Tensor, blocks: Mapping[int, Tensor]) -> list[Copy]:
         """Copies of the others' rows, from a block (most, …) each, to the sequence (S, …)."""
         copies: list[Copy] = []
@@ -207,7 +200,7 @@ class CopyEngines:
 
         def begin(t: int) -> Pending[Rows]:
             source = (self.rank - t) % self.ranks
-            found = [self._empty(x, self.shards.lengths[source]) for x in tensors]
+            found = [x.new_empty(_rows_first(x, self.shards.lengths[source])[0]) for x in tensors]
             copies = [
                 (out, block[: out.shape[0]])
                 for out, block in zip(found, parcel.of(source), strict=True)
@@ -243,7 +236,7 @@ class CopyEngines:
             parcel.meet()
             count = self.shards.lengths[self.rank]
             shape, _ = _side_by_side(into, count)
-            received = self._arriving(mine, (self.ranks, *shape))
+            received = mine.new_empty((self.ranks, *shape))
             copies = self._own_rows(parcel, [received])
             parcel.region.kept.append(received)
             wait = parcel.window.mark()(copies)
@@ -288,7 +281,7 @@ class CopyEngines:
         parcel = _Parcel(self.staging, [_rows_first(x, self.shards.most) for x in like])
         rows.total(parts, tuple(x[: count[to]].transpose(0, 1) for x in parcel.mine))
         parcel.meet()
-        found = [self._empty(x, count[self.rank]) for x in like]
+        found = [x.new_empty(_rows_first(x, count[self.rank])[0]) for x in like]
         parcel.region.kept.append(found)
         wait = parcel.window.mark()(
             [(out, x[: out.shape[0]]) for out, x in zip(found, parcel.of(source), strict=True)]
@@ -311,7 +304,7 @@ class CopyEngines:
             for others in (slice(0, self.rank), slice(self.rank + 1, self.ranks)):
                 rows.copy(block[others, : x.shape[1]], x[others])
         parcel.meet()
-        whole = [self._arriving(x, (self.shards.rows, *x.shape[2:])) for x in by_rank]
+        whole = [x.new_empty((self.shards.rows, *x.shape[2:])) for x in by_rank]
         copies: list[Copy] = []
         for i, out in enumerate(whole):
             blocks = {peer: parcel.block(peer, i)[self.rank] for peer in self._peers()}
@@ -333,12 +326,12 @@ class CopyEngines:
         parcel = _Parcel(self.staging, [_rows_first(x, seqlen) for x in tensors])
         own = self._spans[self.rank]
         edges = sorted(((0, 0), *own, (seqlen, seqlen)))
-        others = list(joined([(a, b) for (_, a), (b, _) in zip(edges, edges[1:], strict=False)]))
+        others = joined([(a, b) for (_, a), (b, _) in zip(edges, edges[1:], strict=False)])
         for x, block in zip(tensors, parcel.mine, strict=True):
             for a, b in others:
                 self._travelling_order(block[a:b], x.transpose(0, 1), (a, b))
         parcel.meet()
-        received = [self._arriving(x, (self.ranks, *_rows_first(x, count)[0])) for x in tensors]
+        received = [x.new_empty((self.ranks, *_rows_first(x, count)[0])) for x in tensors]
         parcel.region.kept.append(received)
         wait = parcel.window.mark()(self._own_rows(parcel, received))
         of_ranks = [x.transpose(0, 1).unflatten(2, (self.ranks, -1)) for x in into]

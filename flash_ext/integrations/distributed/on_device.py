@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .kept import MOST_BYTES, Kept, bytes_of, kept
-
-T = TypeVar("T")  # a tensor, or several
 
 HOST = torch.device("cpu")
 """What plans are made on, whatever the default device is."""
@@ -45,53 +42,44 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-class _Made(Generic[T]):
+class _Made:
     """Tensors of a device, for all its streams."""
 
-    def __init__(self, value: T, device: torch.device) -> None:
-        self.value, self.nbytes, self._device = value, bytes_of(value), device
+    def __init__(self, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+        self.tensors, self.nbytes, self._device = tensors, bytes_of(tensors), device
         self._streams: set[torch.cuda.Stream] = set()
         if device.type == "cuda":
             self._made = torch.cuda.current_stream(device).record_event()
 
-    def here(self) -> T:
+    def here(self) -> tuple[Tensor, ...]:
         """They are there when what is enqueued next on the current stream begins."""
-        if self._device.type != "cuda":
-            return self.value
-        stream = torch.cuda.current_stream(self._device)
-        if stream not in self._streams:
-            stream.wait_event(self._made)  # of the stream that made them, maybe
-            one = isinstance(self.value, Tensor)
-            for x in cast("tuple[Tensor, ...]", (self.value,) if one else self.value):
-                x.record_stream(stream)
-            self._streams.add(stream)
-        return self.value
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if stream not in self._streams:  # which another one made them on, maybe
+                stream.wait_event(self._made)
+                for x in self.tensors:
+                    x.record_stream(stream)
+                self._streams.add(stream)
+        return self.tensors
 
 
-class KeptOnDevices(Kept[_Made[T]]):
-    """A function of something of the host and a device, whose newest results are kept there, one
-    for all streams. Nobody writes to them."""
+class KeptOnDevices(Kept[_Made]):
+    """A function of something of the host and a device, to tensors there: one result for all
+    streams, and the newest are kept."""
 
-    def __init__(self, function: Callable[[Any, torch.device], T], most_bytes: int) -> None:
-        super().__init__(lambda x, device: _Made(function(x, device), device), most_bytes)
-        self._make = function
+    def __init__(self, make: Callable[..., tuple[Tensor, ...]], most_bytes: int = MOST_BYTES):
+        super().__init__(lambda x, device: _Made(make(x, device), device), most_bytes)
+        self._make = make
 
-    def on(self, x: object, device: torch.device) -> T:
-        """The result, for what the current stream does next."""
+    def on(self, x: object, device: torch.device) -> tuple[Tensor, ...]:
+        """The result, for what the current stream does next; nobody writes to it."""
         if not captures(device):
             return self(x, device).here()
         # What a call before has made, which no work of other streams is beside.
         made = self.known(x, device)
-        value = self._make(x, device) if made is None else made.value
-        _of_graphs.append(value)
-        return value
-
-
-def kept_on_devices(
-    most_bytes: int = MOST_BYTES,
-) -> Callable[[Callable[[Any, torch.device], T]], KeptOnDevices[T]]:
-    """A decorator, as `kept`."""
-    return lambda function: KeptOnDevices(function, most_bytes)
+        tensors = self._make(x, device) if made is None else made.tensors
+        _of_graphs.append(tensors)
+        return tensors
 
 
 class Numbers:
@@ -107,12 +95,10 @@ class Numbers:
 
     def on(self, device: torch.device) -> Tensor:
         """These numbers there; a tensor that is kept, so nobody writes to it."""
-        return self.host if device.type == "cpu" else _copies.on(self, device)
+        return self.host if device.type == "cpu" else _copies.on(self, device)[0]
 
 
-@kept_on_devices()
-def _copies(of: Numbers, device: torch.device) -> Tensor:
-    return moved(of.host, device)
+_copies = KeptOnDevices(lambda of, device: (moved(of.host, device),))
 
 
 @kept()

@@ -13,32 +13,31 @@ has them; or the part of the keys is the whole document.
 from __future__ import annotations
 
 import itertools
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .calls import Call, Mask, Packed
 from .kept import kept
 from .on_device import HOST, Numbers, numbers
-from .sharding import Sharding, Span, cells_of, dtype_of
+from .sharding import FEW_SPANS, Sharding, cells_of, dtype_of
 
-Q, K, Q_END, K_END, USED, ALIGNED, ALL_USED, ALL_ALIGNED, SIDES = range(9)
+Q, K, Q_END, K_END, ALIGNED, ALL_ALIGNED, ALL_USED, SIDES = range(8)
 """What is known of a pair: the rows [Q, Q_END) of the rank's queries that see a key, and [K, K_END)
-of the source's keys that a query sees; how many keys that are; whether the last query and the last
-key have one position; the sums of both up to this pair; and, from SIDES on, the sides of the window
-that the mask limits, as the op has them, and one more: 0 is unlimited. It is -1 throughout where
-there is nothing to compute."""
+of the source's keys that a query sees; whether the last query and the last key have one position;
+how often that is so up to this pair, and how many keys there are up to it; and, from SIDES on, the
+sides of the window that the mask limits, as the op has them, and one more: 0 is unlimited. It is -1
+throughout where there is nothing to compute."""
 
 
 def _visible(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, ...]:
     """The queries [a, b) that see a key, the keys [c, d) that one of them sees, and whether there
     are none: of parts of one document each."""
-    (a, b, _), (c, d, _) = q, k
+    (a, b, _), (c, d, _) = q.unbind(), k.unbind()
     if mask.right is not None:
         a = torch.maximum(a, c - mask.right if mask.right else c)
     if mask.left is not None:
@@ -65,25 +64,28 @@ def _pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
     sides = [] if mask.left is None else [side(mask.left, shift, used)]
     if mask.right is not None:  # a causal mask hides nothing of earlier rows
         sides.append(side(mask.right, -shift, b - a) if mask.right else aligned)
-    ends = a + q[2], c + k[2], b + q[2], d + k[2]
-    every = torch.broadcast_tensors(*ends, used, aligned, used, aligned, *sides)
-    found = torch.stack(every).masked_fill_(unseen, -1).flatten(1)
-    found[ALL_USED:SIDES].cumsum_(1)
+    at_q, at_k = q[2], k[2]
+    ends = a + at_q, c + at_k, b + at_q, d + at_k
+    every = torch.broadcast_tensors(*ends, aligned, aligned, used, *sides)
+    found = torch.stack(every).bitwise_or_(-unseen.to(shift.dtype)).flatten(1)
+    found[ALL_ALIGNED:SIDES].cumsum_(1)
     return found
 
 
-def _begins(pairs: Tensor, sources: int, m: int) -> Tensor:
+def _begins(pairs: Tensor, sources: int, m: int, cut: bool) -> Tensor:
     """Which pairs do not follow the one before in a call: bool (pairs + 1), True at last.
 
     A pair goes to the first call, of those with its window, that ends where the pair begins. That
     is the call of the pair before, unless one of a lower index of m, which ends there too, is free.
+    `cut`: in some pairs not all queries see a key; then none is taken to follow another.
     """
     begins = torch.ones(pairs.shape[1] + 1, dtype=torch.bool, device=HOST)
-    before, after = pairs[:, :-1].unbind(), pairs[:, 1:].unbind()
-    inner = torch.ne(before[Q_END], after[Q], out=begins[1:-1])
-    inner |= before[K_END] > after[K]
-    for x, y in zip(before[SIDES:], after[SIDES:], strict=True):
-        inner |= x != y
+    if cut:
+        return begins
+    inner = torch.ne(pairs[Q_END, :-1], pairs[Q, 1:], out=begins[1:-1])
+    inner |= pairs[K_END, :-1] > pairs[K, 1:]
+    for side in range(SIDES, len(pairs)):
+        inner |= pairs[side, :-1] != pairs[side, 1:]
     of_parts = begins[:-1].view(sources, m, -1)
     for i in range(1, m):
         of_parts[:, i] |= of_parts[:, :i].any(1)
@@ -97,18 +99,20 @@ class _Chain(NamedTuple):
     """The source, whether the keys are others than the queries' own, and the window: what is one
     in a call."""
 
-    first: int
-    """The first pair, all of them counted one after the other."""
-
     pairs: int
-    q: Span
-    k: Span
-
-    used: int
-    """How many keys are."""
+    gapless: bool
+    """Whether each key from the first to the last is used."""
 
     aligned: bool
     """Whether all pairs are."""
+
+    at: tuple[int, int, int, int]
+    """Where the first pair's rows are among the numbers of the plan: where its queries begin and
+    where they end, and so of its keys. Those of the other pairs follow."""
+
+    q: tuple[int, ...] = ()
+    k: tuple[int, ...] = ()
+    """The rows of all pairs, [first, last)."""
 
 
 def _chains(pairs: Tensor, begins: Tensor, each: int, own: int | None, mask: Mask) -> list[_Chain]:
@@ -121,22 +125,21 @@ def _chains(pairs: Tensor, begins: Tensor, each: int, own: int | None, mask: Mas
         own: the source whose keys are the queries' own in aligned pairs; None: in all pairs.
         mask: of the pairs.
     """
-    ends = begins.unfold(0, pairs.shape[1], 1) & (pairs[Q] >= 0)
-    index = ends.nonzero()[:, 1]
-    columns, places = pairs.index_select(1, index).T.tolist(), index.tolist()
-    half = len(places) // 2
+    seen, total = pairs[Q] >= 0, pairs.shape[1]
+    ends = [(x & seen).nonzero().squeeze(1) for x in (begins[:-1], begins[1:])]
+    places = (x.tolist() for x in ends)
+    columns = (pairs.index_select(1, x).T.tolist() for x in ends)
     found = []
-    for i, j, x, y in zip(
-        places[:half], places[half:], columns[:half], columns[half:], strict=True
-    ):
-        source, count = i // each, j - i + 1
+    for i, j, x, y in zip(*places, *columns, strict=True):
+        source, count, q, k = i // each, j - i + 1, (x[Q], y[Q_END]), (x[K], y[K_END])
         others = own is not None and not (source == own and x[ALIGNED])
         limits = iter(x[SIDES:])
         left, right = (-1 if x is None else next(limits) - 1 for x in (mask.left, mask.right))
-        used = y[ALL_USED] - x[ALL_USED] + x[USED]
+        used = y[ALL_USED] - x[ALL_USED] + x[K_END] - x[K]
         aligned = y[ALL_ALIGNED] - x[ALL_ALIGNED] + x[ALIGNED] == count
+        at = i + Q * total, i + Q_END * total, i + K * total, i + K_END * total
         group = source, others, left, right
-        found.append(_Chain(group, i, count, (x[Q], y[Q_END]), (x[K], y[K_END]), used, aligned))
+        found.append(_Chain(group, count, used == k[1] - k[0], aligned, at, q, k))
     return found
 
 
@@ -159,7 +162,7 @@ def _runs(chains: Sequence[_Chain]) -> list[list[_Chain]]:
 def _plan(
     q: Tensor, k: Tensor, mask: Mask, rows: int, own: int | None
 ) -> tuple[Tensor, list[list[_Chain]]]:
-    """All pairs, and the chains of each call, sources one after the other.
+    """As `_plan_of`.
 
     Args:
         q: the rank's parts, (3, m, documents).
@@ -185,87 +188,178 @@ def _plan(
     if mask.left or mask.right:
         fewer = (pairs[Q_END] - pairs[Q]).view(sources * m, -1) < (q[1] - q[0]).flatten()
         cut = bool((fewer.flatten() & (pairs[Q] >= 0)).any())
-    # Where not all queries of a pair see a key, each pair is a chain.
-    every = torch.ones(pairs.shape[1] + 1, dtype=torch.bool, device=HOST)
-    begins = every if cut else _begins(pairs, sources, m)
+    begins = _begins(pairs, sources, m, cut)
     chains = _chains(pairs, begins, pairs.shape[1] // sources, own, mask)
-    return pairs, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[: 1 + cut], x.k)))
+    return pairs.view(-1), _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[: 1 + cut], x.k)))
 
 
-def _calls(pairs: Tensor, runs: list[list[_Chain]]) -> list[Call]:
+def _calls(flat: Tensor, runs: list[list[_Chain]]) -> list[Call]:
     """A call for each run; all have one tensor of numbers: cu_seqlens_q of every call, then
-    cu_seqlens_k and seqused_k, each with one number more than pairs."""
+    cu_seqlens_k and seqused_k, each with one number more than pairs. `flat`: the plan's numbers."""
     if not runs:
         return []
-    count, pieces, edges = pairs.shape[1], [], [0]
+    pieces, edges = [], [0]
     for run in runs:
-        at, q, k = edges[-1], run[0].q[0], run[0].k[0]
+        begin, first = edges[-1], (run[0].q[0], run[0].k[0])
         for chain in run:
-            pieces.append((chain.first - at, chain.pairs, q, k))
-            at += chain.pairs
+            q, q_end, k, k_end = (x - begin for x in chain.at)
+            pieces.append((chain.pairs, q, k, k_end, *first))
+            begin += chain.pairs
         # Then the ends of the last pair. What is its number of used keys nobody reads.
-        pieces.append((Q_END * count + run[-1].first + run[-1].pairs - 1 - at, 1, q, k))
-        edges.append(at + 1)
-    width = edges[-1]
-    skips, sizes, *firsts = zip(*pieces, strict=True)
-    places = (skip + field * count for field in (Q, K, USED) for skip in skips)
-    small = numbers([*places, *itertools.chain(*firsts), *(len(skips) * [0])], pairs.dtype)
-    wide = small.view(6, -1).repeat_interleave(numbers(sizes), 1, output_size=width)
-    index = wide[:3] + torch.arange(width, dtype=pairs.dtype, device=HOST)
-    found = pairs.view(-1).index_select(0, index.view(-1)).sub_(wide[3:].view(-1))
-    every = Numbers(found.int())
-    return [
-        _call(every, width, run, *edge)
-        for run, edge in zip(runs, itertools.pairwise(edges), strict=True)
-    ]
+        pieces.append((1, q_end - 1, k_end - 1, k_end - 1, *first))
+        edges.append(begin + 1)
+    sizes, *columns = zip(*pieces, strict=True)
+    piece = torch.repeat_interleave(numbers(sizes), output_size=edges[-1])
+    *skips, q_first, k_first = (numbers(x, flat.dtype).index_select(0, piece) for x in columns)
+    at = torch.arange(edges[-1], dtype=flat.dtype, device=HOST)
+    index = torch.stack(skips).add_(at).view(-1)
+    found = flat.index_select(0, index).view(3, -1)
+    q_rows, k_rows, used = found.unbind()
+    used -= k_rows
+    q_rows -= q_first
+    k_rows -= k_first
+    every = Numbers(found.int().view(-1))
+    bounds = zip(runs, itertools.pairwise(edges), strict=True)
+    return [_call(every, edges[-1], run, *of_run) for run, of_run in bounds]
 
 
 def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) -> Call:
     """Of a run, whose numbers are [first, last) of each `width`."""
-    q, k = ((getattr(run[0], x)[0], getattr(run[-1], x)[1]) for x in "qk")
+    q, k = (run[0].q[0], run[-1].q[1]), (run[0].k[0], run[-1].k[1])
     packed = None
     if last - first > 2:  # not of one pair alone
-        complete = sum(chain.used for chain in run) == k[1] - k[0]
+        complete = all(x.k[1] == y.k[0] for x, y in itertools.pairwise(run))
+        complete = complete and all(chain.gapless for chain in run)
         used = None if complete else slice(2 * width + first, 2 * width + last - 1)
         packed = Packed(every, slice(first, last), slice(width + first, width + last), used)
-    _, others, *window = run[0].group
+    _, others, left, right = run[0].group
     aligned = all(chain.aligned for chain in run)
-    return Call(q, k, (window[0], window[1]), not others, packed, aligned=aligned)
+    return Call(q, k, (left, right), not others, packed, aligned=aligned)
 
 
-def _of_sources(
-    shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
+class _Block(NamedTuple):
+    """Rows of a rank that are parts of documents [first, last), of each some."""
+
+    chunk: int
+    """Of two blocks of unlike numbers, the rows of the lower one come first in each document."""
+
+    first: int
+    last: int
+    ends: bool
+    """Whether its parts are the ends of their documents."""
+
+
+def _blocks(shards: Sharding, mask: Mask) -> list[list[_Block]] | None:
+    """Of each rank, if there is no window, and every document has rows, or even every chunk of it;
+    then of a block's queries and another one's keys all documents are alike."""
+    documents, n = mask.documents_of(shards.rows), shards.ranks
+    count, cut = len(documents) - 1, shards.documents
+    if mask.left is not None or mask.right or documents.shortest < 1:
+        return None
+    if cut is not None:
+        if cut.shortest < 2 * n or not shards.by(documents):
+            return None
+        chunks = ((rank, 2 * n - 1 - rank) for rank in range(n))
+        return [[_Block(chunk, 0, count, chunk == 2 * n - 1) for chunk in x] for x in chunks]
+    if shards.most_spans > FEW_SPANS:
+        return None
+
+    def block(a: int, b: int) -> _Block:
+        first, last = bisect_right(documents, a) - 1, min(bisect_left(documents, b), count)
+        return _Block(a, first, last if a < b else first, documents[last] <= b)
+
+    first, last, _ = shards.parts.tolist()
+    return [list(map(block, a, b)) for a, b in zip(first, last, strict=True)]
+
+
+def _between_blocks(
+    blocks: list[list[_Block]], rank: int, sources: Sequence[int], causal: bool, width: int
+) -> Iterator[_Chain]:
+    """Of each block of the rank with each of the sources', which have `width` numbers each."""
+    m = len(blocks[rank])
+    for number, source in enumerate(sources):
+        pairs = itertools.product(enumerate(blocks[rank]), enumerate(blocks[source]))
+        for (i, q), (j, k) in pairs:
+            first, last, own = max(q.first, k.first), min(q.last, k.last), k is q
+            if first < last and not (causal and k.chunk > q.chunk):
+                at_q, at_k = (rank * m + i) * width + first, (source * m + j) * width + first
+                group = number, not own, -1, 0 if own and causal else -1
+                at = at_q, at_q + 1, at_k, at_k + 1
+                yield _Chain(group, last - first, True, own, at)
+
+
+def _of_blocks(
+    shards: Sharding,
+    rank: int,
+    sources: Sequence[int] | None,
+    mask: Mask,
+    blocks: list[list[_Block]],
 ) -> tuple[Tensor, list[list[_Chain]]]:
-    """As `_plan`, against the keys that each of these ranks holds."""
-    documents = mask.documents_of(shards.rows)
-    # Of the rank itself too: the first.
-    cells = cells_of(shards, documents, [rank, *sources])
+    """As `_plan_of`, where there are blocks: each is a chain with each other one."""
+    documents, causal = mask.documents_of(shards.rows), mask.right == 0
+    ranks = [rank] if sources is None else range(shards.ranks)
+    first, last, shift = cells_of(shards, documents, ranks).unbind()
+    edges = torch.cat([first[..., :1] + shift[..., :1], last + shift], 2)
+    flat, width = edges.view(-1), len(documents)
+    chains = list(_between_blocks(blocks, rank, sources or (), causal, width))
+    if sources is None:
+        for i, q in enumerate(blocks[rank]):
+            if q.first < q.last:
+                at_q, at_k = i * width + q.first, len(flat) + q.first
+                k_end = at_k + width + i * (width - 1) if causal else at_k + 1
+                gapless = not causal or q.ends or shards.documents is None
+                group, at = (0, False, -1, 0 if causal else -1), (at_q, at_q + 1, at_k, k_end)
+                chains.append(_Chain(group, q.last - q.first, gapless, causal or q.ends, at))
+        flat = torch.cat([flat, documents.offsets, last.reshape(-1)])
+    ends = (at + (i % 2) * (x.pairs - 1) for x in chains for i, at in enumerate(x.at))
+    rows = flat.index_select(0, numbers([*ends])).view(-1, 2, 2).tolist()
+    chains = [x._replace(q=tuple(q), k=tuple(k)) for x, (q, k) in zip(chains, rows, strict=True)]
+    return flat, _runs(sorted(chains, key=lambda x: (*x.group[:2], x.q[0], x.k)))
+
+
+def _plan_of(
+    shards: Sharding, rank: int, sources: Sequence[int] | None, mask: Mask
+) -> tuple[Tensor, list[list[_Chain]]]:
+    """The numbers of a plan, and the chains of each call, sources one after the other. Without
+    sources the keys are the whole sequence's."""
+    blocks, documents = _blocks(shards, mask), mask.documents_of(shards.rows)
+    if blocks is not None:
+        return _of_blocks(shards, rank, sources, mask, blocks)
+    q = cells_of(shards, documents, [rank])[:, 0]
+    if sources is None:
+        first, last = documents.offsets.unfold(0, len(documents) - 1, 1)
+        k = torch.stack([first, last, torch.zeros_like(first)])[:, None, None]
+        return _plan(q, k, mask, shards.rows, None)
     own = sources.index(rank) if rank in sources else len(sources)
-    return _plan(cells[:, 0], cells[:, 1:], mask, shards.rows, own)
+    return _plan(q, cells_of(shards, documents, sources), mask, shards.rows, own)
 
 
 def of_sources(
     shards: Sharding, rank: int, sources: Sequence[int], mask: Mask
 ) -> list[tuple[Call, ...]]:
     """A rank's calls against the keys that each of these ranks holds."""
-    pairs, runs = _of_sources(shards, rank, sources, mask)
+    flat, runs = _plan_of(shards, rank, sources, mask)
     found: list[list[Call]] = [[] for _ in sources]
-    for run, call in zip(runs, _calls(pairs, runs), strict=True):
+    for run, call in zip(runs, _calls(flat, runs), strict=True):
         found[run[0].group[0]].append(call)
     return list(map(tuple, found))
 
 
 def count_calls(shards: Sharding, rank: int, source: int, mask: Mask) -> int:
     """How many they are against the keys of one."""
-    return len(_of_sources(shards, rank, [source], mask)[1])
+    return len(_plan_of(shards, rank, [source], mask)[1])
 
 
 def of_the_whole(shards: Sharding, rank: int, mask: Mask) -> tuple[Call, ...]:
     """A rank's calls against the keys of the whole sequence."""
     documents = mask.documents_of(shards.rows)
-    q = cells_of(shards, documents, [rank])[:, 0]
-    k = pad(documents.bounds, (0, 0, 0, 1))[:, None, None]  # they lie where they are
-    return tuple(_calls(*_plan(q, k, mask, shards.rows, None)))
+    if shards.ranks == 1 and documents.shortest > 0 and len(documents) > 2:
+        # The documents as they are.
+        rows, every = (0, documents[-1]), slice(0, len(documents))
+        left, right = (-1 if side is None else side for side in (mask.left, mask.right))
+        packed = Packed(Numbers(documents.offsets.int()), every, every, None)
+        return (Call(rows, rows, (left, right), True, packed),)
+    return tuple(_calls(*_plan_of(shards, rank, None, mask)))
 
 
 def ring_steps(shards: Sharding, mask: Mask) -> int:
@@ -283,7 +377,9 @@ def ring_steps(shards: Sharding, mask: Mask) -> int:
 def share(rows: int, mask: Mask) -> float:
     """Of the pairs (query, key) of the whole sequence, those that are visible."""
     size = mask.documents_of(rows).sizes
-    pairs = size + _pairs_before(size, mask.left) + _pairs_before(size, mask.right)
+    pairs = size + _pairs_before(size, mask.left)
+    if mask.right != 0:
+        pairs += _pairs_before(size, mask.right)
     return int(pairs.sum()) / max(rows**2, 1)
 
 
@@ -293,17 +389,16 @@ def visible_pairs(shards: Sharding, mask: Mask) -> list[int]:
     cells = cells_of(shards, documents, range(shards.ranks))
     # Of each document, queries before the part and up to its end; and pairs of those, less the
     # pairs of all queries with keys after their own.
-    queries = cells[:2].long() - documents.bounds[0]
-    after = _pairs_before(documents.sizes - queries, mask.right)
-    pairs = queries + _pairs_before(queries, mask.left) - after
+    queries = cells[:2].long() - documents.offsets[:-1]
+    pairs = queries + _pairs_before(queries, mask.left)
+    if mask.right != 0:
+        pairs -= _pairs_before(documents.sizes - queries, mask.right)
     found: list[int] = (pairs[1] - pairs[0]).flatten(1).sum(1).tolist()
     return found
 
 
-def _pairs_before(queries: Tensor, side: int | None) -> Tensor | int:
+def _pairs_before(queries: Tensor, side: int | None) -> Tensor:
     """Pairs of documents' first queries with keys before their own, at most `side` for each."""
-    if side == 0:
-        return 0
     if side is None:
         return queries * (queries - 1) >> 1
     inner = queries.clamp(max=side)

@@ -17,7 +17,7 @@ chunks are torch.chunk's. So ranks may hold unequal numbers of rows, and of a sh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...ops.checks import refuse
 from .kept import AN_INTEGER, kept
-from .on_device import HOST, kept_on_devices, moved, numbers
+from .on_device import HOST, KeptOnDevices, moved, numbers
 
 LAYOUTS = ("zigzag", "contiguous", "document_zigzag")
 """The names of the layouts; the first is the default."""
@@ -43,13 +43,15 @@ class Documents(tuple[int, ...]):
     """cu_seqlens, numbers of the host."""
 
     def __init__(self, values: Sequence[int]) -> None:
-        offsets, count = numbers(values), max(0, len(values) - 1)
+        offsets = numbers(values)
         self.sizes = offsets.diff()
         """Rows of each: int64 (documents)."""
 
-        self.shortest = int(self.sizes.min()) if count else 0
-        self.bounds = offsets.to(dtype_of(values[-1] if count else 0)).unfold(0, count, 1)
-        """Their rows [first, last): (2, documents), of `dtype_of`."""
+        self.shortest = int(self.sizes.min()) if len(values) > 1 else 0
+        """Fewest rows of one."""
+
+        self.offsets = offsets.to(dtype_of(values[-1] if values else 0))
+        """(documents + 1), of `dtype_of`."""
 
         self._hash = super().__hash__()
 
@@ -64,7 +66,7 @@ class Documents(tuple[int, ...]):
     @property
     def nbytes(self) -> int:
         """Bytes of memory, about."""
-        return (AN_INTEGER + 20) * len(self)
+        return (AN_INTEGER + 16) * len(self)
 
 
 @kept()
@@ -138,11 +140,8 @@ class Sharding:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sharding):
             return NotImplemented
-        if self is other or (self.rows, self.lengths) != (other.rows, other.lengths):
-            return self is other
-        if self.parts.shape == other.parts.shape:
-            return torch.equal(self.parts, other.parts)
-        return self.spans == other.spans
+        same = (self.rows, self.lengths) == (other.rows, other.lengths)
+        return self is other or same and torch.equal(self.parts, other.parts)
 
     def __hash__(self) -> int:
         return hash((self.rows, self.lengths))
@@ -171,9 +170,8 @@ class Sharding:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank its spans, none of them empty: for where they are few."""
         first, last, _ = self.parts.tolist()
-        return tuple(
-            tuple(joined(zip(*of_rank, strict=True))) for of_rank in zip(first, last, strict=True)
-        )
+        of_ranks = (zip(*of_rank, strict=True) for of_rank in zip(first, last, strict=True))
+        return tuple(tuple((a, b) for a, b in spans if a < b) for spans in of_ranks)
 
     @cached_property
     def in_order(self) -> bool:
@@ -187,6 +185,11 @@ class Sharding:
         bounds = itertools.pairwise((0, *itertools.accumulate(self.lengths)))
         return tuple(tuple(joined([span])) for span in bounds)
 
+    def by(self, documents: Documents) -> bool:
+        """Whether this is a layout by these documents, and maybe others after them."""
+        own = self.documents
+        return own is documents or own is not None and own[: len(documents)] == documents
+
     def positions(
         self, rank: int, documents: Documents | None = None, device: torch.device = HOST
     ) -> Tensor:
@@ -196,25 +199,32 @@ class Sharding:
         if documents is not None:
             if documents[-1] < self.rows:
                 documents = documents_of((*documents, self.rows))
-            first, last, shift = cells_of(self, documents, [rank])[:, 0]
-            shift = shift + documents.bounds[0]
+            starts = documents.offsets
+            if self.most_spans > FEW_SPANS:  # each a part of a document
+                shift = shift + starts[torch.searchsorted(starts, first, right=True) - 1]
+            else:
+                first, last, shift = cells_of(self, documents, [rank])[:, 0]
+                shift = shift + starts[:-1]
         host = torch.stack([shift, last - first]).long().view(2, -1)
-        shift, size = moved(host, device).unbind()
+        shift, size = moved(host, device)
         count = self.lengths[rank]  # or else the device would be asked
-        at = torch.arange(count, dtype=torch.int64, device=device)
-        return at - shift.repeat_interleave(size, output_size=count)
+        shift = shift.repeat_interleave(size, output_size=count)
+        return torch.arange(count, dtype=torch.int64, device=device).sub_(shift)
 
     def orders(self, device: torch.device, padded: bool = False) -> tuple[Tensor, Tensor]:
         """The row of the sequence of each row of all ranks, one rank after the other, and the
         inverse: where each row of the sequence is then. int32, on a device, which the host does not
         wait for. With `padded` each rank has as many rows as the longest, the last of them any."""
-        return _orders.on((self, padded and self.rows < self.ranks * self.most), device)
+        padded = padded and self.rows < self.ranks * self.most
+        order, inverse = _orders.on((self, padded), device)
+        return order, inverse
 
     def of_rank(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """A rank's rows of the whole sequence x; a view where they are one span."""
         if self.most_spans > FEW_SPANS:
             order, _ = self.orders(x.device)
-            return x.index_select(dim, order.split(self.lengths)[rank])
+            before = sum(self.lengths[:rank])
+            return x.index_select(dim, order[before : before + self.lengths[rank]])
         parts = [x.narrow(dim, a, b - a) for a, b in self.spans[rank]]
         if not parts:
             return x.narrow(dim, 0, 0)
@@ -225,11 +235,10 @@ class Sharding:
         return _nested(self, inner)
 
 
-@kept_on_devices(most_bytes=32 << 20)
-def _orders(key: tuple[Sharding, bool], device: torch.device) -> tuple[Tensor, Tensor]:
+def _make_orders(key: tuple[Sharding, bool], device: torch.device) -> tuple[Tensor, ...]:
     """`Sharding.orders`, by it and `padded`."""
     shards, padded = key
-    rows, most, (first, last, shift) = shards.rows, shards.most, shards.parts
+    rows, most, (first, last, shift) = shards.rows, shards.most, shards.parts.unbind()
     lengths = shards.ranks * (most,) if padded else shards.lengths
     *starts, count = itertools.accumulate(lengths, initial=0)  # or else the device would be asked
     start = numbers(starts, shift.dtype).view(-1, 1)
@@ -238,11 +247,14 @@ def _orders(key: tuple[Sharding, bool], device: torch.device) -> tuple[Tensor, T
         length = numbers(shards.lengths, shift.dtype).view(-1, 1)
         size = torch.cat([size, most - length], 1)
         shift = torch.cat([shift, start + length - rows], 1)
-    size, shift = moved(torch.stack([size, shift]).int().view(2, -1), device).unbind()
+    size, shift = moved(torch.stack([size, shift]).int().view(2, -1), device)
     at = torch.arange(count, dtype=torch.int32, device=device)
     found = at - shift.repeat_interleave(size, output_size=count)
     inverse = torch.empty_like(at).scatter_(0, found.long(), at)[:rows]
     return found.clamp_(max=rows - 1) if padded else found, inverse
+
+
+_orders = KeptOnDevices(_make_orders, 32 << 20)
 
 
 @kept()
@@ -258,19 +270,15 @@ def _nested(shards: Sharding, inner: int) -> Sharding:
 
 
 def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Tensor:
-    """The parts of documents that ranks have: rows [first, last) of the whole sequence and `shift`,
-    as in `Sharding.parts`: (3, ranks, m, documents).
-
+    """The parts of documents that ranks have, as in `Sharding.parts`: (3, ranks, m, documents).
     Along a rank's rows all parts with a lower index of m come first, and of one index those of
-    earlier documents. A rank has fewer parts than m of a document if some are empty.
-    """
-    parts = shards.parts.index_select(1, numbers(ranks))
-    own, count = shards.documents, len(documents)
-    if own is documents or own is not None and own[:count] == documents:
-        own_parts: Tensor = parts.unflatten(2, (2, -1))
-        return own_parts[..., : count - 1]
-    shift = parts[2:, ..., None].expand(-1, -1, -1, count - 1)
-    return torch.cat([parts[:2, ..., None].clamp(*documents.bounds), shift])
+    earlier documents. Some may be empty."""
+    parts, count = shards.parts.index_select(1, numbers(ranks)), len(documents) - 1
+    if shards.by(documents):
+        return parts.view(3, len(ranks), 2, -1)[..., :count]
+    first, last, shift = parts.unsqueeze(3).unbind()
+    spans = documents.offsets.unfold(0, count, 1)[:, None, None].clamp(first, last)
+    return torch.cat([spans, shift.expand(1, -1, -1, count)])
 
 
 def sharding(
@@ -292,9 +300,8 @@ def sharding(
         refuse("layout", " or ".join(map(repr, LAYOUTS)), repr(layout))
     if layout == "document_zigzag" and documents is None:
         refuse("cu_seqlens", "given with layout='document_zigzag'", None)
-    if layout != "document_zigzag" or ranks == 1:
+    if layout != "document_zigzag" or ranks == 1 or documents is None:
         return _of_one_sequence(rows, ranks, layout)
-    assert documents is not None
     return _of_documents(rows, ranks, documents_of(documents))
 
 
@@ -305,7 +312,7 @@ def _of_one_sequence(rows: int, ranks: int, layout: str) -> Sharding:
     else:
         cut = _cut((0, rows), 2 * ranks, equal=True)
         spans = [[cut[i] for i in (r, 2 * ranks - 1 - r)] for r in range(ranks)]
-    return Sharding.of_spans(rows, [list(joined(x)) for x in spans])
+    return Sharding.of_spans(rows, [joined(x) for x in spans])
 
 
 @kept()
@@ -315,12 +322,10 @@ def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
     if len(documents) <= 2:
         return _of_one_sequence(rows, ranks, "zigzag")
     parts = torch.empty((3, ranks, 2, len(documents) - 1), dtype=dtype_of(rows), device=HOST)
-    # Rounded down; exact, since these are below 2^53. (Integers take three times as long.)
-    cuts = (_chunks(ranks) * documents.sizes).div_(2 * ranks)
-    parts[:2].copy_(cuts).add_(documents.bounds[0])
-    first, last, shift = parts
-    if documents.shortest < 2 * ranks:
-        _join(first, last)
+    # To be rounded down: halfway between fractions, far from what floating-point numbers round.
+    cuts = (_chunks(ranks) * documents.sizes).add_(1 / (4 * ranks))
+    parts[:2].copy_(cuts).add_(documents.offsets[:-1])
+    first, last, shift = parts.unbind()
     ends = torch.sub(last, first).view(ranks, -1).cumsum(1, dtype=parts.dtype)
     torch.sub(ends.view_as(last), last, out=shift)
     found = Sharding(rows, parts.flatten(2), ends[:, -1].tolist())
@@ -330,33 +335,18 @@ def _of_documents(rows: int, ranks: int, documents: Documents) -> Sharding:
 
 @kept()
 def _chunks(ranks: int) -> Tensor:
-    """The chunks of each rank, and the next ones: (2, ranks, 2, 1)."""
+    """Where each rank's two chunks begin and end, of a document of one row: (2, ranks, 2, 1)."""
     first = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
-    return numbers([*first, *(chunk + 1 for chunk in first)]).double().view(2, ranks, 2, 1)
+    every = numbers([*first, *(chunk + 1 for chunk in first)]).view(2, ranks, 2, 1)
+    return every.double().div_(2 * ranks)
 
 
-def _join(first: Tensor, last: Tensor) -> None:
-    """Of parts of documents (ranks, 2, documents) the two of one document become one, and an empty
-    one, if there is nothing between."""
-    a, b = first.view(-1), last.view(-1)
-    place = (a < b).nonzero().squeeze(1)
-    x, y = place[:-1], place[1:]
-    joint = (b[x] == a[y]) & (y - x == first.shape[2])
-    x, y = x[joint], y[joint]
-    b[x] = a[y] = b[y]
-
-
-def joined(spans: Iterable[Span]) -> Iterator[Span]:
+def joined(spans: Sequence[Span]) -> list[Span]:
     """The same rows in the same order, without empty spans, and with adjacent ones as one."""
-    held: Span | None = None
+    found: list[Span] = []
     for a, b in spans:
-        if a == b:
-            continue
-        if held is not None and held[1] == a:
-            held = (held[0], b)
-            continue
-        if held is not None:
-            yield held
-        held = (a, b)
-    if held is not None:
-        yield held
+        if found and found[-1][1] == a:
+            found[-1] = found[-1][0], b
+        elif a < b:
+            found.append((a, b))
+    return found

@@ -138,10 +138,6 @@ class Collectives:
             raise RuntimeError(f"flash_ext: {what} did not begin: {error}") from error
         return work.wait  # type: ignore[no-any-return]
 
-    def _arriving(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Memory for what arrives."""
-        return like.new_empty(shape)
-
     def gather_rows(self, x: Tensor, what: str) -> Pending[Tensor]:
         """The whole sequence (S, …) from every rank's rows x (rows, …)."""
         if self.ranks == 1 or self.shards.most == 0:
@@ -150,7 +146,7 @@ class Collectives:
         if x.shape[0] < self.shards.most:
             sent = x.new_zeros((self.shards.most, *x.shape[1:]))
             sent[: x.shape[0]] = x
-        every = self._arriving(x, (self.ranks, *sent.shape))
+        every = x.new_empty((self.ranks, *sent.shape))
         wait = self._begin(what, all_gather, every.flatten(0, 1), sent)
         return Pending(what, [wait], lambda: rows.join(self.shards, every))
 
@@ -171,7 +167,7 @@ class Collectives:
         x = x.contiguous()
         if self.ranks == 1 or x.numel() == 0:
             return Pending(what, [], lambda: finish(x))
-        received = self._arriving(x, x.shape)
+        received = x.new_empty(x.shape)
         wait = self._begin(what, dist.all_to_all_single, received.flatten(0, 1), x.flatten(0, 1))
         return Pending(what, [wait], lambda: finish(received))
 
@@ -226,7 +222,7 @@ class Collectives:
 
     def _send(self, x: Tensor, by: int, what: str) -> Pending[Tensor]:
         """x of rank - by, of the same shape on every rank."""
-        received = self._arriving(x, x.shape)
+        received = x.new_empty(x.shape)
         to, source = ((self.rank + way * by) % self.ranks for way in (1, -1))
         operations = [
             dist.P2POp(operation, tensor, dist.get_global_rank(self.group, peer), self.group)
