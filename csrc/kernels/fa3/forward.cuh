@@ -193,7 +193,7 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         }
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
             release_and_advance(q_pipeline, x.q);
-        this->template finish_scores<kUnmasked>(x.rS, work_tiles[x.tile], x.kv_tile, x.full_tiles);
+        this->template finish_scores<kUnmasked>(x.rS, x);
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
         x.rescaling = x.softmax.step(x.rS, rP, exponent_scale(), fresh);
@@ -304,19 +304,6 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         compute_p<false>(x, rP[0], true);
         skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
 
-        // May the next two iterations belong to the unmasked main loop?
-        const auto two_unmasked = [&](int unmasked_until) {
-            return !x.first_iteration && x.kv_tile - 2 >= unmasked_until &&
-                   x.kv_tile - 1 < x.full_tiles.end;
-        };
-        const auto main_loop = [&] {
-            const int unmasked_until =
-                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            while (two_unmasked(unmasked_until)) {
-                iterate<true>(x, rP[0], rP[kNext]);
-                iterate<true>(x, rP[kNext], rP[0]);
-            }
-        };
         // The loop ends where find_tile() says so, not by a result of a function that does more:
         // from 13.4 on nvcc would keep such a result in a register and join the ways that end and
         // that go on, and what a consumer carries would take vector registers
@@ -340,7 +327,13 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
                 }
                 iterate<false>(x, rP[kNext], rP[0], new_tile);
             }
-            main_loop();
+            const int unmasked_until =
+                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
+            if (!x.first_iteration && x.kv_tile <= x.full_tiles.end)
+                while (x.kv_tile >= unmasked_until + 2) {
+                    iterate<true>(x, rP[0], rP[kNext]);
+                    iterate<true>(x, rP[kNext], rP[0]);
+                }
         }
         rescale_or_store<false>(x);
         v_pipeline.consumer_wait(x.v);

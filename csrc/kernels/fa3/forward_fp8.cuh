@@ -58,18 +58,6 @@ struct Fa3ForwardFp8Config
     };
 };
 
-// A float in a register of the scores.
-__device__ __forceinline__ float as_float(float x) { return x; }
-__device__ __forceinline__ float as_float(int bits) { return __int_as_float(bits); }
-template <class Number>
-__device__ __forceinline__ Number as_bits(float x) {
-    if constexpr (std::is_same_v<Number, int>) {
-        return __float_as_int(x);
-    } else {
-        return x;
-    }
-}
-
 static __device__ const float kNoDescale = 1.f;
 
 template <class Config>
@@ -78,6 +66,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     using RowMajorVPipeline = typename Config::RowMajorVPipeline;
     using Scores =
         RegisterTile<16, Config::kBlockKV, std::conditional_t<Config::kInt8, int, float>>;
+    using Floats = std::conditional_t<Config::kInt8, FloatScoresAsBits, FloatScores>;
     using Softmax = Fp8Softmax<Config::kBlockKV, (Config::kHeadDim <= 128)>;
     using Probabilities = typename Softmax::Probabilities;
     using Tiles::consumer, Tiles::elected, Tiles::full_tiles, Tiles::group, Tiles::k_pipeline,
@@ -349,7 +338,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     float& sum = x.rO.v[0][kFirst / 8 + n][e];
-                    const float y = as_float(rPartial.v[0][n][e]);
+                    const float y = Floats::value(rPartial.v[0][n][e]);
                     sum = accumulate ? sum + y : y;
                 }
         });
@@ -376,15 +365,12 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             convert(scores, x.rS, [](auto score) { return static_cast<float>(score); });
             if (is_negative()) [[unlikely]]  // q_scale has the magnitude of the scale
                 scores.scale(-1.f);
-            this->template finish_scores<false>(scores, work_tiles[x.tile], x.kv_tile,
-                                                x.full_tiles);
-            convert(x.rS, scores, as_bits<typename Scores::Number>);
+            this->template finish_scores<false>(scores, x);
+            convert(x.rS, scores, Floats::bits);
         }
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
-        using Form =
-            std::conditional_t<!Config::kInt8, FloatScores,
-                               std::conditional_t<kUnmasked, IntegerScores, FloatScoresAsBits>>;
+        using Form = std::conditional_t<Config::kInt8 && kUnmasked, IntegerScores, Floats>;
         const ScoreScale<!kUnmasked> scale{x};
         if (x.may_be_large) [[unlikely]]
             cool<Form>(x, scale);
@@ -501,9 +487,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             iterate<false>(x, rP, new_tile);
             const int unmasked_until =
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            while (!x.first_iteration && x.kv_tile > unmasked_until &&
-                   x.kv_tile <= x.full_tiles.end)
-                iterate<true>(x, rP);
+            if (!new_tile && x.kv_tile <= x.full_tiles.end)
+                while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
         }
         rescale_or_store(x);
         v_pipeline.consumer_wait(x.v);

@@ -142,8 +142,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
     // occupy a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
-        using Number = std::conditional_t<sizeof(typename Config::Element) == 1, unsigned, int>;
-        return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
+        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
 
     // --- Producers ---
@@ -334,18 +333,18 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         }
     }
 
-    // Applies the options, and the mask unless kFull excludes one.
-    template <bool kFull>
+    // Applies the options, and the mask unless kUnmasked excludes one.
+    template <bool kUnmasked, class State>
     __device__ __forceinline__ void finish_scores(RegisterTile<16, Config::kBlockKV>& rS,
-                                                  const QueryTile& tile, int i,
-                                                  const VisibleTiles& full) const {
+                                                  const State& x) const {
+        const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
-        const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+        const int first_key = tile.kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
         if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<typename Config::Element, Rows::kQueries, false>{params, tile.sequence,
                                                                            tile.head}
                 .apply(rS, tile.first_query + first_row, first_key);
-        if (!kFull && (i < full.begin || i >= full.end)) {
+        if (!kUnmasked && (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
             mask_scores(rS, first_key,
                         [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
@@ -376,15 +375,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     template <class Softmax>
     __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) const {
         softmax.finish();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float factor = softmax.inverse_sum(0, i);
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n) {
-                rO.v[0][n][2 * i] *= factor;
-                rO.v[0][n][2 * i + 1] *= factor;
-            }
-        }
+        RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
     // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is that of row lane_row() +
