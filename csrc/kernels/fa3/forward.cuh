@@ -327,13 +327,13 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
                 }
                 iterate<false>(x, rP[kNext], rP[0], new_tile);
             }
+            if (new_tile || x.kv_tile > x.full_tiles.end) continue;
             const int unmasked_until =
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            if (!x.first_iteration && x.kv_tile <= x.full_tiles.end)
-                while (x.kv_tile >= unmasked_until + 2) {
-                    iterate<true>(x, rP[0], rP[kNext]);
-                    iterate<true>(x, rP[kNext], rP[0]);
-                }
+            while (x.kv_tile >= unmasked_until + 2) {
+                iterate<true>(x, rP[0], rP[kNext]);
+                iterate<true>(x, rP[kNext], rP[0]);
+            }
         }
         rescale_or_store<false>(x);
         v_pipeline.consumer_wait(x.v);

@@ -485,10 +485,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
                 begin_tile(x);
             }
             iterate<false>(x, rP, new_tile);
+            if (new_tile || x.kv_tile > x.full_tiles.end) continue;
             const int unmasked_until =
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            if (!new_tile && x.kv_tile <= x.full_tiles.end)
-                while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
+            while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
         }
         rescale_or_store(x);
         v_pipeline.consumer_wait(x.v);
