@@ -94,14 +94,9 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return this->produce_k([](const QueryTile&, int) {});
-            case 3:
-                return this->produce_q();
-            case 2:
-                return this->produce_v();
-        }
+        if (warp_id() == 0) this->produce_k([](const QueryTile&, int) {});
+        if (warp_id() == 2) this->produce_v();
+        if (warp_id() == 3) this->produce_q();
     }
 
     // --- Q tiles ---

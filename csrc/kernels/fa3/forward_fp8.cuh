@@ -99,12 +99,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     // --- Producers ---
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_k_and_v();
-            case 3:
-                return this->produce_q();
-        }
+        if (warp_id() == 0) produce_k_and_v();
+        if (warp_id() == 3) this->produce_q();
     }
     __device__ __forceinline__ void produce_by_warps() const {
         if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
@@ -292,26 +288,21 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     // P V occupies the registers of the first keys' scores (add_output()), so the scores of the
     // others are a wgmma of their own.
     static constexpr int kFirstKeys = min_of(Config::kBlockKV, Config::kPartialCols);
-    static constexpr bool kHasOtherScores = kFirstKeys < Config::kBlockKV;
+    static constexpr int kOtherKeys = Config::kBlockKV - kFirstKeys;
 
-    // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on.
+    // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on, if there are any.
     template <int kFirstKey, int kKeys>
-    __device__ __forceinline__ void issue_scores_of(State& x) const {
-        // Q stays in place for many iterations.
-        constexpr bool kPinned = Config::kHeadDim > 128;
-        const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
-        const auto k_rows =
-            this->template operand<KMajor<KTile, false>>(k_pipeline, x.k, kFirstKey);
-        using Part = RegisterTile<16, kKeys, typename Scores::Number>;
-        gemm_async<typename Config::QKElement, Config::kHeadDim>(
-            reinterpret_cast<Part&>(x.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
-    }
-    __device__ __forceinline__ void issue_first_scores(State& x) const {
-        issue_scores_of<0, kFirstKeys>(x);
-    }
-    __device__ __forceinline__ void issue_other_scores(State& x) const {
-        if constexpr (kHasOtherScores)
-            issue_scores_of<kFirstKeys, Config::kBlockKV - kFirstKeys>(x);
+    __device__ __forceinline__ void issue_scores(State& x) const {
+        if constexpr (kKeys > 0) {
+            // Q stays in place for many iterations.
+            constexpr bool kPinned = Config::kHeadDim > 128;
+            const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
+            const auto k_rows =
+                this->template operand<KMajor<KTile, false>>(k_pipeline, x.k, kFirstKey);
+            using Part = RegisterTile<16, kKeys, typename Scores::Number>;
+            gemm_async<typename Config::QKElement, Config::kHeadDim>(
+                reinterpret_cast<Part&>(x.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
+        }
     }
 
     // O = P V or O += P V, to the end. The scores are not needed any more: the registers of the
@@ -330,8 +321,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             const KMajor<typename Config::TransposedVTile, false> v_columns(v_pipeline.stage(x.v),
                                                                             kFirst);
             gemm_async<Float8, Config::kBlockKV>(rPartial, rP, v_columns, false);
-            if (kBeside) issue_other_scores(x);
-            ptx::wgmma_wait<kBeside && kHasOtherScores>();
+            if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
+            ptx::wgmma_wait<(kBeside && kOtherKeys > 0)>();
             warpgroup_fence(rPartial);
 #pragma unroll
             for (int n = 0; n < Partial::kN; ++n)
@@ -438,7 +429,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         v_pipeline.consumer_wait(x.v, x.v_ready);
         Order::wait(consumer);
         add_output<true>(x, rP, kUnmasked || !x.first_iteration);
-        issue_first_scores(x);
+        issue_scores<0, kFirstKeys>(x);
         Order::signal_next(consumer);
         // What does not need the scores is done before they are there.
         release_and_advance(v_pipeline, x.v);
@@ -471,8 +462,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(x.k);
         Order::wait(consumer);
-        issue_other_scores(x);
-        issue_first_scores(x);
+        issue_scores<kFirstKeys, kOtherKeys>(x);
+        issue_scores<0, kFirstKeys>(x);
         Order::signal_next(consumer);
         load_k_scales(x);
         ptx::wgmma_wait<0>();
