@@ -1,20 +1,22 @@
 // FlashAttention-3 forward for 8-bit inputs (section 3.3 of the paper; docs/walkthrough.md): V is
-// e4m3, Q and K are e4m3 or int8, whose scores accumulate in int32. Roles, tiles and stores are as
-// in forward.cuh, with these differences:
+// e4m3, Q and K are e4m3 or int8; scores of int8 accumulate in int32. Roles and loop are as in
+// forward.cuh, with these differences:
 //
-// - 8-bit wgmma reads both operands K-major. So K's producer loads V, too, and two warps of the
-//   first warpgroup transpose its tiles (tile/transpose.cuh).
+// - 8-bit wgmma reads both operands K-major. So K's producer also loads V, and two warps of the
+//   first warpgroup transpose the V tiles (tile/transpose.cuh).
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
 //   the registers of S, and added to O in float32. It is complete before S' = Q K^T starts.
-// - So tiles have more keys, and the other consumers, alternating (ping-pong), are what runs beside
-//   each step. Up to head dim 128 O is stored while the first scores of the next tile are computed.
-// - Q, K and V have descales: scores are multiplied by them in the softmax (fp8_softmax.cuh), O in
-//   the end.
+// - So a consumer's own steps do not overlap: tiles have more keys, and consumers alternate
+//   (ping-pong). Up to head dim 128 O is stored while the next Q tile's first scores are computed.
+// - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
+//   multiplied by V's before it is stored.
 //
 // Barriers as in forward.cuh, but
 //
 //   barrier             arrivals per phase                   who waits
 //   full(V^T)           2: each warp that transposes         consumers, before P V
+//   empty(V^T)          4 a consumer: each warp, when P V    the warps that transpose
+//                       is complete
 //   full(V)             1: K's producer; and TMA's bytes     the warps that transpose
 //   empty(V)            2: each warp that transposes         K's producer, before the next load
 //   empty(work tiles)   3: Q's producer, when all loads of   K's producer
@@ -35,8 +37,7 @@ template <class QKElement, int kHeadDim, int kHeadDimV, tuning::Fa3Forward kTuni
           bool kMayHaveSplits>
 struct Fa3ForwardFp8Config
     : Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
-    using Tiles =
-        Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits>;
+    using Tiles = typename Fa3ForwardFp8Config::Fa3ForwardTileConfig;
     static_assert(Tiles::kPingPong);
     static constexpr bool kGeneral = false;
     static constexpr bool kScaledScores = true;  // with the descales, in the softmax
@@ -66,6 +67,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     using RowMajorVPipeline = typename Config::RowMajorVPipeline;
     using Scores =
         RegisterTile<16, Config::kBlockKV, std::conditional_t<Config::kInt8, int, float>>;
+    // Floats in the registers of scores, also of int8.
     using Floats = std::conditional_t<Config::kInt8, FloatScoresAsBits, FloatScores>;
     using Softmax = Fp8Softmax<Config::kBlockKV, (Config::kHeadDim <= 128)>;
     using Probabilities = typename Softmax::Probabilities;
@@ -79,8 +81,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     using Tiles::Tiles;
 
-    // Is the result of a tile stored while the first scores of the next one are computed? That
-    // takes registers. Otherwise it is kept for an iteration.
+    // Is O stored while the next Q tile's first scores are computed? That costs registers.
+    // Otherwise the softmax is kept, and O is stored in the next iteration.
     static constexpr bool kOverlapsStore = Config::kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
@@ -99,21 +101,18 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     // --- Producers ---
 
     __device__ __forceinline__ void produce() const {
-        if (warp_id() == 0) produce_k_and_v();
-        if (warp_id() == 3) this->produce_q();
-    }
-    __device__ __forceinline__ void produce_by_warps() const {
-        if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
-    }
-
-    __device__ __forceinline__ void produce_k_and_v() const {
         typename RowMajorVPipeline::State v;
-        this->produce_k([&](const QueryTile& tile, int first_key) {
+        const auto load_v = [&](const QueryTile& tile, int first_key) {
             const TensorRows rows =
                 this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
             load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
             v.advance();
-        });
+        };
+        if (warp_id() == 0) this->produce_k(load_v);
+        if (warp_id() == 3) this->produce_q();
+    }
+    __device__ __forceinline__ void produce_by_warps() const {
+        if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
     }
 
     // Transposes V tiles, by all lanes of kTransposers warps.
@@ -170,8 +169,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         }
     };
 
-    // The descales of a query head's rows, or of its KV head. A tile without keys needs none, and
-    // its sequence may have none.
+    // The descales of a query head, or of its KV head. 1 for a tile without keys, which needs none
+    // and whose sequence may have none.
     __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
                                                         int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
@@ -179,18 +178,17 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
     }
 
-    // The last block of descales, 0 where there are no blocks. Wrong offsets of sequences must not
+    // The last block of descales, 0 if there are no blocks. Wrong offsets of sequences must not
     // read beyond it.
     static __device__ __forceinline__ int last_block(const float* descales, const Descale& x) {
         return descales == &kNoDescale ? 0 : x.last_block;
     }
 
-    // Is the scale negative? Hidden scores are -inf before they are multiplied. So iterations with
-    // a mask negate scores, and all iterations have one.
+    // Is the scale negative? Hidden scores are -inf before they are multiplied. So all iterations
+    // are those with a mask, which negate the scores first, and factors have its magnitude.
     __device__ __forceinline__ bool is_negative() const { return params.scale_log2 < 0.f; }
 
-    // The factors of the scores of this lane's two rows, without those of the keys, and where those
-    // are.
+    // The factors of this lane's two rows, without the keys' factors, and where K's descales are.
     __device__ __forceinline__ void begin_scales(State& x, const QueryTile& tile) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -262,7 +260,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         }
     }
 
-    // Applies v's to O, per head or per channel.
+    // Multiplies O by V's descales, per head or per channel.
     __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const {
         const float* source = descales_of(params.v_descale, tile, tile.head);
         const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
@@ -354,7 +352,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         if constexpr (!kUnmasked) {
             RegisterTile<16, Config::kBlockKV> scores;
             convert(scores, x.rS, [](auto score) { return static_cast<float>(score); });
-            if (is_negative()) [[unlikely]]  // q_scale has the magnitude of the scale
+            if (is_negative()) [[unlikely]]
                 scores.scale(-1.f);
             this->template finish_scores<false>(scores, x);
             convert(x.rS, scores, Floats::bits);

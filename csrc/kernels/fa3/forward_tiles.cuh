@@ -139,8 +139,8 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     __device__ __forceinline__ int head_of(int row) const {
         return row & ((1 << pack_gqa_log2()) - 1);
     }
-    // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
-    // occupy a register throughout the loop.
+    // The first row of this thread's warp within the Q tile. Computed when it is needed: otherwise
+    // it would occupy a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
         return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
@@ -309,7 +309,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // The operand in a stage: the one in the first stage, moved, where there are registers for its
+    // The operand in a stage: the one in the first stage, moved, if there are registers for its
     // descriptor. That is one instruction from a full barrier to the matmul, and not five.
     template <class Operand, class Pipeline, class... FirstRow>
     static __device__ __forceinline__ Operand operand(const Pipeline& pipeline,
@@ -378,9 +378,11 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
-    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is that of row lane_row() +
-    // 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile. Only
-    // then may the heads of a group be stored at once: in the loop the test would cost splits time.
+    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of row
+    // lane_row()
+    // + 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
+    // Only then may the heads of a group be written to out: in the loop the test would cost splits
+    // time.
     template <bool kLast, class Softmax, class LseOf, class WithOutType>
     __device__ __forceinline__ void store_tile(const Output& rO, const Softmax& softmax,
                                                const QueryTile& tile, LseOf lse_of,
@@ -399,8 +401,9 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             if (query >= s.seqlen_q || head >= group()) return -1;
             return first + int64_t{head} * params.seqlen_q + query;
         };
-        constexpr bool kSplits = Config::kMayHaveSplits && !Config::kGeneral && !kLast;
-        constexpr bool kGroup = Config::kMayHaveSplits && !Config::kGeneral && kLast;
+        // Of the kernels for splits, only the general form may have neither splits nor groups.
+        constexpr bool kForSplits = Config::kMayHaveSplits && !Config::kGeneral;
+        constexpr bool kSplits = kForSplits && !kLast, kGroup = kForSplits && kLast;
         if (kSplits || (Config::kMayHaveSplits && params.o_partial != nullptr)) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;
             const int64_t index = index_from(first, row);
