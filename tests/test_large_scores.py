@@ -168,6 +168,20 @@ def test_splits_of_the_keys(equal: bool, heads: int, queries: int, device: str) 
     assert_right(results(flash_ext, *inputs), inputs)
 
 
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("queries", (20, 30))
+def test_heads_of_a_group(queries: int, causal: bool, device: str) -> None:
+    """fa3 packs 4 heads and as many queries into a tile, more than its kernel for few queries has.
+
+    Keys are not split, so the tile's rows go to out at once: some of them, and all, are large.
+    """
+    q, k, v, dout = tensors(device, torch.bfloat16, 1.0, 300, False, queries, 1)
+    large = q.clone()
+    large[0, [3, 17, queries - 1], 1:3] *= 1e6
+    for inputs in ([large, k, v, dout], [1e6 * q, k, v, dout]):
+        assert_right(results(flash_ext, *inputs, causal=causal), inputs, causal=causal)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_few_large_rows(variant: str, device: str) -> None:
     """Among others, which are as exact as without them."""

@@ -28,9 +28,10 @@
 
 namespace flash_ext {
 
-// What is in the registers of scores.
+// What the registers of scores hold.
 struct FloatScores {
     static __device__ __forceinline__ float value(float x) { return x; }
+    static __device__ __forceinline__ float bits(float x) { return x; }
     static __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
 };
 struct IntegerScores {
@@ -39,6 +40,7 @@ struct IntegerScores {
 };
 struct FloatScoresAsBits {
     static __device__ __forceinline__ float value(int x) { return __int_as_float(x); }
+    static __device__ __forceinline__ int bits(float x) { return __float_as_int(x); }
     static __device__ __forceinline__ int larger(int x, int y) {
         return __float_as_int(fmaxf(value(x), value(y)));
     }

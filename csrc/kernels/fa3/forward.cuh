@@ -6,24 +6,28 @@
 //   producer    three threads, one each for K, Q and V. All load by TMA; K's also fetches the tiles
 //   consumers   each owns 64 rows of the Q tile (split-Q) and sees all of K and V
 //
-// A consumer's iteration, in the order in which it starts the operations:
+// A consumer goes over the T KV tiles that a Q tile sees, from the last one to the first:
 //
-//     S' = Q K_{j-1}^T          wgmma, asynchronous
-//     O  = O rescaled to P      as the softmax of the iteration before requires
-//     O += P V_j                wgmma, asynchronous
-//     P' = softmax(S')          when S' is complete, while P V_j runs (optimistic_softmax.cuh)
+//     S  = Q K_T^T,  P = softmax(S)
+//     for j = T - 1, ..., 1:            iterate(), in the order in which it starts operations
+//         S' = Q K_j^T                  wgmma, asynchronous
+//         O  = O rescaled to P          as the softmax of the iteration before requires
+//         O += P V_{j+1}                wgmma, asynchronous
+//         P' = softmax(S')              when S' is complete, while P V runs
+//         P  = P'                       (optimistic_softmax.cuh)
+//     O += P V_1,  store O / l and lse
 //
-// The iterations of all Q tiles of a CTA form one sequence: after the last K_j of a tile comes the
-// first of the next tile, so that the tensor cores are busy while a result is written. The result
-// O / l is stored where O would be rescaled. Most iterations stay within a tile and need no mask.
-// This unmasked main loop is compiled separately, without branches.
+// The iterations of all Q tiles of a CTA form one sequence: iterate() also leads from the last P of
+// a Q tile to the first S' of the next one, so that the tensor cores are busy while a result is
+// written. O / l is stored when O would be rescaled. Most iterations stay within a Q tile and need
+// no mask. This unmasked main loop is compiled separately, without branches.
 //
-// Four consumers have no registers for a second P: they wait for P V before the softmax, and the
-// matmuls of the others run beside it (kOverlap). So do most kernels' iterations with a mask, which
-// are then written once and not for each P (kMaskedSteps).
+// Four consumers have no registers for a second P: each waits for its P V before the softmax, and
+// the matmuls of the others run beside it (kOverlap). In most kernels iterations with a mask do the
+// same, and are then written once and not for each P (kMaskedSteps).
 //
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
-// the matmuls of the other; otherwise they drift apart without it.
+// the matmuls of the other; in the other kernels they drift apart without it.
 //
 // Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); a flag per
 // consumer warp (recompute_rows.cuh).
@@ -56,8 +60,7 @@ template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures,
           tuning::Fa3Forward kTuning, bool kMayHaveSplits>
 struct Fa3ForwardConfig
     : Fa3ForwardTileConfig<Element, Element, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
-    using Tiles =
-        Fa3ForwardTileConfig<Element, Element, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits>;
+    using Tiles = typename Fa3ForwardConfig::Fa3ForwardTileConfig;
     static constexpr bool kGeneral = kFeatures == Features::kGeneral;
     static constexpr bool kScaledScores = kGeneral;  // before the softmax
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
@@ -93,14 +96,9 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
     }
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return this->produce_k([](const QueryTile&, int) {});
-            case 3:
-                return this->produce_q();
-            case 2:
-                return this->produce_v();
-        }
+        if (warp_id() == 0) this->produce_k([](const QueryTile&, int) {});
+        if (warp_id() == 2) this->produce_v();
+        if (warp_id() == 3) this->produce_q();
     }
 
     // --- Q tiles ---
@@ -192,7 +190,7 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         }
         if (Tiles::kReleaseEarly && !kUnmasked && x.kv_tile == x.first_kv_tile)
             release_and_advance(q_pipeline, x.q);
-        this->template finish_scores<kUnmasked>(x.rS, work_tiles[x.tile], x.kv_tile, x.full_tiles);
+        this->template finish_scores<kUnmasked>(x.rS, x);
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
         x.rescaling = x.softmax.step(x.rS, rP, exponent_scale(), fresh);
@@ -303,22 +301,9 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         compute_p<false>(x, rP[0], true);
         skip(v_pipeline, x.v, x.skipped_tiles, x.v_ready);
 
-        // May the next two iterations belong to the unmasked main loop?
-        const auto two_unmasked = [&](int unmasked_until) {
-            return !x.first_iteration && x.kv_tile - 2 >= unmasked_until &&
-                   x.kv_tile - 1 < x.full_tiles.end;
-        };
-        const auto main_loop = [&] {
-            const int unmasked_until =
-                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            while (two_unmasked(unmasked_until)) {
-                iterate<true>(x, rP[0], rP[kNext]);
-                iterate<true>(x, rP[kNext], rP[0]);
-            }
-        };
-        // The loop ends where find_tile() says so, not by a result of a function that does more:
-        // from 13.4 on nvcc would keep such a result in a register and join the ways that end and
-        // that go on, and what a consumer carries would take vector registers
+        // Each pass: an iteration that may have a mask or begin the next Q tile, or one for each P,
+        // then the unmasked main loop. nvcc 13.4: the loop ends at find_tile() itself. By a result
+        // of a function that does more, values would leave the uniform registers
         // (docs/notes/024-nvcc-versions.md).
         bool odd = false;  // which P the last P V reads
         while (true) {
@@ -339,7 +324,13 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
                 }
                 iterate<false>(x, rP[kNext], rP[0], new_tile);
             }
-            main_loop();
+            if (new_tile || x.kv_tile > x.full_tiles.end) continue;
+            const int unmasked_until =
+                max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
+            while (x.kv_tile >= unmasked_until + 2) {
+                iterate<true>(x, rP[0], rP[kNext]);
+                iterate<true>(x, rP[kNext], rP[0]);
+            }
         }
         rescale_or_store<false>(x);
         v_pipeline.consumer_wait(x.v);

@@ -1,15 +1,15 @@
 // FlashAttention-3 forward for 8-bit inputs (section 3.3 of the paper; docs/walkthrough.md): V is
-// e4m3, Q and K are e4m3 or int8, whose scores accumulate in int32. Roles, tiles and stores are as
-// in forward.cuh, with these differences:
+// e4m3, Q and K are e4m3 or int8; scores of int8 accumulate in int32. Roles and loop are as in
+// forward.cuh, with these differences:
 //
-// - 8-bit wgmma reads both operands K-major. So K's producer loads V, too, and two warps of the
-//   first warpgroup transpose its tiles (tile/transpose.cuh).
+// - 8-bit wgmma reads both operands K-major. So K's producer also loads V, and two warps of the
+//   first warpgroup transpose the V tiles (tile/transpose.cuh).
 // - The tensor core keeps only some 14 bits of a sum. So P V of one tile is computed from zero, in
 //   the registers of S, and added to O in float32. It is complete before S' = Q K^T starts.
-// - So tiles have more keys, and the other consumers, alternating (ping-pong), are what runs beside
-//   each step. Up to head dim 128 O is stored while the first scores of the next tile are computed.
-// - Q, K and V have descales: scores are multiplied by them in the softmax (fp8_softmax.cuh), O in
-//   the end.
+// - So a consumer's own steps do not overlap: tiles have more keys, and consumers alternate
+//   (ping-pong). Up to head dim 128 O is stored while the next Q tile's first scores are computed.
+// - Q, K and V have descales. The softmax multiplies scores by Q's and K's (fp8_softmax.cuh); O is
+//   multiplied by V's before it is stored.
 //
 // Barriers as in forward.cuh, but
 //
@@ -27,6 +27,7 @@
 #include <cfloat>
 
 #include "kernels/common/fp8_softmax.cuh"
+#include "kernels/fa3/forward_launch.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 #include "tile/transpose.cuh"
 
@@ -36,8 +37,7 @@ template <class QKElement, int kHeadDim, int kHeadDimV, tuning::Fa3Forward kTuni
           bool kMayHaveSplits>
 struct Fa3ForwardFp8Config
     : Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
-    using Tiles =
-        Fa3ForwardTileConfig<Float8, QKElement, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits>;
+    using Tiles = typename Fa3ForwardFp8Config::Fa3ForwardTileConfig;
     static_assert(Tiles::kPingPong);
     static constexpr bool kGeneral = false;
     static constexpr bool kScaledScores = true;  // with the descales, in the softmax
@@ -59,18 +59,6 @@ struct Fa3ForwardFp8Config
     };
 };
 
-// A float in a register of the scores.
-__device__ __forceinline__ float as_float(float x) { return x; }
-__device__ __forceinline__ float as_float(int bits) { return __int_as_float(bits); }
-template <class Number>
-__device__ __forceinline__ Number as_bits(float x) {
-    if constexpr (std::is_same_v<Number, int>) {
-        return __float_as_int(x);
-    } else {
-        return x;
-    }
-}
-
 static __device__ const float kNoDescale = 1.f;
 
 template <class Config>
@@ -79,6 +67,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     using RowMajorVPipeline = typename Config::RowMajorVPipeline;
     using Scores =
         RegisterTile<16, Config::kBlockKV, std::conditional_t<Config::kInt8, int, float>>;
+    // Floats in the registers of scores, also of int8.
+    using Floats = std::conditional_t<Config::kInt8, FloatScoresAsBits, FloatScores>;
     using Softmax = Fp8Softmax<Config::kBlockKV, (Config::kHeadDim <= 128)>;
     using Probabilities = typename Softmax::Probabilities;
     using Tiles::consumer, Tiles::elected, Tiles::full_tiles, Tiles::group, Tiles::k_pipeline,
@@ -91,8 +81,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     using Tiles::Tiles;
 
-    // Is the result of a tile stored while the first scores of the next one are computed? That
-    // takes registers. Otherwise it is kept for an iteration.
+    // Is O stored while the next Q tile's first scores are computed? That costs registers.
+    // Otherwise the softmax is kept, and O is stored in the next iteration.
     static constexpr bool kOverlapsStore = Config::kHeadDim <= 128;
 
     // Has the KV tile keys of two blocks of descales?
@@ -111,25 +101,18 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     // --- Producers ---
 
     __device__ __forceinline__ void produce() const {
-        switch (warp_id()) {
-            case 0:
-                return produce_k_and_v();
-            case 3:
-                return this->produce_q();
-        }
-    }
-    __device__ __forceinline__ void produce_by_warps() const {
-        if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
-    }
-
-    __device__ __forceinline__ void produce_k_and_v() const {
         typename RowMajorVPipeline::State v;
-        this->produce_k([&](const QueryTile& tile, int first_key) {
+        const auto load_v = [&](const QueryTile& tile, int first_key) {
             const TensorRows rows =
                 this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
             load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
             v.advance();
-        });
+        };
+        if (warp_id() == 0) this->produce_k(load_v);
+        if (warp_id() == 3) this->produce_q();
+    }
+    __device__ __forceinline__ void produce_by_warps() const {
+        if (warp_id() > 0 && warp_id() <= Config::kTransposers) transpose_v();
     }
 
     // Transposes V tiles, by all lanes of kTransposers warps.
@@ -186,8 +169,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         }
     };
 
-    // The descales of a query head's rows, or of its KV head. A tile without keys needs none, and
-    // its sequence may have none.
+    // The descales of a query head, or of its KV head. 1 for a tile without keys, which needs none
+    // and whose sequence may have none.
     __device__ __forceinline__ const float* descales_of(const Descale& x, const QueryTile& tile,
                                                         int head_q) const {
         if (x.data == nullptr || tile.sequence.seqlen_k == 0) return &kNoDescale;
@@ -195,18 +178,17 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         return x.data + tile.sequence.index() * x.batch_stride + head * x.head_stride;
     }
 
-    // The last block of descales, 0 where there are no blocks. Wrong offsets of sequences must not
+    // The last block of descales, 0 if there are no blocks. Wrong offsets of sequences must not
     // read beyond it.
     static __device__ __forceinline__ int last_block(const float* descales, const Descale& x) {
         return descales == &kNoDescale ? 0 : x.last_block;
     }
 
-    // Is the scale negative? Hidden scores are -inf before they are multiplied. So iterations with
-    // a mask negate scores, and all iterations have one.
+    // Is the scale negative? Hidden scores are -inf before they are multiplied. So all iterations
+    // are those with a mask, which negate the scores first, and factors have its magnitude.
     __device__ __forceinline__ bool is_negative() const { return params.scale_log2 < 0.f; }
 
-    // The factors of the scores of this lane's two rows, without those of the keys, and where those
-    // are.
+    // The factors of this lane's two rows, without the keys' factors, and where K's descales are.
     __device__ __forceinline__ void begin_scales(State& x, const QueryTile& tile) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -278,7 +260,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         }
     }
 
-    // Applies v's to O, per head or per channel.
+    // Multiplies O by V's descales, per head or per channel.
     __device__ __forceinline__ void descale_output(Output& rO, const QueryTile& tile) const {
         const float* source = descales_of(params.v_descale, tile, tile.head);
         const int64_t stride = source == &kNoDescale ? 0 : params.v_descale.last_stride;
@@ -304,26 +286,21 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     // P V occupies the registers of the first keys' scores (add_output()), so the scores of the
     // others are a wgmma of their own.
     static constexpr int kFirstKeys = min_of(Config::kBlockKV, Config::kPartialCols);
-    static constexpr bool kHasOtherScores = kFirstKeys < Config::kBlockKV;
+    static constexpr int kOtherKeys = Config::kBlockKV - kFirstKeys;
 
-    // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on.
+    // Starts S = Q K^T, of kKeys keys from kFirstKey of the tile on, if there are any.
     template <int kFirstKey, int kKeys>
-    __device__ __forceinline__ void issue_scores_of(State& x) const {
-        // Q stays in place for many iterations.
-        constexpr bool kPinned = Config::kHeadDim > 128;
-        const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
-        const auto k_rows =
-            this->template operand<KMajor<KTile, false>>(k_pipeline, x.k, kFirstKey);
-        using Part = RegisterTile<16, kKeys, typename Scores::Number>;
-        gemm_async<typename Config::QKElement, Config::kHeadDim>(
-            reinterpret_cast<Part&>(x.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
-    }
-    __device__ __forceinline__ void issue_first_scores(State& x) const {
-        issue_scores_of<0, kFirstKeys>(x);
-    }
-    __device__ __forceinline__ void issue_other_scores(State& x) const {
-        if constexpr (kHasOtherScores)
-            issue_scores_of<kFirstKeys, Config::kBlockKV - kFirstKeys>(x);
+    __device__ __forceinline__ void issue_scores(State& x) const {
+        if constexpr (kKeys > 0) {
+            // Q stays in place for many iterations.
+            constexpr bool kPinned = Config::kHeadDim > 128;
+            const KMajor<QTile, kPinned> q_rows(q_pipeline.stage(x.q), consumer * 64);
+            const auto k_rows =
+                this->template operand<KMajor<KTile, false>>(k_pipeline, x.k, kFirstKey);
+            using Part = RegisterTile<16, kKeys, typename Scores::Number>;
+            gemm_async<typename Config::QKElement, Config::kHeadDim>(
+                reinterpret_cast<Part&>(x.rS.v[0][kFirstKey / 8]), q_rows, k_rows, false);
+        }
     }
 
     // O = P V or O += P V, to the end. The scores are not needed any more: the registers of the
@@ -342,15 +319,15 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             const KMajor<typename Config::TransposedVTile, false> v_columns(v_pipeline.stage(x.v),
                                                                             kFirst);
             gemm_async<Float8, Config::kBlockKV>(rPartial, rP, v_columns, false);
-            if (kBeside) issue_other_scores(x);
-            ptx::wgmma_wait<kBeside && kHasOtherScores>();
+            if (kBeside) issue_scores<kFirstKeys, kOtherKeys>(x);
+            ptx::wgmma_wait<(kBeside && kOtherKeys > 0)>();
             warpgroup_fence(rPartial);
 #pragma unroll
             for (int n = 0; n < Partial::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     float& sum = x.rO.v[0][kFirst / 8 + n][e];
-                    const float y = as_float(rPartial.v[0][n][e]);
+                    const float y = Floats::value(rPartial.v[0][n][e]);
                     sum = accumulate ? sum + y : y;
                 }
         });
@@ -375,17 +352,14 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         if constexpr (!kUnmasked) {
             RegisterTile<16, Config::kBlockKV> scores;
             convert(scores, x.rS, [](auto score) { return static_cast<float>(score); });
-            if (is_negative()) [[unlikely]]  // q_scale has the magnitude of the scale
+            if (is_negative()) [[unlikely]]
                 scores.scale(-1.f);
-            this->template finish_scores<false>(scores, work_tiles[x.tile], x.kv_tile,
-                                                x.full_tiles);
-            convert(x.rS, scores, as_bits<typename Scores::Number>);
+            this->template finish_scores<false>(scores, x);
+            convert(x.rS, scores, Floats::bits);
         }
         const bool fresh = !kUnmasked && new_tile;
         if (fresh) x.softmax = this->template begin_softmax<Softmax>(work_tiles[x.tile]);
-        using Form =
-            std::conditional_t<!Config::kInt8, FloatScores,
-                               std::conditional_t<kUnmasked, IntegerScores, FloatScoresAsBits>>;
+        using Form = std::conditional_t<Config::kInt8 && kUnmasked, IntegerScores, Floats>;
         const ScoreScale<!kUnmasked> scale{x};
         if (x.may_be_large) [[unlikely]]
             cool<Form>(x, scale);
@@ -453,7 +427,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         v_pipeline.consumer_wait(x.v, x.v_ready);
         Order::wait(consumer);
         add_output<true>(x, rP, kUnmasked || !x.first_iteration);
-        issue_first_scores(x);
+        issue_scores<0, kFirstKeys>(x);
         Order::signal_next(consumer);
         // What does not need the scores is done before they are there.
         release_and_advance(v_pipeline, x.v);
@@ -486,8 +460,8 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
         if (consumer == Config::kConsumers - 1) Order::signal_next(consumer);  // consumer 0 starts
         k_pipeline.consumer_wait(x.k);
         Order::wait(consumer);
-        issue_other_scores(x);
-        issue_first_scores(x);
+        issue_scores<kFirstKeys, kOtherKeys>(x);
+        issue_scores<0, kFirstKeys>(x);
         Order::signal_next(consumer);
         load_k_scales(x);
         ptx::wgmma_wait<0>();
@@ -500,10 +474,10 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
                 begin_tile(x);
             }
             iterate<false>(x, rP, new_tile);
+            if (new_tile || x.kv_tile > x.full_tiles.end) continue;
             const int unmasked_until =
                 max_of(x.first_kv_tile + Tiles::kReleaseEarly, x.full_tiles.begin);
-            if (!new_tile && x.kv_tile <= x.full_tiles.end)
-                while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
+            while (x.kv_tile > unmasked_until) iterate<true>(x, rP);
         }
         rescale_or_store(x);
         v_pipeline.consumer_wait(x.v);
@@ -515,24 +489,22 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 };
 
 template <ElementType kQKType, int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& kernel,
-                            cudaStream_t stream) {
-    using enum tuning::Fa3ForwardTile;
+cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
     using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
-    return dispatch<kSplits, kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
-        constexpr tuning::Fa3Forward kTuning = tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, tile);
-        // At other head dims the plan names kUsual, or kSplits.
-        constexpr bool kExists =
-            tile != kFewQueries ||
-            kTuning.consumers != tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, kUsual).consumers;
-        if constexpr (kExists) {
-            using Config =
-                Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV, kTuning, tile == kSplits>;
-            return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, kernel.sms, stream);
-        } else {
-            return kNoKernel;
-        }
-    });
+    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
+    const auto launch = [&](auto may_have_splits, auto few_rows) {
+        using Config =
+            Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV,
+                                tuning::fa3_forward_fp8(kDims, few_rows), may_have_splits>;
+        return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, stream);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    if (has_splits_or_groups(params)) return launch(kYes, kYes);
+    if constexpr (tuning::fa3_forward_fp8(kDims, true).consumers !=
+                  tuning::fa3_forward_fp8(kDims, false).consumers)
+        if (tuning::few_queries_fp8(kDims, fa3_call(params))) return launch(kNo, kYes);
+    return launch(kNo, kNo);
 }
 
 }  // namespace flash_ext

@@ -140,11 +140,10 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     __device__ __forceinline__ int head_of(int row) const {
         return row & ((1 << pack_gqa_log2()) - 1);
     }
-    // The first row of this thread's warp within the Q tile. Computed where it is needed: it would
-    // occupy a register throughout the loop.
+    // The first row of this thread's warp within the Q tile. Computed when it is needed: otherwise
+    // it would occupy a register throughout the loop.
     __device__ __forceinline__ int warp_row() const {
-        using Number = std::conditional_t<sizeof(typename Config::Element) == 1, unsigned, int>;
-        return (Number(ptx::not_hoisted(threadIdx.x)) / 32 - 4) * 16;
+        return (ptx::not_hoisted(threadIdx.x) / 32 - 4) * 16;
     }
 
     // --- Producers ---
@@ -311,7 +310,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
                 mask.key_range(first_query).end / Config::kBlockKV};
     }
 
-    // The operand in a stage: the one in the first stage, moved, where there are registers for its
+    // The operand in a stage: the one in the first stage, moved, if there are registers for its
     // descriptor. That is one instruction from a full barrier to the matmul, and not five.
     template <class Operand, class Pipeline, class... FirstRow>
     static __device__ __forceinline__ Operand operand(const Pipeline& pipeline,
@@ -335,18 +334,18 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         }
     }
 
-    // Applies the options, and the mask unless kFull excludes one.
-    template <bool kFull>
+    // Applies the options, and the mask unless kUnmasked excludes one.
+    template <bool kUnmasked, class State>
     __device__ __forceinline__ void finish_scores(RegisterTile<16, Config::kBlockKV>& rS,
-                                                  const QueryTile& tile, int i,
-                                                  const VisibleTiles& full) const {
+                                                  const State& x) const {
+        const QueryTile& tile = work_tiles[x.tile];
         const int first_row = warp_row();
-        const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+        const int first_key = tile.kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
         if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<typename Config::Element, Rows::kQueries, false>{params, tile.sequence,
                                                                            tile.head}
                 .apply(rS, tile.first_query + first_row, first_key);
-        if (!kFull && (i < full.begin || i >= full.end)) {
+        if (!kUnmasked && (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
             mask_scores(rS, first_key,
                         [&](int row) { return mask.key_range(query_of(tile, first_row + row)); });
@@ -377,20 +376,14 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     template <class Softmax>
     __device__ __forceinline__ void normalize(Output& rO, Softmax& softmax) const {
         softmax.finish();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float factor = softmax.inverse_sum(0, i);
-#pragma unroll
-            for (int n = 0; n < Output::kN; ++n) {
-                rO.v[0][n][2 * i] *= factor;
-                rO.v[0][n][2 * i + 1] *= factor;
-            }
-        }
+        RowRescaling{true, {softmax.inverse_sum(0, 0), softmax.inverse_sum(0, 1)}}.apply(rO);
     }
 
-    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is that of row lane_row() +
-    // 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile. Only
-    // then may the heads of a group be stored at once: in the loop the test would cost splits time.
+    // Stores O / l and lse to HBM, or the results of a split. lse_of(i) is the lse of row
+    // lane_row()
+    // + 8 i; with_out_type(store) calls store(element of out). kLast: it is the CTA's last tile.
+    // Only then may the heads of a group be written to out: in the loop the test would cost splits
+    // time.
     template <bool kLast, class Softmax, class LseOf, class WithOutType>
     __device__ __forceinline__ void store_tile(const Output& rO, const Softmax& softmax,
                                                const QueryTile& tile, LseOf lse_of,
@@ -409,8 +402,9 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             if (query >= s.seqlen_q || head >= group()) return -1;
             return first + int64_t{head} * params.seqlen_q + query;
         };
-        constexpr bool kSplits = Config::kMayHaveSplits && !Config::kGeneral && !kLast;
-        constexpr bool kGroup = Config::kMayHaveSplits && !Config::kGeneral && kLast;
+        // Of the kernels for splits, only the general form may have neither splits nor groups.
+        constexpr bool kForSplits = Config::kMayHaveSplits && !Config::kGeneral;
+        constexpr bool kSplits = kForSplits && !kLast, kGroup = kForSplits && kLast;
         if (kSplits || (Config::kMayHaveSplits && params.o_partial != nullptr)) {
             const int64_t first = tile.split * statistics_rows(params) + statistics;
             const int64_t index = index_from(first, row);
