@@ -165,7 +165,7 @@ cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
                 status = launch_kernel<fa1_backward_kernel<Config>>(
                     params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                     params, stream);
-            if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
+            if (status == cudaSuccess) status = postprocess_dq<DQTile<Config>>(params, stream);
             return status;
         },
         least_backward_form(params, kBlockQ));

@@ -69,10 +69,6 @@
 #include "plan/launchers.h"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/uniform.cuh"
-#include "schedule/tile_numbers.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/wgmma.cuh"
 
 namespace flash_ext {
 
