@@ -420,7 +420,7 @@ def gradients_of_fa3() -> Iterator[Problem]:
 
 
 def few_key_heads() -> Iterator[Problem]:
-    """So few KV tiles that fa3's backward cuts groups into parts (plan/parts.h)."""
+    """So few KV tiles that fa3's backward cuts groups into parts (plan/cost.h)."""
     options = (
         {},
         {"causal": True},

@@ -52,9 +52,10 @@ def test_an_option_in_a_tensor(name: str) -> None:
 @pytest.mark.parametrize("name", ("attention", "fp8.attention"))
 def test_both_results(name: str) -> None:
     attention = flash_ext.attention if name == "attention" else flash_ext.fp8.attention
+    more = {"softcap": 5.0} if name == "attention" else {"scale": 0.3}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention(q, k, v, causal=True, window=(3, 0), softcap=5.0, return_lse=True)
+        out, lse = attention(q, k, v, causal=True, window=(3, 0), return_lse=True, **more)
         return 2 * out, lse.exp()
 
     assert_traced(call, *inputs())
@@ -62,11 +63,12 @@ def test_both_results(name: str) -> None:
 
 @pytest.mark.parametrize("name", ("attention_varlen", "fp8.attention_varlen"))
 def test_packed_sequences(name: str) -> None:
-    attend = flash_ext.attention_varlen
-    attend = attend if name == "attention_varlen" else flash_ext.fp8.attention_varlen
+    in_fp8 = name.startswith("fp8")
+    attend = flash_ext.fp8.attention_varlen if in_fp8 else flash_ext.attention_varlen
+    option = "sink" if in_fp8 else "alibi_slopes"
 
-    def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, slopes: Tensor) -> Tensor:
-        return attend(q, k, v, offsets, offsets, alibi_slopes=slopes)
+    def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, of_heads: Tensor) -> Tensor:
+        return attend(q, k, v, offsets, offsets, **{option: of_heads})
 
     packed = [x.flatten(0, 1) for x in inputs()]
     assert_traced(call, *packed, torch.tensor([0, 5, 12], dtype=torch.int32), torch.rand(4))

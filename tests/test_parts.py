@@ -1,6 +1,6 @@
 """dK and dV of a KV head are rounded once, though parts of its queries are computed apart.
 
-FA3's backward cuts a head's queries into parts where KV tiles are few (plan/parts.h), and sums the
+FA3's backward cuts a head's queries into parts where KV tiles are few (plan/cost.h), and sums the
 gradients of the parts. Would catch parts that are rounded to 16 bits before they are summed.
 """
 

@@ -17,7 +17,7 @@ from test_attention import decoding, few_keys, few_queries, few_tiles
 from test_parts import IN_PARTS
 
 H200, A100, SMALL = range(3)  # the GPUs of plan.cpp; the last has 99 KB of shared memory
-PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "variants")]
+PLAN = [CSRC / "plan" / f"{name}.cpp" for name in ("call", "device", "plan", "fa1", "fa2", "fa3")]
 
 
 def plan_module(name: str, *flags: str) -> ModuleType:
@@ -344,6 +344,13 @@ def test_what_is_no_decoding_step(fields: dict[str, int], native: ModuleType) ->
     assert launches[0] in [f"{name}<128, 128>" for name in names]
 
 
+@pytest.mark.parametrize("group", (1, 16, 17, 128))
+def test_no_queries_are_planned(group: int, native: ModuleType) -> None:
+    """Tiles have at least one query, of however many heads: a division by 0 ends the process."""
+    p = problem(native, batch=2, seqlen_q=0, seqlen_k=100, heads_q=2 * group, heads_k=2)
+    assert p.forward("fa3").bytes == 0
+
+
 def planned(native: ModuleType, x: Problem) -> object:
     """The plan of fa3's forward for a problem of the GPU tests."""
     names = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "sink", "softcap")
@@ -536,7 +543,7 @@ def test_gradients_of_options_follow(native: ModuleType) -> None:
 
 def test_a_gpu_is_asked_once(native: ModuleType) -> None:
     assert [native.multiprocessors(gpu) for gpu in (-1, 0, 1, 2, 3)] == [0, 132, 108, 142, 0]
-    assert native.attributes_asked() == 3 * 4
+    assert native.attributes_asked() == 3 * 5
 
 
 # --- Launches ---

@@ -289,14 +289,14 @@ inline std::optional<Variant> check_variant(const Options& options) {
 }
 
 // The GPU of the call.
-inline const Device& device_of(const Tensor& q) {
-    const Device* device = find_device(q.get_device_index());
+inline const GpuModel& device_of(const Tensor& q) {
+    const GpuModel* device = find_device(q.get_device_index());
     if (device == nullptr) fail("the CUDA runtime does not see device ", q.get_device_index());
     return *device;
 }
 
 inline void check_architecture(const Tensor& q) {
-    const Device& device = device_of(q);
+    const GpuModel& device = device_of(q);
     if (device.major < 8)
         refuse("the GPU", "of compute capability 8.0 or newer",
                std::to_string(device.major) + "." + std::to_string(device.minor));

@@ -35,7 +35,7 @@ void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes
 
 // The only GPUs with attention in FP8.
 void check_hopper(const Tensor& x) {
-    const Device& device = device_of(x);
+    const GpuModel& device = device_of(x);
     if (device.major != 9)
         refuse("the GPU", "a Hopper GPU (compute capability 9.0), as for attention in FP8",
                std::to_string(device.major) + "." + std::to_string(device.minor));

@@ -1,7 +1,7 @@
 #include "kernels/fa2/backward.cuh"
 #include "kernels/fa2/forward.cuh"
 
-template cudaError_t flash_ext::fa2_forward<128, 128>(flash_ext::ForwardParams, cudaStream_t);
+template flash_ext::ForwardLauncher flash_ext::fa2_forward<128, 128>;
 template int flash_ext::fa2_forward_shared_bytes<128, 128>();
-template cudaError_t flash_ext::fa2_backward<128, 128>(flash_ext::BackwardParams, cudaStream_t);
+template flash_ext::BackwardLauncher flash_ext::fa2_backward<128, 128>;
 template int flash_ext::fa2_backward_shared_bytes<128, 128>();

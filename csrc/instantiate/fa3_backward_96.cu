@@ -1,3 +1,3 @@
 #include "kernels/fa3/backward.cuh"
 
-template cudaError_t flash_ext::fa3_backward<96, 96>(flash_ext::BackwardParams, cudaStream_t);
+template flash_ext::BackwardLauncher flash_ext::fa3_backward<96, 96>;

@@ -1,5 +1,5 @@
 #include "kernels/fa3/decode.cuh"
 #include "kernels/fa3/forward.cuh"
 
-template cudaError_t flash_ext::fa3_forward<128, 128>(flash_ext::ForwardParams, cudaStream_t);
-template cudaError_t flash_ext::fa3_decode<128, 128>(flash_ext::ForwardParams, cudaStream_t);
+template flash_ext::ForwardLauncher flash_ext::fa3_forward<128, 128>;
+template flash_ext::ForwardLauncher flash_ext::fa3_decode<128, 128>;

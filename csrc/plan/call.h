@@ -56,7 +56,7 @@ struct Operand {
 };
 
 struct Call {
-    const Device& device;
+    const GpuModel& device;
     Sizes sizes;
     std::span<const Operand> operands;  // q, k, v; out and dout where there are any
     double softcap;

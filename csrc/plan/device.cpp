@@ -8,17 +8,21 @@ namespace flash_ext {
 namespace {
 
 // The driver is asked once, for all devices.
-const std::vector<Device>& devices() {
-    static const std::vector<Device> devices = [] {
+const std::vector<GpuModel>& devices() {
+    static const std::vector<GpuModel> devices = [] {
         int count = 0;
         if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
-        std::vector<Device> all(count);
+        std::vector<GpuModel> all;
         for (int i = 0; i < count; ++i) {
-            cudaDeviceGetAttribute(&all[i].major, cudaDevAttrComputeCapabilityMajor, i);
-            cudaDeviceGetAttribute(&all[i].minor, cudaDevAttrComputeCapabilityMinor, i);
-            cudaDeviceGetAttribute(&all[i].shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                   i);
-            cudaDeviceGetAttribute(&all[i].multiprocessors, cudaDevAttrMultiProcessorCount, i);
+            const auto ask = [&](cudaDeviceAttr attribute) {
+                int value = 0;
+                cudaDeviceGetAttribute(&value, attribute, i);
+                return value;
+            };
+            all.push_back(gpu_model(
+                ask(cudaDevAttrComputeCapabilityMajor), ask(cudaDevAttrComputeCapabilityMinor),
+                ask(cudaDevAttrMaxSharedMemoryPerBlockOptin), ask(cudaDevAttrMultiProcessorCount),
+                ask(cudaDevAttrL2CacheSize)));
         }
         cudaGetLastError();  // clears an error, which the next launch would otherwise report
         return all;
@@ -28,16 +32,16 @@ const std::vector<Device>& devices() {
 
 }  // namespace
 
-const Device* find_device(int index) {
+const GpuModel* find_device(int index) {
     const bool seen = index >= 0 && index < static_cast<int>(devices().size());
     return seen ? &devices()[index] : nullptr;
 }
 
-const Device& current_device() {
-    static const Device kNone;
+const GpuModel& current_device() {
+    static const GpuModel kNone;
     int index = -1;
     cudaGetDevice(&index);
-    const Device* device = find_device(index);
+    const GpuModel* device = find_device(index);
     return device != nullptr ? *device : kNone;
 }
 

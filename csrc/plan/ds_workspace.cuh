@@ -33,30 +33,13 @@ struct DSWorkspaceTiles {
     }
 };
 
-// The dS of a head of K and V, and so of its group.
-FLASH_HOST_DEVICE constexpr int64_t ds_group_bytes(const AttentionParams& params) {
+// The dS of a head of K and V, or of a part: of all its query heads.
+FLASH_HOST_DEVICE constexpr int64_t ds_head_bytes(const AttentionParams& params) {
     const DSWorkspaceTiles tiles(params);
     return max_of<int64_t>(tiles.first(tiles.q_tiles) * DSWorkspaceTiles::kElements *
                                element_bytes(params.element_type) *
                                (params.heads_q / params.heads_k),
                            1);
-}
-
-// The memory that a call takes for dS: that of all heads, or of an equal share of them. Its limit
-// is two and a half times the size of q, out and their gradients, which is linear in the sequence
-// length, or 576 MiB if that is less. 0 if one head exceeds it, or if sequences are packed: the
-// host does not know their lengths.
-FLASH_HOST_DEVICE constexpr int64_t ds_workspace_bytes(const AttentionParams& params) {
-    constexpr int64_t kMost = int64_t{576} << 20;
-    const int64_t heads_q = int64_t{params.heads_q} * params.batch;
-    const int64_t most =
-        min_of(kMost, heads_q * params.seqlen_q * (params.head_dim + params.head_dim_v) * 5 *
-                          element_bytes(params.element_type));
-    const int64_t bytes = ds_group_bytes(params);
-    if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
-    const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);
-    const int64_t passes = ceil_div(heads, min_of(most / bytes, heads));
-    return ceil_div(heads, passes) * bytes;
 }
 
 }  // namespace flash_ext

@@ -23,13 +23,6 @@ inline constexpr HeadDims kHeadDims[] = {{32, 32},   {64, 64},   {96, 96},  {128
 inline constexpr int kHeadDimPairs = sizeof(kHeadDims) / sizeof(HeadDims);
 inline constexpr int kMaxHeadDim = kHeadDims[kHeadDimPairs - 1].qk;
 
-// The index in kHeadDims of the pair to which `dims` is padded, or -1 if there is none.
-constexpr int head_dims_index(HeadDims dims) {
-    for (int i = 0; i < kHeadDimPairs; ++i)
-        if (kHeadDims[i].holds(dims)) return i;
-    return -1;
-}
-
 // Does a pair have kernels for inputs of this type? With 8 bits some are padded further: at 96 the
 // tiles of 128 are faster, though a quarter of them is zeros (docs/notes/016-fp8.md), and models
 // with 32, or 192 in V as well, hardly exist.

@@ -1,32 +1,67 @@
-// The launchers, one per kernel, instantiated per head dim in instantiate/. Each fills in the
-// schedule, picks element type and features, and launches on the stream without waiting.
+// The launchers, one per kernel, instantiated per head dim in instantiate/. Each encodes tensor
+// maps and launches, on the stream and without waiting, the kernel that the plan names; none
+// decides.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include "plan/tuning.h"
 #include "problem/params.h"
 
 namespace flash_ext {
 
+// The kernel of a forward.
+struct ForwardKernel {
+    Features form = Features::kPlain;  // the least that the call needs
+    tuning::Fa3ForwardTile tile{};     // FA3
+    bool has_splits = false;  // stores the results of splits, which another kernel combines
+    int sms = 0;              // FA3, whose grids are persistent: the most CTAs
+};
+
+// FA3 for wide heads: the order of KV tiles, and of Q tiles.
+struct WideSchedules {
+    Schedule keys;
+    Schedule queries;
+};
+
+// The kernels of a backward.
+struct BackwardKernel {
+    Features form = Features::kPlain;
+    // FA3:
+    int sms = 0;
+    bool many_queries = false;
+    int lead = 0;  // see lead_of()
+    // FA3 for wide heads. The dS of ds_heads heads of K and V is stored at a time; the last ones
+    // may be fewer. 0: the dQ kernel computes dS again.
+    int ds_heads = 0;
+    void* ds = nullptr;
+    WideSchedules wide, last_wide;
+};
+
+using ForwardLauncher = cudaError_t(const ForwardParams& params, const ForwardKernel& kernel,
+                                    cudaStream_t stream);
+using BackwardLauncher = cudaError_t(const BackwardParams& params, const BackwardKernel& kernel,
+                                     cudaStream_t stream);
+
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream);
+ForwardLauncher fa1_forward;
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream);
+ForwardLauncher fa2_forward;
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream);
+ForwardLauncher fa3_forward;
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_decode(ForwardParams params, cudaStream_t stream);
+ForwardLauncher fa3_decode;
 // With q and k in kFloat8 or kInt8, and v in kFloat8.
 template <ElementType kQKType, int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream);
+ForwardLauncher fa3_forward_fp8;
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream);
+BackwardLauncher fa1_backward;
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream);
+BackwardLauncher fa2_backward;
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream);
+BackwardLauncher fa3_backward;
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream);
+BackwardLauncher fa3_backward_wide;
 
 // After a forward with split keys. `pdl` as for launch_kernel(): only after FA3, since every GPU
 // that runs FA3 has it.
@@ -39,12 +74,13 @@ cudaError_t backward_preprocess(const BackwardParams& params, int block_q, bool 
 // After a variant's backward, whose workspace they read.
 cudaError_t bias_gradient(BackwardParams params, cudaStream_t stream);
 cudaError_t sink_gradient(BackwardParams params, cudaStream_t stream);
-// Of dk_parts and dv_parts.
-cudaError_t sum_parts(BackwardParams params, cudaStream_t stream);
+// dk and dv as the sums of those of parts, in params.dk and params.dv.
+cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv,
+                      cudaStream_t stream);
 
-// Before a deterministic backward of packed sequences: offsets (B + 1) with which no CTA can wait
-// forever.
-cudaError_t sanitize_cu_seqlens(const BackwardParams& params, int* offsets_q, int* offsets_k,
+// Before a deterministic backward of packed sequences: from the call's offsets (B + 1) those of
+// params, in the workspace, with which no CTA can wait forever.
+cudaError_t sanitize_cu_seqlens(BackwardParams params, const int* given_q, const int* given_k,
                                 cudaStream_t stream);
 
 // Shared memory that a CTA of the kernel needs.

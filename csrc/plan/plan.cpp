@@ -1,14 +1,36 @@
 #include "plan/plan.h"
 
-#include <sstream>
-
-#include "plan/launchers.h"
-#include "plan/tuning.h"
-#include "plan/variant_table.h"
-#include "schedule/packed_gqa.h"
+#include "plan/steps.h"
+#include "problem/mask.cuh"
 
 namespace flash_ext {
 namespace {
+
+const VariantRow& row_of(Variant variant) {
+    constexpr const VariantRow* kRows[] = {&kFa1Row, &kFa2Row, &kFa3Row};
+    static_assert(std::size(kRows) == kVariants);
+    return *kRows[static_cast<int>(variant)];
+}
+
+// A single query, as in decoding: the heads that share a key head become the rows of one tile, by
+// strides alone. Only where no option differs between these heads or rows.
+void pack_gqa_view(ForwardParams& params) {
+    const int group = group_or_one(params);
+    const bool alike = params.alibi_slopes == nullptr && params.bias.data == nullptr &&
+                       params.sink == nullptr && params.rng_state == nullptr &&
+                       !params.q_descale.by_query_head;
+    const bool sees_all_keys = params.window_left >= params.seqlen_k;
+    if (params.seqlen_q != 1 || params.cu_seqlens_q != nullptr || group < 2 || !alike ||
+        !sees_all_keys || params.q.head_stride == 0)
+        return;
+    for (TensorView* view : {&params.q, &params.out}) {
+        view->row_stride = view->head_stride;
+        view->head_stride *= group;
+    }
+    params.seqlen_q = group;  // and lse (B, Hq, 1) is lse (B, Hk, group)
+    params.heads_q = params.heads_k;
+    params.window_right = BandMask::kUnlimited;
+}
 
 // The first that can, of the variant and those that stand in for it.
 Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
@@ -17,7 +39,7 @@ Choice choose(const Call& call, Pass pass, Variant variant, bool may_stand_in) {
         const VariantRow& row = row_of(variant);
         const std::string reason = row.unsupported_reason(call, pass);
         if (reason.empty()) return {variant, why};
-        why = std::string("variant '") + row.name + "' " + reason;
+        why = std::string("variant '") + name_of(variant) + "' " + reason;
         if (!may_stand_in || !row.stand_in) return {std::nullopt, why};
         if (call.has_8_bits())
             return {std::nullopt, why + ", and no other variant has 8-bit inputs"};
@@ -35,35 +57,34 @@ Choice choose_backward(const Call& call, Variant forward) {
     return choose(call, Pass::kBackward, forward, true);
 }
 
-void make_plan(ForwardPlan& plan, const Device& device) {
+void make_plan(ForwardPlan& plan, const GpuModel& gpu) {
     pack_gqa_view(plan.params);
-    row_of(plan.variant).plan_forward(plan, device);
+    row_of(plan.variant).plan_forward(plan, gpu);
 }
 
-void make_plan(BackwardPlan& plan, const Device& device) {
+void make_plan(BackwardPlan& plan, const GpuModel& gpu) {
     BackwardParams& params = plan.params;
     if (params.deterministic && params.cu_seqlens_q != nullptr) {
-        plan.workspace.reserve(plan.offsets_q, params.batch + 1);
-        plan.workspace.reserve(plan.offsets_k, params.batch + 1);
+        plan.cu_seqlens_q = params.cu_seqlens_q;
+        plan.cu_seqlens_k = params.cu_seqlens_k;
+        plan.workspace.reserve(params.cu_seqlens_q, params.batch + 1);
+        plan.workspace.reserve(params.cu_seqlens_k, params.batch + 1);
     }
-    row_of(plan.variant).plan_backward(plan, device);
+    row_of(plan.variant).plan_backward(plan, gpu);
     if (params.dsink != nullptr)
         plan.workspace.reserve(params.dsink_partial, int64_t{params.heads_q} * tuning::kSinkSplits);
 }
 
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream) {
-    return row_of(plan.variant).forward(plan.params, stream);
+    return row_of(plan.variant).forward(plan, stream);
 }
 
 cudaError_t launch(const BackwardPlan& plan, cudaStream_t stream) {
-    BackwardParams params = plan.params;
+    const BackwardParams& params = plan.params;
     cudaError_t status = cudaSuccess;
-    if (plan.offsets_q != nullptr) {
-        status = sanitize_cu_seqlens(params, plan.offsets_q, plan.offsets_k, stream);
-        params.cu_seqlens_q = plan.offsets_q;
-        params.cu_seqlens_k = plan.offsets_k;
-    }
-    if (status == cudaSuccess) status = row_of(plan.variant).backward(params, stream);
+    if (plan.cu_seqlens_q != nullptr)
+        status = sanitize_cu_seqlens(params, plan.cu_seqlens_q, plan.cu_seqlens_k, stream);
+    if (status == cudaSuccess) status = row_of(plan.variant).backward(plan, stream);
     if (status == cudaSuccess && params.dbias != nullptr) status = bias_gradient(params, stream);
     if (status == cudaSuccess && params.dsink != nullptr) status = sink_gradient(params, stream);
     return status;

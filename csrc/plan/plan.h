@@ -8,6 +8,7 @@
 #include <string>
 
 #include "plan/call.h"
+#include "plan/launchers.h"
 #include "plan/variants.h"
 #include "plan/workspace.h"
 #include "problem/params.h"
@@ -29,25 +30,31 @@ Choice choose_forward(const Call& call, std::optional<Variant> wanted);
 // stands in.
 Choice choose_backward(const Call& call, Variant forward);
 
-// To be filled in with the call's tensors and options; make_plan() adds the rest, and the caller
-// gives the workspace memory before the launch.
+// Filled in with the call's tensors and options. make_plan() adds all decisions: tiles, splits,
+// packing, the order of tiles, and what memory they need. The caller gives the workspace its memory
+// before the launch.
 struct ForwardPlan {
     Variant variant;
     ForwardParams params;
+    ForwardKernel kernel;
     Workspace workspace;
 };
 
 struct BackwardPlan {
     Variant variant;
     BackwardParams params;
+    BackwardKernel kernel;
     Workspace workspace;
-    // Where packed sequences are computed deterministically; see sanitize_cu_seqlens.cuh.
-    int* offsets_q = nullptr;  // (B + 1)
-    int* offsets_k = nullptr;  // (B + 1)
+    // The call's dK and dV, if the kernels write those of parts.
+    TensorView dk, dv;
+    // The call's, if packed sequences are computed deterministically: the kernels read others, see
+    // sanitize_cu_seqlens.cuh.
+    const int* cu_seqlens_q = nullptr;  // (B + 1)
+    const int* cu_seqlens_k = nullptr;  // (B + 1)
 };
 
-void make_plan(ForwardPlan& plan, const Device& device);
-void make_plan(BackwardPlan& plan, const Device& device);
+void make_plan(ForwardPlan& plan, const GpuModel& gpu);
+void make_plan(BackwardPlan& plan, const GpuModel& gpu);
 
 // All kernels of the pass, on the current device.
 cudaError_t launch(const ForwardPlan& plan, cudaStream_t stream);

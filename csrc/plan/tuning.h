@@ -27,6 +27,14 @@ constexpr Row row_of(const Row (&table)[kRows], HeadDims dims) {
     throw "no row of these head dims";  // never reached in a constant expression
 }
 
+// The head dims of the first row that holds `dims`, {0, 0} if there is none.
+template <class Row, int kRows>
+constexpr HeadDims row_that_holds(const Row (&table)[kRows], HeadDims dims) {
+    for (const Row& row : table)
+        if (row.head_dims.holds(dims)) return row.head_dims;
+    return {};
+}
+
 template <class Row, int kRows>
 constexpr bool has_all_rows(const Row (&table)[kRows], ElementType type = ElementType::kFloat16) {
     for (const HeadDims dims : kHeadDims)
@@ -50,11 +58,7 @@ inline constexpr Fa1Forward kFa1Forward[] = {
 };
 
 // FA1 is there to be read and compared, so it has kernels for few pairs only.
-constexpr HeadDims fa1_head_dims(HeadDims dims) {
-    for (const Fa1Forward& row : kFa1Forward)
-        if (row.head_dims.holds(dims)) return row.head_dims;
-    throw "no row that holds these head dims";
-}
+constexpr HeadDims fa1_head_dims(HeadDims dims) { return row_that_holds(kFa1Forward, dims); }
 
 constexpr Fa1Forward fa1_forward(HeadDims dims) { return row_of(kFa1Forward, dims); }
 
@@ -141,8 +145,19 @@ struct Fa3Forward {
     int transposer_registers = 56;  // FP8: of a lane that transposes V; consumers get the others
 };
 
-// The tiles of a pair of head dims and a form. kSplits: the keys are split, or GQA is packed.
-enum class Fa3ForwardTile { kSplits, kFewQueries, kUsual, kLongKeys };
+// The tiles of a pair of head dims and a form. kSplits: the keys are split, or GQA is packed. The
+// last three are those of the kernel for few queries, decode.cuh.
+enum class Fa3ForwardTile {
+    kSplits,
+    kFewQueries,
+    kUsual,
+    kLongKeys,
+    kFewRows,
+    kManyKeys,
+    kManyRows
+};
+
+constexpr bool is_decoding(Fa3ForwardTile tile) { return tile >= Fa3ForwardTile::kFewRows; }
 
 // A tile takes as long as percent x rows x (keys + overhead), with the empty ones of both.
 struct Fa3Cost {
@@ -195,44 +210,6 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
 };
 static_assert(has_all_rows(kFa3Forward));
 
-// A forward pass, as far as its tiles depend on it.
-struct Fa3ForwardCall {
-    int64_t heads;  // Q heads of all sequences
-    int queries;    // of a sequence; with varlen the mean
-    int keys;
-    int window;      // the number of keys that a query may see
-    bool alike;      // do all Q tiles see the same keys?
-    bool few_tiles;  // do the smallest Q tiles fill the GPU no more than once?
-    int multiprocessors;
-};
-
-// The relative time that a call takes with such tiles. Tiles that are alike run in waves; others
-// fill the GPU to the end.
-constexpr double relative_time(const Fa3ForwardCall& call, const Fa3Forward& tile,
-                               const Fa3Costs& costs) {
-    const int rows = 64 * tile.consumers;
-    const int64_t tiles = call.heads * ceil_div(call.queries, rows);
-    const Fa3Cost cost = call.alike ? costs.alike : costs.differ;
-    const double waves = call.alike
-                             ? static_cast<double>(ceil_div<int64_t>(tiles, call.multiprocessors))
-                             : static_cast<double>(tiles) / call.multiprocessors;
-    const int64_t keys =
-        call.alike ? ceil_div(call.keys, tile.block_kv) * tile.block_kv
-                   : min_of<int64_t>(call.keys, int64_t{call.window} + rows) + tile.block_kv / 2;
-    return cost.percent * waves * rows * static_cast<double>(keys + cost.overhead);
-}
-
-// The tiles of a call without splits: those that take the least time.
-constexpr Fa3ForwardTile fa3_forward_tile(HeadDims dims, const Fa3ForwardCall& call) {
-    const Fa3ForwardRow row = row_of(kFa3Forward, dims);
-    const double usual = relative_time(call, row.usual, {});
-    const double few_queries = relative_time(call, row.few_queries, row.few_queries_costs);
-    const double long_keys = relative_time(call, row.long_keys, row.long_keys_costs);
-    if (call.few_tiles || few_queries < min_of(usual, long_keys))
-        return Fa3ForwardTile::kFewQueries;
-    return long_keys < usual ? Fa3ForwardTile::kLongKeys : Fa3ForwardTile::kUsual;
-}
-
 constexpr Fa3Forward fa3_forward(HeadDims dims, Features features, Fa3ForwardTile tile) {
     Fa3ForwardRow row = row_of(kFa3Forward, dims);
     // A tile of few rows leaves a consumer without any, which skips what the other one computes.
@@ -283,11 +260,11 @@ inline constexpr Fa3DecodeRow kFa3Decode[] = {
 };
 static_assert(has_all_rows(kFa3Decode));
 
-constexpr Fa3DecodeShape fa3_decode(HeadDims dims, DecodeTile tile) {
+constexpr Fa3DecodeShape fa3_decode(HeadDims dims, Fa3ForwardTile tile) {
     const Fa3DecodeRow row = row_of(kFa3Decode, dims);
-    return tile == DecodeTile::kManyRows   ? row.many_rows
-           : tile == DecodeTile::kManyKeys ? row.many_keys
-                                           : row.few_rows;
+    return tile == Fa3ForwardTile::kManyRows   ? row.many_rows
+           : tile == Fa3ForwardTile::kManyKeys ? row.many_keys
+                                               : row.few_rows;
 }
 
 // The most keys of a split for which few warps are better than many.
@@ -295,8 +272,8 @@ inline constexpr int kFewDecodeKeys = 512;
 
 // What 128 keys take in a CTA that nothing but itself limits, see decoding_time(). Fitted to the
 // table in docs/notes/019-one-sequence.md.
-constexpr double decoding_time_alone(DecodeTile tile) {
-    return tile == DecodeTile::kManyRows ? 0.6 : 0.36;
+constexpr double decoding_time_alone(Fa3ForwardTile tile) {
+    return tile == Fa3ForwardTile::kManyRows ? 0.6 : 0.36;
 }
 
 // --- FA3, forward of FP8 ---
@@ -345,19 +322,9 @@ inline constexpr Fa3ForwardFp8Row kFa3ForwardFp8[] = {
 };
 static_assert(has_all_rows(kFa3ForwardFp8, ElementType::kFloat8));
 
-constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, bool may_have_splits) {
+constexpr Fa3Forward fa3_forward_fp8(HeadDims dims, Fa3ForwardTile tile) {
     const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
-    return may_have_splits ? row.splits : row.usual;
-}
-
-// Are the tiles for splits better without splits, too? They have fewer rows, but a row and key
-// takes longer (docs/notes/016-fp8.md, d 64).
-constexpr bool few_queries_fp8(HeadDims dims, const Fa3ForwardCall& call) {
-    const Fa3ForwardFp8Row row = row_of(kFa3ForwardFp8, dims);
-    if (row.usual.consumers == row.splits.consumers) return false;
-    constexpr Fa3Costs kCosts{.alike = {115}, .differ = {115}};
-    return call.few_tiles ||
-           relative_time(call, row.splits, kCosts) < relative_time(call, row.usual, {});
+    return tile == Fa3ForwardTile::kUsual ? row.usual : row.splits;
 }
 
 // --- FA1 and FA2, backward ---
@@ -535,15 +502,18 @@ constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {
 
 constexpr bool is_fa3_backward_wide(HeadDims dims) { return has_row(kFa3BackwardWide, dims); }
 
+inline constexpr int kFa3BackwardWideBlock = 64;  // of a dKdV kernel's Q and KV tiles
+inline constexpr int kFa3DQBlockQ = 128;          // of a dQ kernel's Q tiles, in two halves
+
 // The keys of a KV tile.
-constexpr int fa3_backward_block_kv(HeadDims dims) { return is_fa3_backward_wide(dims) ? 64 : 128; }
+constexpr int fa3_backward_block_kv(HeadDims dims) {
+    return is_fa3_backward_wide(dims) ? kFa3BackwardWideBlock : 128;
+}
 
 // A pair without a backward kernel uses that of the next pair that has one and holds it.
 constexpr HeadDims fa3_backward_head_dims(HeadDims dims) {
-    for (const HeadDims padded : kHeadDims)
-        if (padded.holds(dims) && (has_row(kFa3Backward, padded) || is_fa3_backward_wide(padded)))
-            return padded;
-    throw "no row that holds these head dims";
+    const HeadDims narrow = row_that_holds(kFa3Backward, dims);
+    return narrow.qk > 0 ? narrow : row_that_holds(kFa3BackwardWide, dims);
 }
 
 // The fewest rows of a tile of queries or keys in fa3's backward.

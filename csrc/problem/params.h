@@ -141,9 +141,6 @@ struct alignas(8) PartialStatistics {
     float sum;
 };
 
-// The tiles of the kernel for few queries, decode.cuh; plan/tuning.h says when each is best.
-enum class DecodeTile : uint8_t { kNone, kFewRows, kManyKeys, kManyRows };
-
 struct ForwardParams : AttentionParams {
     TensorView q;    // (B, Sq, Hq, D)
     TensorView k;    // (B, Sk, Hk, D)
@@ -154,16 +151,15 @@ struct ForwardParams : AttentionParams {
     // FA3 only.
     unsigned long long* counters = nullptr;  // (1), of the dynamic scheduler; or in decode.cuh
                                              // (tiles, 8)
-    bool few_tiles = false;  // do the smallest Q tiles fill the GPU no more than once?
-    DecodeTile decode_tile = DecodeTile::kNone;  // otherwise decode.cuh runs the call
-
-    int pack_gqa_log2 = 0;  // a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles
-
     // FA2 and FA3: the results of splits, see combine.cuh; in decode.cuh those of clusters of
     // splits.
     int num_splits = 1;
     float* o_partial = nullptr;                       // (splits, B, Hq, Sq, padded Dv)
     PartialStatistics* statistics_partial = nullptr;  // (splits, B, Hq, Sq)
+
+    // FA3 only: a query has 2^pack_gqa_log2 rows in a Q tile, see QueryTiles. ptxas 13.0: not
+    // beside num_splits, lest both are loaded at once, into registers that are side by side.
+    int pack_gqa_log2 = 0;
 
     // FA1 only, whose running output and statistics are in HBM.
     float* out_accum = nullptr;       // (B, Hq, Q tiles, kBlockQ * padded Dv), in fragment order
@@ -195,8 +191,8 @@ struct BackwardParams : AttentionParams {
     const float* lse;   // (B, Hq, Sq)
     const float* dlse;  // (B, Hq, Sq) or null
     TensorView dq;      // (B, Sq, Hq, D)
-    TensorView dk;      // (B, Sk, Hk, D); in FA3's kernels those of parts, in float32
-    TensorView dv;      // (B, Sk, Hk, Dv)
+    TensorView dk;      // (B, Sk, Hk, D), or of parts: (B, Sk, Hk parts, D) in float32
+    TensorView dv;      // (B, Sk, Hk, Dv), or of parts
 
     // The square root of 1 / (1 - p). With dropout, dS is rounded without this factor: with all of
     // 1 / (1 - p) its largest values could overflow fp16, with none of it its smallest could
@@ -234,16 +230,18 @@ struct BackwardParams : AttentionParams {
     bool dq_accum_zeroed = true;                         // does the preprocess pass zero dq_accum?
     float* dsink_partial = nullptr;                      // (Hq, kSinkSplits)
     unsigned long long* tile_count_semaphore = nullptr;  // (2), FA3 for wide heads
-    void* ds = nullptr;    // (ds_bytes), FA3 for wide heads: the dS workspace, or null
-    int64_t ds_bytes = 0;  // see plan/ds_workspace.cuh
 
-    // FA3: into how many parts the queries of each KV head are cut, see plan/parts.h. heads_k then
-    // counts the parts. query_parts of them share query heads, and cut the Q tiles.
+    // FA3: into how many parts the queries of each KV head are cut, see Parts in plan/cost.h. Of
+    // these, query_parts share query heads, and cut the Q tiles.
     int parts = 1;
     int query_parts = 1;
-    float* dk_parts = nullptr;  // (B, Sk, heads_k, D)
-    float* dv_parts = nullptr;  // (B, Sk, heads_k, Dv)
 };
+
+// For FA3's kernels each part is a head of K and V.
+inline BackwardParams with_parts_as_heads(BackwardParams params) {
+    params.heads_k *= params.parts;
+    return params;
+}
 
 // The query heads of a head of K and V, or of a part.
 FLASH_HOST_DEVICE constexpr int group_of(const ForwardParams& params) {

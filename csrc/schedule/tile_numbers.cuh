@@ -20,6 +20,22 @@ FLASH_HOST_DEVICE constexpr int tile_numbers(const AttentionParams& params, int 
                                           : first_tile(rows, params.batch + 1, block) + 1;
 }
 
+// The Q tiles of a forward pass: each has `queries` queries of one of `heads` heads. The rows of a
+// tile are queries of one query head. With packed GQA, for few queries whose heads share keys, a
+// query has 2^pack_gqa_log2 rows instead: the first ones are the heads of its group, and K and V
+// are loaded once for all of them.
+struct QueryTiles {
+    int heads = 0;
+    int queries = 0;
+    int pack_gqa_log2 = 0;
+};
+
+// The number of Q tiles of all heads and batches.
+inline int64_t tile_count(const AttentionParams& params, const QueryTiles& tiles) {
+    return int64_t{tiles.heads} * tensor_batches(params) *
+           tile_numbers(params, params.seqlen_q, tiles.queries);
+}
+
 // The packed sequence that a tile number belongs to: the last one whose first number is not above
 // it.
 FLASH_HOST_DEVICE int find_sequence(const int* cu_seqlens, int batch, int total, int block,

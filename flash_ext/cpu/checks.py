@@ -66,7 +66,7 @@ def _check_variant(options: Options) -> None:
 
 
 def _choose_8_bit_variant(options: Options) -> str:
-    """With the reasons of csrc/plan/variants.cpp."""
+    """With the reasons of csrc/plan/fa1.cpp, fa2.cpp and fa3.cpp."""
     variant = FP8_VARIANTS[-1] if options.variant == "auto" else options.variant
     if variant not in FP8_VARIANTS:
         raise ValueError(f"flash_ext: variant {variant!r} has no 8-bit inputs")

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/cost.h"
 #include "plan/head_dims.h"
 #include "plan/tuning.h"
 #include "plan/variants.h"
@@ -20,7 +21,6 @@
 #include "problem/mask.cuh"
 #include "problem/params.h"
 #include "problem/sequences.cuh"
-#include "schedule/packed_gqa.h"
 #include "schedule/row_tiles.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
@@ -33,6 +33,8 @@ using namespace flash_ext;
 namespace {
 
 using Pair = std::pair<int, int>;
+
+constexpr GpuModel kH200 = gpu_model(9, 0, 232448, 132, 50 << 20);
 
 Pair pair_of(Interval interval) { return {interval.begin, interval.end}; }
 Interval interval_of(Pair pair) { return {pair.first, pair.second}; }
@@ -227,7 +229,9 @@ PYBIND11_MODULE(flash_ext_native, m) {
         }))
         .def_readonly("l2_group_heads", &Schedule::l2_group_heads)
         .def_readonly("tiles_at_once", &Schedule::tiles_at_once);
-    m.def("with_whole_heads", &with_whole_heads);
+    m.def("with_whole_heads", [](const Schedule& schedule, int64_t bytes_per_head) {
+        return with_whole_heads(schedule, bytes_per_head, kH200);
+    });
     m.def("tiles_at_once", [](int seqlen, int heads, int window_right, bool varlen) {
         const int lengths = seqlen;
         AttentionParams params{};
@@ -237,11 +241,11 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_left = BandMask::kUnlimited;
         params.window_right = window_right;
         params.seqused_k = varlen ? &lengths : nullptr;
-        return forward_schedule(params, {heads, 128}, 256, 1, 132).tiles_at_once;
+        return forward_schedule(params, {heads, 128}, {128, 128}, 1, kH200, 1, true).tiles_at_once;
     });
     m.def("make_schedule",
           [](int tiles, int heads, int batch, bool tiles_differ, int64_t bytes, int ctas_per_sm) {
-              return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm);
+              return make_schedule(tiles, heads, batch, tiles_differ, bytes, ctas_per_sm, kH200);
           });
     m.def("work_tile", [](int linear, const Schedule& schedule) {
         const WorkTile tile = work_tile(linear, schedule);
@@ -282,8 +286,11 @@ PYBIND11_MODULE(flash_ext_native, m) {
     for (const HeadDims& dims : kHeadDims) head_dims.emplace_back(dims.qk, dims.v);
     m.attr("head_dims") = head_dims;
     m.attr("max_head_dim") = kMaxHeadDim;
-    m.def("padded_head_dims",
-          [](int head_dim, int head_dim_v) { return head_dims_index({head_dim, head_dim_v}); });
+    m.def("padded_head_dims", [](int head_dim, int head_dim_v) {
+        for (int i = 0; i < kHeadDimPairs; ++i)
+            if (kHeadDims[i] == pad_head_dims({head_dim, head_dim_v})) return i;
+        return -1;
+    });
 
     // Queries or keys of the tile that says how often a plain pass reads the other side; of FA3's
     // forward without options see fa3_tile.
@@ -304,24 +311,22 @@ PYBIND11_MODULE(flash_ext_native, m) {
             {{"fa2", "backward"}, fa2_back.keys_per_warp * fa2_back.warps_kv}};
     });
     // (rows, keys) of the tiles of FA3's forward of so many heads, sequences counted apart.
-    m.def("fa3_tile",
-          [](Pair dims, int64_t heads, int queries, int keys, Pair window, bool varlen) {
-              using namespace tuning;
-              const auto bound = [](int x) { return x < 0 ? BandMask::kUnlimited : x; };
-              const HeadDims padded = pad_head_dims({dims.first, dims.second});
-              const int left = bound(window.first), right = bound(window.second);
-              const int64_t smallest = heads * ceil_div(queries, kForwardBlockQ);
-              const Fa3Forward tile = fa3_forward(
-                  padded, Features::kVarlen,
-                  fa3_forward_tile(padded, {.heads = heads,
-                                            .queries = queries,
-                                            .keys = keys,
-                                            .window = left + right + 1,
-                                            .alike = !varlen && right >= keys && left >= queries,
-                                            .few_tiles = smallest <= 132,
-                                            .multiprocessors = 132}));
-              return Pair{64 * tile.consumers, tile.block_kv};
-          });
+    m.def("fa3_tile", [](Pair dims, int heads, int queries, int keys, Pair window, bool varlen) {
+        const auto bound = [](int x) { return x < 0 ? BandMask::kUnlimited : x; };
+        AttentionParams params{};
+        params.batch = 1;
+        params.heads_q = heads;
+        params.seqlen_q = queries;
+        params.seqlen_k = keys;
+        params.window_left = bound(window.first);
+        params.window_right = bound(window.second);
+        params.seqused_k = varlen ? &keys : nullptr;
+        const HeadDims padded = pad_head_dims({dims.first, dims.second});
+        const int64_t smallest = tile_count(params, {heads, tuning::kForwardBlockQ});
+        const auto tile = fa3_forward_tile(padded, params, smallest <= kH200.sms, kH200);
+        const tuning::Fa3Forward found = tuning::fa3_forward(padded, Features::kVarlen, tile);
+        return Pair{64 * found.consumers, found.block_kv};
+    });
     m.attr("many_queries") = tuning::kManyQueries;
 
     // Of one dense sequence.

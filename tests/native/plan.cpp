@@ -23,8 +23,9 @@ namespace py = pybind11;
 
 namespace {
 
-// Compute capability, shared memory of a CTA, multiprocessors.
-constexpr int kGpus[][4] = {{9, 0, 232448, 132}, {8, 0, 166912, 108}, {8, 9, 101376, 142}};
+// Compute capability, shared memory of a CTA, SMs, L2.
+constexpr int kGpus[][5] = {
+    {9, 0, 232448, 132, 50 << 20}, {8, 0, 166912, 108, 40 << 20}, {8, 9, 101376, 142, 96 << 20}};
 
 int attributes_asked = 0;
 std::vector<std::string> launched;
@@ -59,49 +60,51 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 namespace flash_ext {
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(ForwardParams, cudaStream_t) {
+cudaError_t fa1_forward(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
     return note("fa1_forward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_forward(ForwardParams, cudaStream_t) {
+cudaError_t fa2_forward(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
     return note("fa2_forward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward(ForwardParams, cudaStream_t) {
+cudaError_t fa3_forward(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
     return note("fa3_forward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_decode(ForwardParams, cudaStream_t) {
+cudaError_t fa3_decode(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
     return note("fa3_decode", kHeadDim, kHeadDimV);
 }
 template <ElementType kQKType, int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward_fp8(ForwardParams, cudaStream_t) {
+cudaError_t fa3_forward_fp8(const ForwardParams&, const ForwardKernel&, cudaStream_t) {
     constexpr bool kInt8 = kQKType == ElementType::kInt8;
     return note(kInt8 ? "fa3_forward_int8" : "fa3_forward_fp8", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_backward(BackwardParams, cudaStream_t) {
+cudaError_t fa1_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
     return note("fa1_backward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_backward(BackwardParams, cudaStream_t) {
+cudaError_t fa2_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
     return note("fa2_backward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward(BackwardParams, cudaStream_t) {
+cudaError_t fa3_backward(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
     return note("fa3_backward", kHeadDim, kHeadDimV);
 }
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward_wide(BackwardParams, cudaStream_t) {
+cudaError_t fa3_backward_wide(const BackwardParams&, const BackwardKernel&, cudaStream_t) {
     return note("fa3_backward_wide", kHeadDim, kHeadDimV);
 }
-cudaError_t sum_parts(BackwardParams, cudaStream_t) { return note("sum_parts"); }
+cudaError_t sum_parts(const BackwardParams&, TensorView, TensorView, cudaStream_t) {
+    return note("sum_parts");
+}
 cudaError_t bias_gradient(BackwardParams, cudaStream_t) { return note("bias_gradient"); }
 cudaError_t combine_splits(ForwardParams, cudaStream_t, bool pdl) {
     return note(pdl ? "combine_splits, pdl" : "combine_splits");
 }
 cudaError_t sink_gradient(BackwardParams, cudaStream_t) { return note("sink_gradient"); }
-cudaError_t sanitize_cu_seqlens(const BackwardParams&, int*, int*, cudaStream_t) {
+cudaError_t sanitize_cu_seqlens(BackwardParams, const int*, const int*, cudaStream_t) {
     return note("sanitize_cu_seqlens");
 }
 
@@ -291,8 +294,8 @@ struct Problem {
         if (sink) params.dsink = reinterpret_cast<float*>(kMemory);
         make_plan(plan, *find_device(gpu));
         return planned(Pass::kBackward, plan,
-                       {{"offsets_q", &plan.offsets_q},
-                        {"offsets_k", &plan.offsets_k},
+                       {{"offsets_q", &params.cu_seqlens_q},
+                        {"offsets_k", &params.cu_seqlens_k},
                         {"lse_log2", &params.lse_log2},
                         {"delta", &params.delta},
                         {"large_lse", &params.large_lse.word},
@@ -302,9 +305,9 @@ struct Problem {
                         {"dq_accum", &params.dq_accum},
                         {"dq_semaphore", &params.dq_semaphore},
                         {"tile_count_semaphore", &params.tile_count_semaphore},
-                        {"ds", &params.ds},
-                        {"dk_parts", &params.dk_parts},
-                        {"dv_parts", &params.dv_parts},
+                        {"ds", &plan.kernel.ds},
+                        {"dk_parts", &params.dk.data},
+                        {"dv_parts", &params.dv.data},
                         {"dsink_partial", &params.dsink_partial}});
     }
 };
@@ -364,8 +367,8 @@ PYBIND11_MODULE(MODULE, m) {
     });
     m.def("attributes_asked", [] { return attributes_asked; });
     m.def("multiprocessors", [](int gpu) {
-        const flash_ext::Device* device = flash_ext::find_device(gpu);
-        return device == nullptr ? 0 : device->multiprocessors;
+        const flash_ext::GpuModel* device = flash_ext::find_device(gpu);
+        return device == nullptr ? 0 : device->sms;
     });
     m.attr("alignment") = flash_ext::Workspace::kAlignment;
 }

@@ -174,11 +174,6 @@ struct DQAccum {
     }
 };
 
-// The least form of a kernel for these tiles: the plain form has whole Q tiles only.
-inline Features least_backward_form(const BackwardParams& params, int block_q) {
-    return params.seqlen_q % block_q == 0 ? Features::kPlain : Features::kVarlen;
-}
-
 // The order of the inner loop: the Q tiles that see the KV tile, for one query head of the group
 // after another.
 struct QTileWalk {

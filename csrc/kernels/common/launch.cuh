@@ -21,24 +21,14 @@ cudaError_t dispatch_element(ElementType type, Function function) {
     return type == ElementType::kBFloat16 ? function(__nv_bfloat16{}) : kNoKernel;
 }
 
-// Calls function(features constant). kForms are the forms of the kernel; the last one is kGeneral.
-// A form that the kernel does not have, or that comes before `least`, is replaced by the next one
-// that it has.
-template <Features... kForms, class Function>
-cudaError_t dispatch_features(const AttentionParams& params, Features least, Function function) {
-    const Features needed = max_of(features_of(params), least);
-    Features features = Features::kGeneral;
-    (((features = kForms) >= needed) || ...);
-    return dispatch<kForms...>(features, function);
-}
-
-// Calls launch(element tag, features constant) with the values of this call.
+// Calls launch(element tag, features constant). kForms are the forms of the kernel, the last one is
+// kGeneral: the first that is not below `least` runs.
 template <Features... kForms, class Launch>
-cudaError_t dispatch_kernel(const AttentionParams& params, Launch launch,
-                            Features least = Features::kPlain) {
-    return dispatch_features<kForms...>(params, least, [&](auto features) {
-        return dispatch_element(params.element_type,
-                                [&](auto element) { return launch(element, features); });
+cudaError_t dispatch_kernel(ElementType type, Features least, Launch launch) {
+    Features form = Features::kGeneral;
+    (((form = kForms) >= least) || ...);
+    return dispatch<kForms...>(form, [&](auto features) {
+        return dispatch_element(type, [&](auto element) { return launch(element, features); });
     });
 }
 
@@ -49,8 +39,6 @@ constexpr int largest_of_forms(Value value) {
     ((largest = max_of(largest, value(std::integral_constant<Features, kForms>{}))), ...);
     return largest;
 }
-
-inline int multiprocessors() { return current_device().multiprocessors; }
 
 // Does a config need more shared memory than the A100 has? Only Hopper GPUs run it.
 template <class Config>
@@ -72,7 +60,7 @@ inline constexpr bool kHasHopperCode = false;  // a Hopper GPU runs code of a sm
 // Calls launch(config) with the larger of two configs of a kernel that fits this device.
 template <class Large, class Small, class Launch>
 cudaError_t launch_fitting(Launch launch) {
-    const Device& device = current_device();
+    const GpuModel& device = current_device();
     const bool fits = Large::kSharedBytes <= device.shared_bytes &&
                       ((kHasHopperCode && device.major == 9) || !kNeedsHopper<Large>);
     return fits ? launch(Large{}) : launch(Small{});

@@ -6,6 +6,8 @@
 // one might wait forever.
 #pragma once
 
+#include <utility>
+
 #include "kernels/common/launch.cuh"
 #include "problem/sequences.cuh"
 
@@ -34,8 +36,10 @@ __global__ void sanitize_cu_seqlens_kernel(const __grid_constant__ BackwardParam
     }
 }
 
-cudaError_t sanitize_cu_seqlens(const BackwardParams& params, int* offsets_q, int* offsets_k,
+cudaError_t sanitize_cu_seqlens(BackwardParams params, const int* given_q, const int* given_k,
                                 cudaStream_t stream) {
+    int* offsets_q = const_cast<int*>(std::exchange(params.cu_seqlens_q, given_q));
+    int* offsets_k = const_cast<int*>(std::exchange(params.cu_seqlens_k, given_k));
     sanitize_cu_seqlens_kernel<<<2, 32, 0, stream>>>(params, offsets_q, offsets_k);
     return cudaGetLastError();
 }

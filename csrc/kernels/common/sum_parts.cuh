@@ -1,5 +1,5 @@
-// The sum of dK and dV over the parts of a head (plan/parts.h), which are in float32, always in the
-// same order.
+// The sum of dK and dV over the parts of a head (Parts in plan/cost.h), which are in float32,
+// always in the same order.
 #pragma once
 
 #include "kernels/common/launch.cuh"
@@ -58,16 +58,16 @@ __global__ void __launch_bounds__(kSumThreads)
         ptx::pack<Element>(sums[4], sums[5]), ptx::pack<Element>(sums[6], sums[7])};
 }
 
-cudaError_t sum_parts(BackwardParams params, cudaStream_t stream) {
-    const int heads = params.heads_k / params.parts;
-    const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_k * heads;
+cudaError_t sum_parts(const BackwardParams& params, TensorView dk, TensorView dv,
+                      cudaStream_t stream) {
+    const int64_t rows = int64_t{tensor_batches(params)} * params.seqlen_k * params.heads_k;
     const auto ctas = [&](int cols) { return ceil_div<int64_t>(rows * cols / 8, kSumThreads); };
     const int d = params.head_dim, d_v = params.head_dim_v;
-    const PartsSum sum{.of = {{params.dk, params.dk_parts, d, rows * d},
-                              {params.dv, params.dv_parts, d_v, rows * d_v}},
+    const PartsSum sum{.of = {{dk, static_cast<float*>(params.dk.data), d, rows * d},
+                              {dv, static_cast<float*>(params.dv.data), d_v, rows * d_v}},
                        .first_ctas = ctas(d),
                        .part_count = params.parts,
-                       .heads = heads,
+                       .heads = params.heads_k,
                        .rows = params.seqlen_k};
     return dispatch_element(params.element_type, [&](auto element) {
         return launch_kernel<sum_parts_kernel<decltype(element)>>(ctas(d) + ctas(d_v), kSumThreads,

@@ -152,23 +152,20 @@ int fa1_backward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_backward(BackwardParams params, cudaStream_t stream) {
-    constexpr int kBlockQ = tuning::fa1_backward({kHeadDim, kHeadDimV}).block_q;
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(
-        params,
-        [&](auto element, auto features) {
-            using Config =
-                Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
-            cudaError_t status =
-                backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
-            if (status == cudaSuccess)
-                status = launch_kernel<fa1_backward_kernel<Config>>(
-                    params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
-                    params, stream);
-            if (status == cudaSuccess) status = postprocess_dq<DQTile<Config>>(params, stream);
-            return status;
-        },
-        least_backward_form(params, kBlockQ));
+cudaError_t fa1_backward(const BackwardParams& params, const BackwardKernel& kernel,
+                         cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
+        using Config = Fa1BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value>;
+        cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
+        if (status == cudaSuccess)
+            status = launch_kernel<fa1_backward_kernel<Config>>(
+                params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
+                params, stream);
+        if (status == cudaSuccess) status = postprocess_dq<DQTile<Config>>(params, stream);
+        return status;
+    };
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
+                                                                 launch);
 }
 
 }  // namespace flash_ext

@@ -576,9 +576,9 @@ int fa1_forward_shared_bytes() {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params, [&](auto element,
-                                                                             auto features) {
+cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
+                        cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
         constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
         // At 256 the branches of AnyHalf cost 5 to 7 % (note 023).
         constexpr bool kForBoth = features == Features::kGeneral && kHeadDim <= 128;
@@ -594,7 +594,9 @@ cudaError_t fa1_forward(ForwardParams params, cudaStream_t stream) {
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
         });
-    });
+    };
+    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
+                                                                 launch);
 }
 
 }  // namespace flash_ext

@@ -182,21 +182,7 @@ int fa2_backward_shared_bytes() {
 }
 
 template <class Config>
-cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
-    const int group = params.heads_q / params.heads_k;
-    const bool masked = is_masked(params);
-    const bool tiles_differ = masked || params.cu_seqlens_q != nullptr;
-    // Q, dO and dQ. Deterministic mode interleaves all heads: the fewer tiles of a head run at the
-    // same time, the less they wait for each other.
-    const int64_t bytes_per_head =
-        bytes_of_q_do_dq(params.element_type, Config::kHeadDim, Config::kHeadDimV) *
-        params.seqlen_q * group;
-    params.schedule =
-        make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
-                      tensor_batches(params), tiles_differ || params.deterministic,
-                      params.deterministic ? 0 : bytes_per_head, Config::kCtasPerSm,
-                      l2_group_waves(params, masked));
-
+cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t stream) {
     cudaError_t status = backward_preprocess(params, kPreprocessRows, Config::kGeneral, stream);
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
@@ -206,26 +192,25 @@ cudaError_t launch_fa2_backward(BackwardParams params, cudaStream_t stream) {
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_backward(BackwardParams params, cudaStream_t stream) {
+cudaError_t fa2_backward(const BackwardParams& params, const BackwardKernel& kernel,
+                         cudaStream_t stream) {
     constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-    constexpr Features kLeast = tuning::least_fa2_form(kDims);
     constexpr int kBlockQ = tuning::fa2_backward(kDims, Features::kPlain).block_q;
     static_assert(kBlockQ % tuning::small_fa2_backward(kDims, Features::kPlain).block_q == 0);
+    const auto launch = [&](auto element, auto features) {
+        if constexpr (features >= tuning::least_fa2_form({kHeadDim, kHeadDimV})) {
+            using Large = Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features>;
+            using Small = SmallFa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features>;
+            static_assert(Large::kBlockKV == Small::kBlockKV &&
+                          Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
+            return launch_fitting<Large, Small>(
+                [&](auto config) { return launch_fa2_backward<decltype(config)>(params, stream); });
+        } else {
+            return kNoKernel;
+        }
+    };
     return dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
-        params,
-        [&](auto element, auto features) {
-            if constexpr (features >= kLeast) {
-                using Element = decltype(element);
-                using Large = Fa2BackwardConfig<Element, kHeadDim, kHeadDimV, features>;
-                using Small = SmallFa2BackwardConfig<Element, kHeadDim, kHeadDimV, features>;
-                return launch_fitting<Large, Small>([&](auto config) {
-                    return launch_fa2_backward<decltype(config)>(params, stream);
-                });
-            } else {
-                return kNoKernel;
-            }
-        },
-        max_of(kLeast, least_backward_form(params, kBlockQ)));
+        params.element_type, kernel.form, launch);
 }
 
 }  // namespace flash_ext

@@ -41,7 +41,6 @@
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
-#include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
@@ -414,34 +413,28 @@ int fa2_forward_shared_bytes() {
     return largest_of_forms<Features::kPlain, Features::kVarlen, Features::kGeneral>(bytes);
 }
 
-template <class Config>
-cudaError_t launch_fa2_forward(ForwardParams params, cudaStream_t stream) {
-    params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
-                                       Config::kHeadDim + Config::kHeadDimV, Config::kCtasPerSm);
-    params.schedule.tiles *= params.num_splits;
-    return launch_kernel<fa2_forward_kernel<Config>>(cta_count(params.schedule), Config::kThreads,
-                                                     Config::kSharedBytes, params, stream);
-}
-
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa2_forward(ForwardParams params, cudaStream_t stream) {
-    constexpr Features kLeast = tuning::least_fa2_form({kHeadDim, kHeadDimV});
+cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel,
+                        cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
+        if constexpr (features >= tuning::least_fa2_form({kHeadDim, kHeadDimV})) {
+            using Element =
+                std::conditional_t<features == Features::kGeneral, AnyHalf, decltype(element)>;
+            using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
+            using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
+            static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
+            return launch_fitting<Large, Small>([&](auto config) {
+                using Config = decltype(config);
+                return launch_kernel<fa2_forward_kernel<Config>>(
+                    cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params,
+                    stream);
+            });
+        } else {
+            return kNoKernel;
+        }
+    };
     return dispatch_kernel<Features::kPlain, Features::kVarlen, Features::kGeneral>(
-        params,
-        [&](auto element, auto features) {
-            if constexpr (features >= kLeast) {
-                using Element =
-                    std::conditional_t<features == Features::kGeneral, AnyHalf, decltype(element)>;
-                using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
-                using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, features>;
-                return launch_fitting<Large, Small>([&](auto config) {
-                    return launch_fa2_forward<decltype(config)>(params, stream);
-                });
-            } else {
-                return kNoKernel;
-            }
-        },
-        params.num_splits > 1 ? Features::kVarlen : kLeast);
+        params.element_type, kernel.form, launch);
 }
 
 }  // namespace flash_ext

@@ -403,65 +403,35 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     }
 };
 
-// The first KV tile of a head should be complete when its other tiles begin. So as many tiles come
-// in between as there are CTAs, and more under a mask, where the first tile has 2 tiles /
-// (tiles + 1) times as many iterations as the mean. 0 in deterministic mode and with varlen, for
-// long sequences, for which zeros cost little, and where the heads in between do not fit in L2 or
-// are more than a quarter of all (note 010).
-inline int lead_of(const BackwardParams& params, bool masked, int64_t bytes_per_head) {
-    constexpr int kMaxTiles = 16;
-    // 33.5 MiB, for leads of 33 heads of 1 MiB each (132 SMs, 4 tiles a head). The 32 MiB of
-    // make_schedule(), which are the share for whole groups of heads, would exclude them.
-    constexpr int64_t kLeadShare = int64_t{67} << 19;
-    const Schedule& schedule = params.schedule;
-    if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
-        schedule.tiles > kMaxTiles)
-        return 0;
-    const int lead = masked ? ceil_div(2 * multiprocessors(), schedule.tiles + 1)
-                            : ceil_div(multiprocessors(), schedule.tiles);
-    const bool fits = lead * bytes_per_head <= kLeadShare;
-    return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
-}
-
 template <class Config>
-cudaError_t launch_fa3_backward(const BackwardParams& call, cudaStream_t stream) {
-    Fa3BackwardParams params{{call}};
-    const bool masked = is_masked(params);
-    // Q, dO and dQ.
-    const int64_t bytes_per_head =
-        bytes_of_q_do_dq(params.element_type, Config::kHeadDim, Config::kHeadDimV) *
-        params.seqlen_q * group_of(params);
-    params.schedule = make_schedule(
-        tile_numbers(params, params.seqlen_k, Config::kBlockKV), params.heads_k,
-        tensor_batches(params), masked || params.cu_seqlens_q != nullptr || params.deterministic,
-        // Deterministic mode interleaves all heads, as in fa2/backward.cuh.
-        params.deterministic ? 0 : bytes_per_head, 1, l2_group_waves(params, masked));
-    params.lead = lead_of(params, masked, bytes_per_head);
-    params.dq_accum_zeroed = params.lead == 0 && !params.deterministic;
+cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel& kernel,
+                                cudaStream_t stream) {
+    Fa3BackwardParams params{{with_parts_as_heads(call)}, kernel.lead};
     cudaError_t status = params.encode<Config>();
     if (status == cudaSuccess)
         status = backward_preprocess(params, Config::kBlockQ, Config::kGeneral, stream);
     if (status == cudaSuccess)
-        status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), stream,
-                                                 {.pdl = true});
+        status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), kernel.sms,
+                                                 stream, {.pdl = true});
     if (status == cudaSuccess)
         status = postprocess_dq<typename Config::DQTile>(params, stream, {.pdl = true});
     return status;
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward(BackwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                              auto features) {
-        const bool many_queries = mean_queries(params) >= tuning::kManyQueries;
-        return dispatch<false, true>(many_queries, [&](auto many) {
+cudaError_t fa3_backward(const BackwardParams& params, const BackwardKernel& kernel,
+                         cudaStream_t stream) {
+    const auto launch = [&](auto element, auto features) {
+        return dispatch<false, true>(kernel.many_queries, [&](auto many) {
             constexpr tuning::Fa3Backward kTuning =
                 tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value, many);
             using Config =
                 Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value, kTuning>;
-            return launch_fa3_backward<Config>(params, stream);
+            return launch_fa3_backward<Config>(params, kernel, stream);
         });
-    });
+    };
+    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params.element_type, kernel.form,
+                                                                  launch);
 }
 
 }  // namespace flash_ext

@@ -58,6 +58,7 @@
 #include "kernels/fa3/backward_common.cuh"
 #include "kernels/fa3/cta.cuh"
 #include "plan/ds_workspace.cuh"
+#include "plan/tuning.h"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/shared.cuh"
 #include "schedule/dynamic_persistent_scheduler.cuh"
@@ -117,8 +118,8 @@ struct Fa3BackwardDKDVConfig {
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kPairs = kPairs_;
     static constexpr int kThreads = 3 * 128;
-    static constexpr int kBlockQ = 64;
-    static constexpr int kBlockKV = 64;
+    static constexpr int kBlockQ = tuning::kFa3BackwardWideBlock;
+    static constexpr int kBlockKV = tuning::kFa3BackwardWideBlock;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
@@ -529,24 +530,15 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
 
 template <class Config>
 cudaError_t launch_fa3_backward_dkdv(const BackwardParams& call, const DSWorkspace& ds_workspace,
-                                     cudaStream_t stream) {
+                                     const Schedule& schedule, int sms, cudaStream_t stream) {
     Fa3BackwardStoringParams params{call};
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore);
-    const bool masked = is_masked(params);
-    const int group = group_of(params);
-    params.schedule = make_schedule(tile_numbers(params, params.seqlen_k, Config::kBlockKV),
-                                    ds_workspace.heads > 0 ? ds_workspace.heads : params.heads_k,
-                                    ds_workspace.heads > 0 ? 1 : tensor_batches(params),
-                                    masked || params.cu_seqlens_q != nullptr,
-                                    int64_t{sizeof(typename Config::Element)} *
-                                        (Config::kHeadDim + Config::kHeadDimV) * params.seqlen_q *
-                                        group,  // Q and dO
-                                    1, l2_group_waves(params, masked));
-    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    params.schedule = schedule;
+    if (cta_count(schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDKDV<Config>>(params, cta_count(params.schedule), stream,
+    return launch_fa3<Fa3BackwardDKDV<Config>>(params, cta_count(schedule), sms, stream,
                                                {.pdl = true});
 }
 

@@ -46,7 +46,6 @@
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
-#include "schedule/packed_gqa.h"
 #include "schedule/tile_order.cuh"
 
 namespace flash_ext {
@@ -62,6 +61,7 @@ struct Fa3BackwardDQConfig {
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 2;  // K tiles still to follow when a Q tile is fetched
     static constexpr int kProducerRegisters = 24;
@@ -418,15 +418,15 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
 };
 
 template <class Config>
-cudaError_t launch_fa3_backward_dq(const BackwardParams& call, cudaStream_t stream) {
+cudaError_t launch_fa3_backward_dq(const BackwardParams& call, const Schedule& schedule, int sms,
+                                   cudaStream_t stream) {
     Fa3BackwardWideParams params{call};
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    params.schedule = forward_schedule(params, {params.heads_q, Config::kBlockQ},
-                                       Config::kHeadDim + Config::kHeadDimV, 1);
-    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    params.schedule = schedule;
+    if (cta_count(schedule) == 0) return cudaSuccess;
     const cudaError_t status = params.encode<Config>();
     if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(params.schedule), stream,
+    return launch_fa3<Fa3BackwardDQ<Config>>(params, cta_count(schedule), sms, stream,
                                              {.pdl = true});
 }
 

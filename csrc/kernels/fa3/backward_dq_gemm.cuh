@@ -38,6 +38,7 @@ struct Fa3BackwardDQGemmConfig {
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = (kConsumers + 1) * 128;
     static constexpr int kBlockQ = kConsumers * 64;
+    static_assert(kBlockQ == tuning::kFa3DQBlockQ);
     static constexpr int kBlockKV = 64;
     static constexpr int kFetchAhead = 3;  // stages left when the next Q tile is fetched
     static constexpr int kProducerRegisters = 40;
@@ -196,20 +197,16 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
 
 template <class Config>
 cudaError_t launch_fa3_backward_dq_gemm(const BackwardParams& call, const DSWorkspace& ds_workspace,
-                                        cudaStream_t stream) {
+                                        const Schedule& schedule, int sms, cudaStream_t stream) {
     Fa3BackwardStoringParams params{call};
     params.ds_workspace = ds_workspace;
     params.scheduler = make_dynamic_scheduler(call.tile_count_semaphore + 1);
-    const int group = group_of(params);
-    params.schedule = make_schedule(
-        ceil_div(params.seqlen_q, Config::kBlockQ), params.ds_workspace.heads * group, 1,
-        is_masked(params),
-        int64_t{sizeof(typename Config::Element)} * Config::kHeadDim * params.seqlen_k / group, 1);
-    if (cta_count(params.schedule) == 0) return cudaSuccess;
+    params.schedule = schedule;
+    if (cta_count(schedule) == 0) return cudaSuccess;
     const cudaError_t status =
         encode_tensor_map<typename Config::KTile>(params.k_map, params.k, params.head_dim);
     if (status != cudaSuccess) return status;
-    return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(params.schedule), stream,
+    return launch_fa3<Fa3BackwardDQGemm<Config>>(params, cta_count(schedule), sms, stream,
                                                  {.pdl = true});
 }
 

@@ -18,7 +18,8 @@
 namespace flash_ext {
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>
-cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
+                                     cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
     using DKDV = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning.pool_pairs,
                                        kFeatures == Features::kGeneral>;
@@ -27,31 +28,32 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, cudaStream_t 
     using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
     using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kFeatures, kTuning>;
     cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, DKDV::kGeneral, stream);
-    const int heads = params.heads_k * params.batch;
-    const auto heads_at_a_time = static_cast<int>(params.ds_bytes / ds_group_bytes(params));
-    if (heads_at_a_time > 0) {
-        for (int head = 0; head < heads && status == cudaSuccess; head += heads_at_a_time) {
-            const DSWorkspace ds_workspace{static_cast<char*>(params.ds), head,
-                                           min_of(heads_at_a_time, heads - head),
-                                           DSWorkspaceTiles(params)};
-            status = launch_fa3_backward_dkdv<DKDVStoringDS>(params, ds_workspace, stream);
-            if (status == cudaSuccess)
-                status = launch_fa3_backward_dq_gemm<DQGemm>(params, ds_workspace, stream);
-        }
-        return status;
+    const int heads = kernel.ds_heads > 0 ? params.heads_k * params.batch : 0;
+    for (int head = 0; head < heads && status == cudaSuccess; head += kernel.ds_heads) {
+        const bool whole = head + kernel.ds_heads <= heads;
+        const WideSchedules& schedules = whole ? kernel.wide : kernel.last_wide;
+        const DSWorkspace ds_workspace{static_cast<char*>(kernel.ds), head,
+                                       whole ? kernel.ds_heads : heads - head,
+                                       DSWorkspaceTiles(params)};
+        status = launch_fa3_backward_dkdv<DKDVStoringDS>(params, ds_workspace, schedules.keys,
+                                                         kernel.sms, stream);
+        if (status == cudaSuccess)
+            status = launch_fa3_backward_dq_gemm<DQGemm>(params, ds_workspace, schedules.queries,
+                                                         kernel.sms, stream);
     }
-    if (status == cudaSuccess)
-        status = launch_fa3_backward_dkdv<DKDV>(params, DSWorkspace{}, stream);
-    if (status == cudaSuccess) status = launch_fa3_backward_dq<DQ>(params, stream);
-    return status;
+    if (kernel.ds_heads > 0 || status != cudaSuccess) return status;
+    status = launch_fa3_backward_dkdv<DKDV>(params, {}, kernel.wide.keys, kernel.sms, stream);
+    if (status != cudaSuccess) return status;
+    return launch_fa3_backward_dq<DQ>(params, kernel.wide.queries, kernel.sms, stream);
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_backward_wide(BackwardParams params, cudaStream_t stream) {
+cudaError_t fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
+                              cudaStream_t stream) {
     return dispatch_kernel<Features::kVarlen, Features::kGeneral>(
-        params, [&](auto element, auto features) {
+        params.element_type, kernel.form, [&](auto element, auto features) {
             return launch_fa3_backward_wide<decltype(element), kHeadDim, kHeadDimV, features.value>(
-                params, stream);
+                with_parts_as_heads(params), kernel, stream);
         });
 }
 

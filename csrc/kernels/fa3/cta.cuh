@@ -155,11 +155,11 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
 }
 
 template <class Kernel>
-cudaError_t launch_fa3(const typename Kernel::Config::Params& params, int tiles,
+cudaError_t launch_fa3(const typename Kernel::Config::Params& params, int tiles, int sms,
                        cudaStream_t stream, const LaunchOptions& options = {}) {
     using Config = typename Kernel::Config;
     static_assert(sizeof(typename Config::SharedStorage) <= 227 * 1024);
-    return launch_kernel<fa3_kernel<Kernel>>(min_of(tiles, multiprocessors()), Config::kThreads,
+    return launch_kernel<fa3_kernel<Kernel>>(min_of(tiles, sms), Config::kThreads,
                                              sizeof(typename Config::SharedStorage), params, stream,
                                              options);
 }

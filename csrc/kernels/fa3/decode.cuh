@@ -30,9 +30,9 @@
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "schedule/epoch_counter.cuh"
-#include "schedule/packed_gqa.h"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
+#include "schedule/tile_order.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 
@@ -451,18 +451,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_decode(ForwardParams call, cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch(), features_of(call) == Features::kGeneral,
+cudaError_t fa3_decode(const ForwardParams& call, const ForwardKernel& kernel,
+                       cudaStream_t stream) {
+    const Fa3DecodeParams params{call, launch_epoch(), kernel.form == Features::kGeneral,
                                  exponent_scale(call)};
+    using enum tuning::Fa3ForwardTile;
     return dispatch_element(params.element_type, [&](auto element) {
-        using enum DecodeTile;
-        return dispatch<kFewRows, kManyKeys, kManyRows>(params.decode_tile, [&](auto tile) {
+        return dispatch<kFewRows, kManyKeys, kManyRows>(kernel.tile, [&](auto tile) {
             using Config = Fa3DecodeConfig<decltype(element), kHeadDim, kHeadDimV,
                                            tuning::fa3_decode({kHeadDim, kHeadDimV}, tile)>;
-            const QueryTiles tiles{params.pack_gqa_log2 > 0 ? params.heads_k : params.heads_q,
-                                   Config::kRows >> params.pack_gqa_log2};
             return launch_kernel<fa3_decode_kernel<Config>>(
-                tile_count(params, tiles) * params.num_splits, Config::kThreads,
+                cta_count(params.schedule), Config::kThreads,
                 sizeof(typename Config::SharedStorage), params, stream,
                 {.cluster = min_of(params.num_splits, kMostClusterSplits)});
         });

@@ -48,7 +48,6 @@
 
 #include "kernels/common/optimistic_softmax.cuh"
 #include "kernels/common/recompute_rows.cuh"
-#include "kernels/fa3/forward_launch.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 
 namespace flash_ext {
@@ -363,22 +362,21 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
 };
 
 template <int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward(ForwardParams params, cudaStream_t stream) {
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params, [&](auto element,
-                                                                              auto features) {
-        using enum tuning::Fa3ForwardTile;
-        constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-        const auto needed = has_splits_or_groups(params)
-                                ? kSplits
-                                : tuning::fa3_forward_tile(kDims, fa3_call(params));
-        return dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(needed, [&](auto tile) {
+cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel,
+                        cudaStream_t stream) {
+    using enum tuning::Fa3ForwardTile;
+    const auto launch = [&](auto element, auto features) {
+        return dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
             constexpr bool kMayHaveSplits = tile == kSplits || features == Features::kGeneral;
             using Config =
                 Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward(kDims, features.value, tile), kMayHaveSplits>;
-            return launch_fa3_forward<Fa3Forward<Config>>(params, stream);
+                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value, tile),
+                                 kMayHaveSplits>;
+            return launch_fa3_forward<Fa3Forward<Config>>(params, kernel.sms, stream);
         });
-    });
+    };
+    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params.element_type, kernel.form,
+                                                                  launch);
 }
 
 }  // namespace flash_ext

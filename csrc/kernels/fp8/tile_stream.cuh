@@ -343,7 +343,7 @@ template <class Layout>
 int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads, int cta_bytes) {
     const int by_threads = max_of(sm_threads / threads, 1);
     const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
-    int tiles = multiprocessors() * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
+    int tiles = current_device().sms * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
     const int above = tiles % params.heads;
     if (params.mean != nullptr && 16 * above <= tiles) tiles -= above;
     return Layout::kCtas * min_of(tiles_of_heads(params, kScaleRows), int64_t{tiles});

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .kept import MOST_BYTES, Kept, bytes_of, kept
 
-T = TypeVar("T", Tensor, tuple[Tensor, ...])
+T = TypeVar("T")  # a tensor, or several
 
 HOST = torch.device("cpu")
 """What plans are made on, whatever the default device is."""
@@ -61,7 +61,8 @@ class _Made(Generic[T]):
         stream = torch.cuda.current_stream(self._device)
         if stream not in self._streams:
             stream.wait_event(self._made)  # of the stream that made them, maybe
-            for x in (self.value,) if isinstance(self.value, Tensor) else self.value:
+            one = isinstance(self.value, Tensor)
+            for x in cast("tuple[Tensor, ...]", (self.value,) if one else self.value):
                 x.record_stream(stream)
             self._streams.add(stream)
         return self.value

@@ -214,7 +214,10 @@ def _calls(pairs: Tensor, runs: list[list[_Chain]]) -> list[Call]:
     index = wide[:3] + torch.arange(width, dtype=pairs.dtype, device=HOST)
     found = pairs.view(-1).index_select(0, index.view(-1)).sub_(wide[3:].view(-1))
     every = Numbers(found.int())
-    return [_call(every, width, run, *edge) for run, edge in zip(runs, itertools.pairwise(edges), strict=True)]
+    return [
+        _call(every, width, run, *edge)
+        for run, edge in zip(runs, itertools.pairwise(edges), strict=True)
+    ]
 
 
 def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) -> Call:
@@ -227,7 +230,7 @@ def _call(every: Numbers, width: int, run: list[_Chain], first: int, last: int) 
         packed = Packed(every, slice(first, last), slice(width + first, width + last), used)
     _, others, *window = run[0].group
     aligned = all(chain.aligned for chain in run)
-    return Call(q, k, tuple(window), not others, packed, aligned=aligned)
+    return Call(q, k, (window[0], window[1]), not others, packed, aligned=aligned)
 
 
 def _of_sources(

@@ -199,7 +199,7 @@ class Sharding:
             first, last, shift = cells_of(self, documents, [rank])[:, 0]
             shift = shift + documents.bounds[0]
         host = torch.stack([shift, last - first]).long().view(2, -1)
-        shift, size = moved(host, device)
+        shift, size = moved(host, device).unbind()
         count = self.lengths[rank]  # or else the device would be asked
         at = torch.arange(count, dtype=torch.int64, device=device)
         return at - shift.repeat_interleave(size, output_size=count)
@@ -238,7 +238,7 @@ def _orders(key: tuple[Sharding, bool], device: torch.device) -> tuple[Tensor, T
         length = numbers(shards.lengths, shift.dtype).view(-1, 1)
         size = torch.cat([size, most - length], 1)
         shift = torch.cat([shift, start + length - rows], 1)
-    size, shift = moved(torch.stack([size, shift]).int().view(2, -1), device)
+    size, shift = moved(torch.stack([size, shift]).int().view(2, -1), device).unbind()
     at = torch.arange(count, dtype=torch.int32, device=device)
     found = at - shift.repeat_interleave(size, output_size=count)
     inverse = torch.empty_like(at).scatter_(0, found.long(), at)[:rows]
@@ -267,7 +267,8 @@ def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Te
     parts = shards.parts.index_select(1, numbers(ranks))
     own, count = shards.documents, len(documents)
     if own is documents or own is not None and own[:count] == documents:
-        return parts.unflatten(2, (2, -1))[..., : count - 1]
+        own_parts: Tensor = parts.unflatten(2, (2, -1))
+        return own_parts[..., : count - 1]
     shift = parts[2:, ..., None].expand(-1, -1, -1, count - 1)
     return torch.cat([parts[:2, ..., None].clamp(*documents.bounds), shift])
 

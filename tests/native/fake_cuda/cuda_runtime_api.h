@@ -13,6 +13,7 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMinor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
     cudaDevAttrMultiProcessorCount,
+    cudaDevAttrL2CacheSize,
 };
 using cudaStream_t = void*;
 

@@ -1,0 +1,406 @@
+// All models of time and of memory by which plans choose: tiles, splits, parts, packed heads, the
+// order of tiles. Measured constants are from docs/notes, those of single tiles are in tuning.h.
+//
+// The unit of time is a block: what a CTA takes for the scores of 64 rows and 128 keys, in the pass
+// and kernel in question. Only times of one function are compared.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "plan/device.h"
+#include "plan/ds_workspace.cuh"
+#include "plan/tuning.h"
+#include "problem/mask.cuh"
+#include "problem/params.h"
+#include "problem/sequences.cuh"
+#include "schedule/split_kv.cuh"
+#include "schedule/tile_numbers.cuh"
+#include "tile/host_device.h"
+
+namespace flash_ext {
+
+// How often a GPU that works on `at_once` tiles at a time is filled. Equal tiles run in whole
+// waves; others, long ones first, fill it to the end.
+inline double waves(double tiles, double at_once, bool equal) {
+    const double filled = tiles / at_once;
+    return equal ? std::ceil(filled) : filled;
+}
+
+// The query heads that share keys; 1 without any.
+inline int group_or_one(const AttentionParams& params) {
+    return params.heads_q / max_of(params.heads_k, 1);
+}
+
+// --- The order of tiles ---
+
+// What a query of a backward has in L2: its rows of Q and dO, and of dQ in float32.
+constexpr int64_t bytes_of_q_do_dq(ElementType type, HeadDims dims) {
+    return int64_t{element_bytes(type)} * (dims.qk + dims.v) + int64_t{4} * dims.qk;
+}
+
+// The heads of an L2 swizzle group, from the bytes of the operands that the tiles of a head share.
+// A group has tiles for about `l2_waves` waves of CTAs (one where heads have few tiles), and for
+// half as many at least: with fewer, its last tiles would leave much of the GPU idle.
+//
+// Where a head has few tiles, memory is the limit, and not how well the tiles of a group fill the
+// GPU. Groups are then smaller, presumably since each half of an H100's L2 serves half of the SMs,
+// so what all SMs read takes room in both (docs/notes/022-short-sequences.md).
+inline Schedule make_schedule(int tiles, int heads, int batch, bool tiles_differ,
+                              int64_t bytes_per_head, int ctas_per_sm, const GpuModel& gpu,
+                              int l2_waves = 2) {
+    constexpr int kFewTilesPerHead = 8;
+    constexpr int kWave = 128;  // of an H100, as measured
+    const bool few_tiles = tiles <= kFewTilesPerHead;
+    const int64_t l2_group_tiles = kWave * (few_tiles ? 1 : l2_waves) * ctas_per_sm;
+    const int64_t total_heads = static_cast<int64_t>(heads) * batch;
+    const int64_t l2_share = few_tiles ? gpu.l2_share / 4 : gpu.l2_share;
+    const int64_t fitting = max_of(l2_share / max_of<int64_t>(bytes_per_head, 1),
+                                   ceil_div<int64_t>(l2_group_tiles, max_of(tiles, 1)));
+    // Groups of equal size: a small last one would leave much of the GPU idle, too.
+    const int64_t groups = max_of<int64_t>(ceil_div(total_heads, fitting), 1);
+    const int64_t l2_group_heads =
+        tiles_differ ? max_of<int64_t>(ceil_div(total_heads, groups), 1) : 1;
+    return {tiles, heads, batch, static_cast<int>(l2_group_heads)};
+}
+
+// Packed sequences under a mask need larger groups: most of a group's work may belong to one long
+// sequence, whose longest tiles are a large part of the whole run.
+constexpr int l2_group_waves(const AttentionParams& params, bool masked) {
+    return masked && params.cu_seqlens_q != nullptr ? 4 : 2;
+}
+
+// Under a mask, where heads have few tiles and nearly every CTA of a persistent grid has one head,
+// it takes all tiles of that head, so that the first one brings K and V to L2 for the others. All
+// heads are then worked on at the same time: not where their K and V exceed half of an H100's L2.
+// Without a mask it gains little, and loses where K and V are not in L2 before (note 022).
+inline Schedule with_whole_heads(Schedule schedule, int64_t bytes_per_head, const GpuModel& gpu) {
+    constexpr int kMostTilesAtOnce = 3;
+    const int64_t heads = int64_t{schedule.heads} * schedule.batch;
+    if (schedule.tiles > 1 && schedule.tiles <= kMostTilesAtOnce && heads <= gpu.sms &&
+        8 * heads >= 7 * int64_t{gpu.sms} && heads * bytes_per_head <= gpu.l2_share / 4 * 3) {
+        schedule.l2_group_heads = 1;
+        schedule.tiles_at_once = schedule.tiles;
+    }
+    return schedule;
+}
+
+// The order of Q tiles, each with all splits of its keys. The tiles of a head share K and V.
+inline Schedule forward_schedule(const AttentionParams& params, const QueryTiles& tiles,
+                                 HeadDims dims, int ctas_per_sm, const GpuModel& gpu,
+                                 int splits = 1, bool may_take_whole_heads = false) {
+    const bool masked = params.window_right < params.seqlen_k;
+    const int64_t bytes_per_head = int64_t{element_bytes(params.element_type)} *
+                                   (dims.qk + dims.v) * params.seqlen_k * params.heads_k /
+                                   max_of(tiles.heads, 1);
+    Schedule schedule =
+        make_schedule(tile_numbers(params, params.seqlen_q, tiles.queries), tiles.heads,
+                      tensor_batches(params), masked || params.cu_seqlens_q != nullptr,
+                      bytes_per_head, ctas_per_sm, gpu, l2_group_waves(params, masked));
+    if (may_take_whole_heads && masked && !is_varlen(params) && splits == 1)
+        schedule = with_whole_heads(schedule, bytes_per_head, gpu);
+    schedule.tiles *= splits;
+    return schedule;
+}
+
+// The bytes of Q, dO and dQ that the KV tiles of a head share.
+inline int64_t backward_bytes_per_head(const BackwardParams& params, HeadDims dims) {
+    return bytes_of_q_do_dq(params.element_type, dims) * params.seqlen_q * group_of(params);
+}
+
+// The order of KV tiles, if dQ is summed in HBM. Deterministic mode interleaves all heads: the
+// fewer tiles of a head run at the same time, the less they wait for each other.
+inline Schedule backward_schedule(const BackwardParams& params, int block_kv, HeadDims dims,
+                                  int ctas_per_sm, const GpuModel& gpu) {
+    const bool masked = is_masked(params);
+    return make_schedule(tile_numbers(params, params.seqlen_k, block_kv), params.heads_k,
+                         tensor_batches(params),
+                         masked || params.cu_seqlens_q != nullptr || params.deterministic,
+                         params.deterministic ? 0 : backward_bytes_per_head(params, dims),
+                         ctas_per_sm, gpu, l2_group_waves(params, masked));
+}
+
+// The first KV tile of a head should be complete when its other tiles begin. So as many tiles come
+// in between as there are CTAs, and more under a mask, where the first tile has 2 tiles /
+// (tiles + 1) times as many iterations as the mean. 0 in deterministic mode and with varlen, for
+// long sequences, for which zeros cost little, and where the heads in between do not fit in L2 or
+// are more than a quarter of all (note 010).
+inline int lead_of(const BackwardParams& params, const Schedule& schedule, HeadDims dims,
+                   const GpuModel& gpu) {
+    constexpr int kMaxTiles = 16;
+    if (params.deterministic || params.cu_seqlens_q != nullptr || schedule.tiles < 2 ||
+        schedule.tiles > kMaxTiles)
+        return 0;
+    const int lead = is_masked(params) ? ceil_div(2 * gpu.sms, schedule.tiles + 1)
+                                       : ceil_div(gpu.sms, schedule.tiles);
+    // On an H100 33.5 MiB, for leads of 33 heads of 1 MiB each (132 SMs, 4 tiles a head), which the
+    // share for whole groups of heads would exclude.
+    const bool fits = lead * backward_bytes_per_head(params, dims) <= gpu.l2_share / 64 * 67;
+    return fits && 4 * lead <= schedule.heads * schedule.batch ? lead : 0;
+}
+
+// --- Tiles of FA3's forward ---
+
+// The time of a forward with such tiles, the empty rows and keys of both included.
+inline double forward_time(const AttentionParams& params, const tuning::Fa3Forward& tile,
+                           const tuning::Fa3Costs& costs, const GpuModel& gpu) {
+    const int rows = 64 * tile.consumers;
+    const bool equal = !is_varlen(params) && !is_masked(params);
+    const tuning::Fa3Cost cost = equal ? costs.alike : costs.differ;
+    const int64_t heads = int64_t{params.heads_q} * params.batch;
+    const int64_t window = int64_t{params.window_left} + params.window_right + 1;
+    const int64_t keys =
+        equal ? ceil_div(mean_keys(params), tile.block_kv) * tile.block_kv
+              : min_of<int64_t>(mean_keys(params), window + rows) + tile.block_kv / 2;
+    const auto tiles = static_cast<double>(heads * ceil_div(mean_queries(params), rows));
+    return cost.percent * waves(tiles, gpu.sms, equal) * rows *
+           static_cast<double>(keys + cost.overhead) / (100 * 64 * 128);
+}
+
+// The tiles of a call without splits: those that take the least time. few_tiles: do the smallest Q
+// tiles fill the GPU no more than once?
+inline tuning::Fa3ForwardTile fa3_forward_tile(HeadDims dims, const AttentionParams& params,
+                                               bool few_tiles, const GpuModel& gpu) {
+    using enum tuning::Fa3ForwardTile;
+    if (element_bytes(params.element_type) == 1) {
+        const tuning::Fa3ForwardFp8Row row = row_of(tuning::kFa3ForwardFp8, dims);
+        // The tiles for splits have fewer rows, but a row and key takes longer
+        // (docs/notes/016-fp8.md, d 64).
+        constexpr tuning::Fa3Costs kCosts{.alike = {115}, .differ = {115}};
+        const bool few = row.usual.consumers != row.splits.consumers &&
+                         (few_tiles || forward_time(params, row.splits, kCosts, gpu) <
+                                           forward_time(params, row.usual, {}, gpu));
+        return few ? kFewQueries : kUsual;
+    }
+    const tuning::Fa3ForwardRow row = row_of(tuning::kFa3Forward, dims);
+    const double usual = forward_time(params, row.usual, {}, gpu);
+    const double few_queries = forward_time(params, row.few_queries, row.few_queries_costs, gpu);
+    const double long_keys = forward_time(params, row.long_keys, row.long_keys_costs, gpu);
+    if (few_tiles || few_queries < min_of(usual, long_keys)) return kFewQueries;
+    return long_keys < usual ? kLongKeys : kUsual;
+}
+
+// --- Packed GQA ---
+
+// Tiles of block_q rows. GQA is packed if that at least halves their number and saves more bytes of
+// K and V than its results cost, which are written in float32 and read again (combine.cuh).
+inline QueryTiles query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
+    const QueryTiles one_head{params.heads_q, block_q};
+    const int group = group_or_one(params);
+    if (!may_pack_gqa || group < 2 || group > block_q) return one_head;
+    int pack_gqa_log2 = 3;  // a load takes eight rows
+    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    const QueryTiles packed{params.heads_k, block_q >> pack_gqa_log2, pack_gqa_log2};
+    const int64_t many = tile_count(params, one_head);
+    const int64_t few = tile_count(params, packed);
+    const int64_t saved_bytes = (many - few) * keys_seen(params) *
+                                (params.head_dim + params.head_dim_v) *
+                                element_bytes(params.element_type);
+    const int64_t result_bytes = statistics_rows(params) * params.head_dim_v * 8;
+    return 2 * few <= many && result_bytes <= saved_bytes ? packed : one_head;
+}
+
+// Tiles for few queries: of up to block_q rows, which hold all queries and the heads of their
+// group. None (0 heads) where there are more. Packed sequences have one query, or some of them
+// none: otherwise some may be long.
+inline QueryTiles few_query_tiles(const AttentionParams& params, int block_q, bool may_pack_gqa) {
+    const int group = may_pack_gqa ? group_or_one(params) : 1;
+    const bool packed = params.cu_seqlens_q != nullptr;
+    int pack_gqa_log2 = 0;
+    while (1 << pack_gqa_log2 < group) ++pack_gqa_log2;
+    if (packed && params.seqlen_q > params.batch) return {};
+    const int64_t queries = packed ? 1 : max_of(params.seqlen_q, 1);
+    if (queries << pack_gqa_log2 > block_q) return {};
+    return {group > 1 ? params.heads_k : params.heads_q, block_q >> pack_gqa_log2, pack_gqa_log2};
+}
+
+// --- Splits of the keys ---
+
+// The number of splits of the keys of each Q tile, so that few tiles fill a GPU that works on
+// `at_once` of them at a time (Flash-Decoding): the smallest number whose time is near the minimum.
+// Splits have a least number of keys: the more queries have partial results and the more splits run
+// one after another, the larger it is. `few_keys`: where there are few rows. Then fewer than
+// kFewestKeysToSplit keys are not split, since the combination takes longer than they do.
+inline int num_splits(const AttentionParams& params, int64_t tiles, int heads_per_tile, int at_once,
+                      int few_keys) {
+    constexpr int kFewestKeysToSplit = 1024;
+    const int queries = mean_queries(params);
+    const int keys = keys_seen(params);
+    if (tiles == 0 || queries == 0 || keys == 0) return 1;
+    const bool whole_tiles = int64_t{queries} * heads_per_tile >= 64;
+    if (!whole_tiles && keys < kFewestKeysToSplit) return 1;
+    // The mean share of the keys that a tile sees: under a causal mask the first queries see few.
+    const double share = whole_tiles && params.window_right < params.seqlen_k
+                             ? 1. - 0.5 * min_of(queries, keys) / max_of(queries, keys)
+                             : 1.;
+    const int least_keys = !whole_tiles ? few_keys : 2 * tiles <= at_once ? 1024 : 2048;
+    const auto most =
+        static_cast<int>(min_of<int64_t>(keys / least_keys, ceil_div<int64_t>(2 * at_once, tiles)));
+    const auto time = [&](int splits) {
+        const double price = whole_tiles && splits > 1 ? 1.3 : 1.;
+        const double filled = waves(share * tiles * splits, at_once, share == 1.);
+        return price * max_of(filled, 1.) / splits * keys / 128;
+    };
+    if (share * tiles >= at_once) return 1;
+    double least = time(1);
+    for (int splits = 2; splits <= most; ++splits) least = min_of(least, time(splits));
+    int splits = 1;
+    while (0.95 * time(splits) > least) ++splits;
+    return splits;
+}
+
+// How many SMs run clusters of `splits` CTAs, one CTA each.
+inline int sms_of_clusters(int splits, const GpuModel& gpu) {
+    return splits <= 2 ? gpu.sms : gpu.cluster_sms;
+}
+
+// The time of decode.cuh with so many splits of each of `tiles`. Where every SM has a CTA, memory
+// is the limit, or L2. Several clusters combine their results through global memory. Fitted to the
+// table in docs/notes/019-one-sequence.md.
+inline double decoding_time(const AttentionParams& params, int64_t tiles, int splits, double alone,
+                            int ctas_per_sm, const GpuModel& gpu) {
+    const int keys = keys_seen(params);
+    const int64_t bytes = int64_t{params.batch} * keys * params.heads_k *
+                          (params.head_dim + params.head_dim_v) *
+                          element_bytes(params.element_type);
+    const double of_memory = bytes <= gpu.l2_share ? 0.6 : 0.95;
+    const int64_t ctas = tiles * splits;
+    const int64_t at_once = int64_t{ctas_per_sm} * sms_of_clusters(splits, gpu);
+    const auto wave = [&](int64_t of_ctas) {
+        const double full = static_cast<double>(of_ctas) / gpu.sms;
+        return of_ctas == 0 ? 0.
+                            : 1.2 + ceil_div(keys, 128 * splits) * max_of(alone, of_memory * full);
+    };
+    const double combination = splits == 1 ? 0. : decode_clusters(splits) == 1 ? 0.5 : 1.7;
+    return static_cast<double>(ctas / at_once) * wave(at_once) + wave(ctas % at_once) + combination;
+}
+
+// The splits of each tile in decode.cuh: a cluster, or several full ones.
+inline int decode_splits(const AttentionParams& params, int64_t tiles, tuning::Fa3ForwardTile tile,
+                         int ctas_per_sm, const GpuModel& gpu) {
+    const auto time = [&](int splits) {
+        return decoding_time(params, tiles, splits, tuning::decoding_time_alone(tile), ctas_per_sm,
+                             gpu);
+    };
+    int best = 1;
+    const auto consider = [&](int splits) {
+        if (time(splits) < time(best)) best = splits;
+    };
+    for (int splits = 2; splits < kMostClusterSplits; splits *= 2) consider(splits);
+    for (int clusters = 1; clusters <= kMostClusters; ++clusters)
+        consider(clusters * kMostClusterSplits);
+    return best;
+}
+
+// --- FA3's backward ---
+
+// A CTA has a KV tile and goes over all queries of its head: those of all query heads of a group.
+// Where such CTAs are too few for the GPU, too unequal, or have too many rows in L2, groups are cut
+// into equal parts; and where that does not suffice and all queries see all keys (cross attention
+// to few keys), the Q tiles of each head. For the kernels each part is a KV head, with the same K
+// and V as the other parts (shared_key_rows()) and with gradients of its own. These are summed
+// afterwards, always in the same order (kernels/common/sum_parts.cuh).
+struct Parts {
+    int groups;   // into which a group is cut
+    int queries;  // and the queries of each head
+};
+
+// The tiles that are to be cut: of K and V, with whole heads or groups.
+struct TilesToCut {
+    int64_t tiles;
+    int64_t rows;  // of Q, of a tile
+    int sms;
+    bool unequal = false;  // under a mask, or in sequences of several lengths
+    // Of unequal tiles:
+    double waiting = 0;  // how long a CTA waits at the end, in mean times of a tile
+    double in_l2 = 0;    // causal: Q, dO and dQ's sums of the tiles at work at a time, over what
+                         // stays in L2
+    double l2_cost = 0;  // of each such amount beyond the first one
+    int64_t heads = 0;   // deterministic: KV heads of all batches; a head's tiles add in turn
+};
+
+// The time with each tile in so many parts. A part costs 1.2 %, and the time of 300 rows: it writes
+// its dK and dV in float32, which are then read again.
+//
+// Equal tiles come in waves. Of unequal ones the longest takes twice the mean. Under a causal mask
+// the CTAs of a head get out of step, and share its rows only while they are in L2: each 64 MB
+// beyond the first costs 8 %, with more than 32,768 keys 3 %. In deterministic mode they keep in
+// step, as they add in turn: few heads wait for each other, many have too many rows at work. Fitted
+// to the tables in docs/notes/018-few-kv-heads.md.
+inline double time_in_parts(const TilesToCut& x, int parts) {
+    const auto rows = static_cast<double>(x.rows);
+    const double tile = (1 + parts * (.012 + 300. / rows)) * rows / 64;
+    const double filled = waves(static_cast<double>(x.tiles * parts), x.sms, !x.unequal);
+    if (!x.unequal) return tile * filled / parts;
+    const double time = tile * max_of(2., filled + x.waiting) / parts;
+    if (x.heads > 0) {
+        const auto heads = static_cast<double>(x.heads * parts);
+        return time * (1 + .6 / heads + .2 * max_of(0., heads / 16 - 1));
+    }
+    return time * (1 + x.l2_cost * max_of(0., x.in_l2 / parts - 1));
+}
+
+// The parts from 1 to `most` that divide `whole` with which the tiles take the least time, to 3 %.
+inline int best_parts(const TilesToCut& x, int64_t most, int whole) {
+    int best = 1;
+    if (x.tiles == 0) return best;
+    for (int parts = 2; parts <= most; ++parts)
+        if (whole % parts == 0 && time_in_parts(x, parts) < .97 * time_in_parts(x, best))
+            best = parts;
+    return best;
+}
+
+// The parts of a call with `key_tiles` of a head. A part of few queries has too little to do. wide:
+// for the kernels of wide heads, which do not add to dQ in memory, and cannot cut queries.
+inline Parts choose_parts(const BackwardParams& params, int64_t key_tiles, bool wide,
+                          const GpuModel& gpu) {
+    constexpr int kLeastRows = 512;  // of Q, of a part
+    const int group = params.heads_q / params.heads_k;
+    const bool packed = params.cu_seqlens_q != nullptr;
+    const int64_t heads = int64_t{params.heads_k} * tensor_batches(params);
+    TilesToCut x{.tiles = key_tiles * heads,
+                 .rows = int64_t{group} * mean_queries(params),
+                 .sms = gpu.sms,
+                 .unequal = is_masked(params) || packed,
+                 .waiting = packed ? .5 : .1};
+    constexpr int64_t kKeysAtWork = 2 * 128 * 128;  // two waves of tiles of 128 keys
+    if (params.deterministic && !wide) {
+        x.heads = heads;  // of packed sequences those of one, as measured
+    } else if (is_masked(params) && params.window_left >= params.seqlen_q) {
+        const int64_t heads_at_work = ceil_div<int64_t>(kKeysAtWork, max_of(mean_keys(params), 1));
+        const int64_t rows = min_of<int64_t>(heads_at_work * mean_queries(params), kKeysAtWork);
+        const HeadDims dims{params.head_dim, params.head_dim_v};
+        const int64_t row_bytes =
+            wide ? int64_t{element_bytes(params.element_type)} * (dims.qk + dims.v)
+                 : bytes_of_q_do_dq(params.element_type, dims);
+        x.in_l2 =
+            static_cast<double>(rows * group * row_bytes) / static_cast<double>(2 * gpu.l2_share);
+        x.l2_cost = mean_keys(params) <= kKeysAtWork ? .08 : .03;
+    }
+    const int64_t most = int64_t{group} * mean_queries(params) / kLeastRows;
+    const int groups = best_parts(x, min_of<int64_t>(most, group), group);
+    if (x.unequal || wide || x.tiles * groups >= gpu.sms) return {groups, 1};
+    x.tiles *= groups;
+    x.rows /= groups;
+    // Any number divides the Q tiles well enough.
+    return {groups, best_parts(x, min_of<int64_t>(most / groups, gpu.sms), 0)};
+}
+
+// How many heads of K and V, of all batches, have their dS in memory at a time: all, or an equal
+// share of them. The limit is two and a half times the size of q, out and their gradients, which is
+// linear in the sequence length, or 576 MiB if that is less. 0 if one head exceeds it, or if
+// sequences are packed: the host does not know their lengths.
+inline int ds_heads_at_a_time(const BackwardParams& params) {
+    constexpr int64_t kMost = int64_t{576} << 20;
+    const int64_t heads_q = int64_t{params.heads_q} * params.batch;
+    const int64_t most =
+        min_of(kMost, heads_q * params.seqlen_q * (params.head_dim + params.head_dim_v) * 5 *
+                          element_bytes(params.element_type));
+    const int64_t bytes = ds_head_bytes(params);
+    if (params.cu_seqlens_q != nullptr || bytes > most) return 0;
+    const int64_t heads = max_of<int64_t>(int64_t{params.heads_k} * params.batch, 1);
+    const int64_t passes = ceil_div(heads, min_of(most / bytes, heads));
+    return static_cast<int>(ceil_div(heads, passes));
+}
+
+}  // namespace flash_ext
