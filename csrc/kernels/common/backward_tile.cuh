@@ -492,9 +492,4 @@ struct DQTile : Config {
     }
 };
 
-template <class Config>
-cudaError_t launch_postprocess_dq(const BackwardParams& params, cudaStream_t stream) {
-    return postprocess_dq<DQTile<Config>>(params, stream);
-}
-
 }  // namespace flash_ext

@@ -161,7 +161,7 @@ cudaError_t fa1_backward(const BackwardParams& params, const BackwardKernel& ker
             status = launch_kernel<fa1_backward_kernel<Config>>(
                 params.heads_k * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
-        if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
+        if (status == cudaSuccess) status = postprocess_dq<DQTile<Config>>(params, stream);
         return status;
     };
     return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,

@@ -187,7 +187,7 @@ cudaError_t launch_fa2_backward(const BackwardParams& params, cudaStream_t strea
     if (status == cudaSuccess)
         status = launch_kernel<fa2_backward_kernel<Config>>(
             cta_count(params.schedule), Config::kThreads, Config::kSharedBytes, params, stream);
-    if (status == cudaSuccess) status = launch_postprocess_dq<Config>(params, stream);
+    if (status == cudaSuccess) status = postprocess_dq<DQTile<Config>>(params, stream);
     return status;
 }
 

@@ -69,10 +69,6 @@
 #include "plan/launchers.h"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/uniform.cuh"
-#include "schedule/tile_numbers.cuh"
-#include "schedule/tile_order.cuh"
-#include "tile/wgmma.cuh"
 
 namespace flash_ext {
 
@@ -104,6 +100,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
           consumer(ptx::warp_uniform(threadIdx.x / 128) - 1),
           warp_key((ptx::warp_uniform(threadIdx.x / 32) - 4) * 16) {}
 
+    __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
+        return ptx::shared_address(storage.ds[stage]);
+    }
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
         const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
         if constexpr (Config::kTuning.transpose_dq) {
@@ -257,7 +256,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // dS^T = P^T * (dP^T - delta), and both rounded to operands.
     __device__ __forceinline__ void softmax_gradient(State& s, const KeyTile& tile) const {
-        const QTilePosition at = s.at;
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
         const bool softcap = Config::kGeneral && params.softcap != 0.f;
@@ -269,7 +267,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
             for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
             if constexpr (Config::kGeneral)
                 if (softcap)
-                    warp_scores(tile, at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
+                    warp_scores(tile, s.at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
                         return lse[8 * n + col];
                     });
             round_piece<Element>(s.rP, p, n);
@@ -402,11 +400,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
             while (--s.iterations > 0) iterate(s, x, tile);
             finish_tile(s, x, tile);
         }
-    }
-
- private:
-    __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
-        return ptx::shared_address(storage.ds[stage]);
     }
 };
 

@@ -6,16 +6,11 @@
 
 #include "kernels/common/postprocess_dq.cuh"
 #include "kernels/fa3/backward_common.cuh"
-#include "kernels/fa3/cta.cuh"
 #include "plan/tuning.h"
-#include "plan/workspace_rows.cuh"
-#include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/uniform.cuh"
-#include "tile/copy.cuh"
-#include "tile/fragment.cuh"
 
 namespace flash_ext {
 

@@ -59,16 +59,11 @@
 #include "kernels/fa3/cta.cuh"
 #include "plan/ds_workspace.cuh"
 #include "plan/tuning.h"
-#include "plan/workspace_rows.cuh"
-#include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/uniform.cuh"
 #include "schedule/dynamic_persistent_scheduler.cuh"
-#include "schedule/tile_numbers.cuh"
 #include "schedule/tile_order.cuh"
 #include "tile/tma_load.cuh"
-#include "tile/wgmma.cuh"
 
 namespace flash_ext {
 

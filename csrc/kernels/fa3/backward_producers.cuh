@@ -3,14 +3,10 @@
 #pragma once
 
 #include "kernels/fa3/backward_config.cuh"
-#include "plan/workspace_rows.cuh"
-#include "problem/sequences.cuh"
-#include "ptx/grid_dependency.cuh"
-#include "ptx/memory.cuh"
+#include "kernels/fa3/cta.cuh"
 #include "ptx/tma.cuh"
 #include "schedule/split_kv.cuh"
 #include "schedule/tile_numbers.cuh"
-#include "schedule/tile_order.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flash_ext {
