@@ -27,7 +27,6 @@
 #include <cfloat>
 
 #include "kernels/common/fp8_softmax.cuh"
-#include "kernels/fa3/forward_launch.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 #include "tile/transpose.cuh"
 
@@ -489,22 +488,24 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 };
 
 template <ElementType kQKType, int kHeadDim, int kHeadDimV>
-cudaError_t fa3_forward_fp8(ForwardParams params, cudaStream_t stream) {
+cudaError_t fa3_forward_fp8(const ForwardParams& params, const ForwardKernel& kernel,
+                            cudaStream_t stream) {
+    using enum tuning::Fa3ForwardTile;
     using QKElement = std::conditional_t<kQKType == ElementType::kInt8, Int8, Float8>;
-    constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-    const auto launch = [&](auto may_have_splits, auto few_rows) {
-        using Config =
-            Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV,
-                                tuning::fa3_forward_fp8(kDims, few_rows), may_have_splits>;
-        return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, stream);
-    };
-    constexpr std::true_type kYes;
-    constexpr std::false_type kNo;
-    if (has_splits_or_groups(params)) return launch(kYes, kYes);
-    if constexpr (tuning::fa3_forward_fp8(kDims, true).consumers !=
-                  tuning::fa3_forward_fp8(kDims, false).consumers)
-        if (tuning::few_queries_fp8(kDims, fa3_call(params))) return launch(kNo, kYes);
-    return launch(kNo, kNo);
+    return dispatch<kSplits, kFewQueries, kUsual>(kernel.tile, [&](auto tile) {
+        constexpr tuning::Fa3Forward kTuning = tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, tile);
+        // At other head dims the plan names kUsual, or kSplits.
+        constexpr bool kExists =
+            tile != kFewQueries ||
+            kTuning.consumers != tuning::fa3_forward_fp8({kHeadDim, kHeadDimV}, kUsual).consumers;
+        if constexpr (kExists) {
+            using Config =
+                Fa3ForwardFp8Config<QKElement, kHeadDim, kHeadDimV, kTuning, tile == kSplits>;
+            return launch_fa3_forward<Fa3ForwardFp8<Config>>(params, kernel.sms, stream);
+        } else {
+            return kNoKernel;
+        }
+    });
 }
 
 }  // namespace flash_ext
