@@ -104,7 +104,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         return ptx::shared_address(storage.ds[stage]);
     }
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
-        const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
+        const uint32_t lane = threadIdx.x % 32;
         if constexpr (Config::kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
