@@ -166,15 +166,16 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     struct Operands {
         const Fa3Backward& cta;
         int consumer = cta.consumer;
-        KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
-        KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
-        KMajor<QTile> q_rows{cta.q_pipeline.stages};
-        KMajor<DOTile> do_rows{cta.do_pipeline.stages};
+        KMajorBy32Bits<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<QTile> q_rows{cta.q_pipeline.stages};
+        KMajorBy32Bits<DOTile> do_rows{cta.do_pipeline.stages};
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
         Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
-        KMajor<DSTile> ds_rows{cta.ds_tile(0), Config::kTuning.transpose_dq ? 0 : consumer * 64};
+        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0),
+                                       Config::kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
         MNMajor<KTile> k_columns{cta.k_pipeline.stages +
                                  (Config::kTuning.transpose_dq ? consumer : 0) *
