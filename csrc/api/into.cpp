@@ -1,12 +1,11 @@
 // Checks of the tensors that attention is written into. The CPU kernels have the same in
 // flash_ext/cpu/into.py.
-#include "api/into.h"
-
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 #include <vector>
 
+#include "api/attention.h"
 #include "api/check.h"
 
 namespace flash_ext {

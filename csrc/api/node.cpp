@@ -29,9 +29,9 @@ struct Announced {
 };
 thread_local Announced announced;
 
-double node_options(OPTION_PARAMETERS) {
+double node_options(const Options& options) {
     static thread_local double calls = 0;  // exact to 2^53
-    announced = {++calls, OPTIONS};
+    announced = {++calls, options};
     return calls;
 }
 
@@ -147,17 +147,18 @@ void call_op(const char* name, StableIValue* stack) {
 }  // namespace flash_ext
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeImplicitAutograd, m) {
-    m.impl("node_options_" DEVICE_NAME, TORCH_BOX(&flash_ext::node_options));
+    m.impl("node_options_" DEVICE_NAME, flash_ext::boxed<flash_ext::node_options>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, FLASH_EXT_DEVICE, m) {
-    m.impl("node_bwd", TORCH_BOX(&flash_ext::node_bwd));
+    m.impl("node_bwd", flash_ext::boxed<flash_ext::node_bwd>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aten, FLASH_EXT_DEVICE, m) {
-    m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_BOX(&flash_ext::node_fwd));
+    m.impl("_scaled_dot_product_fused_attention_overrideable",
+           flash_ext::boxed<flash_ext::node_fwd>);
     m.impl("_scaled_dot_product_fused_attention_overrideable_backward",
-           TORCH_BOX(&flash_ext::node_bwd));
+           flash_ext::boxed<flash_ext::node_bwd>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(aten, FLASH_EXT_AUTOGRAD, m) {

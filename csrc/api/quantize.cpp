@@ -82,8 +82,6 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
         require_aligned("mean", *options.mean, 16);
     }
     if (options.signs) {
-        if (options.signs->scalar_type() != ScalarType::Char)
-            refuse("signs", "int8", dtype_name(options.signs->scalar_type()));
         require_option("signs", *options.signs, ScalarType::Char, {head_dim}, "(head_dim)", x);
         require_aligned("signs", *options.signs, 8);
     }
@@ -158,8 +156,9 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     return {x_8bit, descale};
 }
 
-Tensor mean_of_rows(const Tensor& x, const QuantizeOptions& options) {
-    QuantizeParams params = check_rows(x, options);
+Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
+                    const std::optional<Tensor>& seqused) {
+    QuantizeParams params = check_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
     const cudaStream_t stream = current_stream(x);
     const int64_t batches = params.cu_seqlens != nullptr ? 1 : std::max(params.batch, 1);
 

@@ -19,6 +19,8 @@ struct QuantizeOptions {
     std::optional<Tensor> seqused;
     int64_t blocks = 0;  // of descale, for block scales
     std::optional<torch::headeronly::ScalarType> dtype;
+
+    auto fields() { return std::tie(signs, mean, cu_seqlens, seqused, blocks, dtype); }
 };
 
 // x_8bit and descale.
@@ -26,6 +28,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
                                          const QuantizeOptions& options);
 
 // (B, H, D), float32.
-Tensor mean_of_rows(const Tensor& x, const QuantizeOptions& options);
+Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
+                    const std::optional<Tensor>& seqused);
 
 }  // namespace flash_ext
