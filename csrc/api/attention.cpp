@@ -33,22 +33,6 @@ Tensor allocate(const Workspace& workspace, const Tensor& q) {
     return memory;
 }
 
-Operand operand(const char* name, const Tensor& tensor) {
-    Operand x{.name = name,
-              .data = tensor.data_ptr(),
-              .sizes = {1, 1, 1, 1},
-              .strides = {0, 0, 0, 0},
-              .element_bytes = static_cast<int>(tensor.element_size())};
-    const auto sizes = tensor.sizes();
-    const auto strides = tensor.strides();
-    const size_t first = 4 - sizes.size();  // packed sequences have no dimension of batches
-    for (size_t dim = 0; dim < sizes.size(); ++dim) {
-        x.sizes[first + dim] = sizes[dim];
-        x.strides[first + dim] = strides[dim];
-    }
-    return x;
-}
-
 TensorView view(const Tensor& tensor) { return operand("", tensor).view(); }
 
 template <class T>

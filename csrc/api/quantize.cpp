@@ -29,8 +29,8 @@ Scales check_scales(const std::string& scales) {
 void require_aligned(const char* argument, const Tensor& tensor, uintptr_t bytes) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
     if (tensor.numel() > 0 && address % bytes != 0)
-        refuse(argument, "aligned to " + std::to_string(bytes) + " bytes",
-               "a tensor that starts " + std::to_string(address % bytes) + " bytes after");
+        refuse(argument, text("aligned to ", bytes, " bytes"),
+               text("a tensor that starts ", address % bytes, " bytes after"));
 }
 
 // The only GPUs with attention in FP8.
@@ -38,7 +38,7 @@ void check_hopper(const Tensor& x) {
     const GpuModel& device = device_of(x);
     if (device.major != 9)
         refuse("the GPU", "a Hopper GPU (compute capability 9.0), as for attention in FP8",
-               std::to_string(device.major) + "." + std::to_string(device.minor));
+               text(device.major, ".", device.minor));
 #ifndef FLASH_EXT_SM90A
     fail("quantization to FP8 was not built: add 90a to FLASH_EXT_CUDA_ARCHS");
 #endif
@@ -60,8 +60,8 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     require_contiguous_rows("x", x);
     const int64_t rows = x.size(dims - 3), heads = x.size(dims - 2), head_dim = x.size(dims - 1);
     if (head_dim < 16 || head_dim > kMaxHeadDim || head_dim % 16 != 0)
-        refuse("x's head dimension",
-               "a multiple of 16 up to " + std::to_string(kMaxHeadDim) + " on CUDA", head_dim);
+        refuse("x's head dimension", text("a multiple of 16 up to ", kMaxHeadDim, " on CUDA"),
+               head_dim);
     if (heads == 0) refuse("x's number of heads", "at least 1", heads);
     if (rows >= int64_t{1} << 29) refuse("x's sequence length", "below 2^29", rows);
     if (varlen && options.cu_seqlens->numel() < 1)
@@ -96,9 +96,7 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     params.head_dim = static_cast<int>(head_dim);
     params.hadamard_dim = static_cast<int>(head_dim & -head_dim);
     params.x = {x.data_ptr(), varlen ? 0 : x.stride(0), x.stride(dims - 3), x.stride(dims - 2)};
-    params.aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-    for (int64_t dim = 0; dim < dims - 1; ++dim)
-        params.aligned = params.aligned && (x.size(dim) <= 1 || x.stride(dim) % 8 == 0);
+    params.aligned = operand("x", x).is_aligned();
     const auto data = [](const std::optional<Tensor>& tensor) -> const void* {
         return tensor && tensor->numel() > 0 ? tensor->data_ptr() : nullptr;
     };
@@ -121,7 +119,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
         refuse("mean", "None with scales='channel', which is for v", "a tensor");
     const int64_t blocks = ceil_div<int64_t>(x.size(x.dim() - 3), kScaleRows);
     if (kind == Scales::kBlock && !options.cu_seqlens && options.blocks != blocks)
-        refuse("blocks", "ceil(seqlen / 128) = " + std::to_string(blocks), options.blocks);
+        refuse("blocks", text("ceil(seqlen / 128) = ", blocks), options.blocks);
     if (options.blocks < 0 || options.blocks >= int64_t{1} << 31)
         refuse("blocks", "at least 0 and below 2^31", options.blocks);
     const ScalarType dtype = options.dtype.value_or(ScalarType::Float8_e4m3fn);
