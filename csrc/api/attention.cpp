@@ -190,8 +190,9 @@ Tensor empty(const Tensor& x, const std::vector<int64_t>& shape, ScalarType dtyp
     return empty_strided(x, shape, strides, dtype);
 }
 
-Tensor with_contiguous_rows(const Tensor& x) {
-    if (x.stride(x.dim() - 1) == 1) return x;
+Tensor with_contiguous_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : copy_of(x); }
+
+Tensor copy_of(const Tensor& x) {
     Tensor copy = empty(x, {x.sizes().begin(), x.sizes().end()}, x.scalar_type());
     torch::stable::copy_(copy, x);
     return copy;

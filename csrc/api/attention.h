@@ -59,8 +59,10 @@ Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
 Tensor empty(const Tensor& x, const std::vector<int64_t>& shape,
              torch::headeronly::ScalarType dtype);
 
-// A gradient as the kernels read it: itself, or a copy. Does not use torch's own op, whose error
-// would not be torch.OutOfMemoryError here.
+// A contiguous copy. Does not use torch's own op, whose error would not be torch.OutOfMemoryError.
+Tensor copy_of(const Tensor& x);
+
+// A gradient as the kernels read it: itself, or a copy.
 Tensor with_contiguous_rows(const Tensor& x);
 
 // out and lse. Where `into` is defined it is used as out. It is aligned as torch allocates memory,

@@ -44,7 +44,10 @@ void check_hopper(const Tensor& x) {
 #endif
 }
 
-// Everything of the params but the results.
+// Kernels read 16 bytes at a time.
+Tensor with_aligned_rows(const Tensor& x) { return operand("x", x).is_aligned() ? x : copy_of(x); }
+
+// Everything of the params but x and the results.
 QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     const bool varlen = options.cu_seqlens.has_value();
     const int64_t dims = varlen ? 3 : 4;
@@ -95,8 +98,6 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     params.heads = static_cast<int>(heads);
     params.head_dim = static_cast<int>(head_dim);
     params.hadamard_dim = static_cast<int>(head_dim & -head_dim);
-    params.x = {x.data_ptr(), varlen ? 0 : x.stride(0), x.stride(dims - 3), x.stride(dims - 2)};
-    params.aligned = operand("x", x).is_aligned();
     const auto data = [](const std::optional<Tensor>& tensor) -> const void* {
         return tensor && tensor->numel() > 0 ? tensor->data_ptr() : nullptr;
     };
@@ -140,6 +141,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     const cudaStream_t stream = current_stream(x);
 
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const Tensor aligned = with_aligned_rows(x);
     Tensor x_8bit = empty(x, {x.sizes().begin(), x.sizes().end()}, dtype);
     std::vector<int64_t> shape;
     if (kind != Scales::kTensor) shape = {params.batch, params.heads};
@@ -147,6 +149,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     if (kind == Scales::kChannel) shape.push_back(params.head_dim);
     Tensor descale = empty(x, shape, ScalarType::Float);
     Tensor amax = kind == Scales::kBlock ? Tensor() : empty(x, shape, ScalarType::Float);
+    params.x = operand("x", aligned).view();
     params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
@@ -158,13 +161,13 @@ Tensor mean_of_rows(const Tensor& x, const std::optional<Tensor>& cu_seqlens,
                     const std::optional<Tensor>& seqused) {
     QuantizeParams params = check_rows(x, {.cu_seqlens = cu_seqlens, .seqused = seqused});
     const cudaStream_t stream = current_stream(x);
-    const int64_t batches = params.cu_seqlens != nullptr ? 1 : std::max(params.batch, 1);
 
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const Tensor aligned = with_aligned_rows(x);
     Tensor mean = empty(x, {params.batch, params.heads, params.head_dim}, ScalarType::Float);
     const Tensor sums =
-        empty(x, {batches * row_tiles(params, kColumnRows), params.heads, params.head_dim},
-              ScalarType::Float);
+        empty(x, {row_tile_count(params, kColumnRows), params.head_dim}, ScalarType::Float);
+    params.x = operand("x", aligned).view();
     params.sums = static_cast<float*>(sums.data_ptr());
     params.mean_out = static_cast<float*>(mean.data_ptr());
     check_launch(token_mean(params, stream), "token_mean");

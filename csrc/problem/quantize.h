@@ -39,14 +39,13 @@ struct QuantizeParams {
     int head_dim;      // D, a multiple of 16
     int hadamard_dim;  // the largest power of two that divides D
 
-    TensorView x;                     // (B, S, H, D)
+    TensorView x;                     // (B, S, H, D), rows on 16-byte boundaries
     uint8_t* x_8bit = nullptr;        // (B, S, H, D), contiguous
     bool to_int8 = false;             // otherwise e4m3; with block scales only
     const int* cu_seqlens = nullptr;  // (B + 1), of varlen
     const int* seqused = nullptr;     // (B), the rows in use; others become zeros
     const int8_t* signs = nullptr;    // (D), 1 or -1; null: no rotation
     const float* mean = nullptr;      // (B, H, D), subtracted first
-    bool aligned = false;             // does every row of x start on a 16-byte boundary?
 
     Scales scales = Scales::kTensor;
     bool finds_maxima = false;  // a first pass, of scales of a tensor or of heads

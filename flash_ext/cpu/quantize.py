@@ -158,9 +158,6 @@ def _rotated(rows: Tensor, signs: Tensor | None, mean: Tensor | None) -> tuple[T
     # Both have signs before one is subtracted: that decides signs of 0.
     y = torch.where(signs < 0, -y, y)
     if mean is None:
-        whole = butterflies(y)
-        if whole.isfinite().all():
-            return whole, 1.0
         return _finite(butterflies(y / SUM_DIVISOR)), SUM_DIVISOR
     mean = torch.where(signs < 0, -mean, mean)
     return _finite(butterflies(y / SUM_DIVISOR - mean / SUM_DIVISOR)), SUM_DIVISOR
