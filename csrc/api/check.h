@@ -3,6 +3,7 @@
 // checks in flash_ext/cpu/checks.py.
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -153,6 +154,12 @@ inline void check_bias(const Tensor& bias, const Sizes& sizes, const Tensor& q) 
         if (bias.size(dim) >= int64_t{1} << 29)
             refuse("bias", "below 2^29 in every dimension", shape_text(bias.sizes()));
     }
+}
+
+inline ElementType element_type(ScalarType dtype) {
+    if (dtype == ScalarType::Float8_e4m3fn) return ElementType::kFloat8;
+    if (dtype == ScalarType::Char) return ElementType::kInt8;
+    return dtype == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
 }
 
 // A tensor as plans see it.
@@ -389,6 +396,10 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
     check_architecture(q);
     return sizes;
 }
+
+// With FLASH_EXT_DEBUG=1 the lengths of sequences are fetched, which waits for the device, and
+// checked.
+void debug_seqlens(const Sizes& sizes, const Options& options, cudaStream_t stream);
 
 inline Sizes check_backward(const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q,
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,

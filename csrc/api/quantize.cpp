@@ -11,7 +11,7 @@
 
 #include "api/check.h"
 #include "api/stream.h"
-#include "plan/quantize.h"
+#include "plan/row_kernels.h"
 #include "schedule/row_tiles.cuh"
 
 namespace flash_ext {
@@ -91,8 +91,7 @@ QuantizeParams check_rows(const Tensor& x, const QuantizeOptions& options) {
     check_hopper(x);
 
     QuantizeParams params{};
-    params.element_type =
-        x.scalar_type() == ScalarType::Half ? ElementType::kFloat16 : ElementType::kBFloat16;
+    params.element_type = element_type(x.scalar_type());
     params.batch = static_cast<int>(batch);
     params.rows = static_cast<int>(!varlen && batch == 0 ? 0 : rows);
     params.heads = static_cast<int>(heads);
@@ -153,7 +152,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::string& sca
     params.x_8bit = static_cast<uint8_t*>(x_8bit.data_ptr());
     params.descale = static_cast<float*>(descale.data_ptr());
     if (amax.defined()) params.amax = static_cast<float*>(amax.data_ptr());
-    check_launch(quantize(params, stream), "quantize");
+    check_launch(quantize(params, device_of(x), stream), "quantize");
     return {x_8bit, descale};
 }
 

@@ -8,7 +8,7 @@
 
 #include "api/check.h"
 #include "api/stream.h"
-#include "plan/sum_rows.h"
+#include "plan/row_kernels.h"
 
 namespace flash_ext {
 namespace {

@@ -175,32 +175,34 @@ __global__ void __launch_bounds__(kZeroThreads)
 }
 
 template <class Rows>
-cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream) {
+cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel& gpu,
+                            cudaStream_t stream) {
     using Layout = typename Rows::Layout;
     const int threads = Layout::threads(params);
     const int bytes = threads / 32 * static_cast<int>(sizeof(WarpRows<Layout>));
     constexpr int kMostBytes = Layout::kMaxThreads / 32 * sizeof(WarpRows<Layout>);
     return launch_kernel<quantize_kernel<Rows>>(
-        persistent_ctas<Layout>(params, threads, Rows::kSmThreads, bytes), threads, bytes, params,
-        stream,
+        persistent_ctas<Layout>(params, gpu, threads, Rows::kSmThreads, bytes), threads, bytes,
+        params, stream,
         {.pdl = params.scales != Scales::kBlock,
          .cluster = Layout::kCtas,
          .most_shared_bytes = kMostBytes});
 }
 
-inline cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream) {
+inline cudaError_t launch_quantize(const QuantizeParams& params, const GpuModel& gpu,
+                                   cudaStream_t stream) {
     return dispatch<0, 16, 32, 64, 128, 256>(
         params.signs == nullptr ? 0 : params.hadamard_dim, [&](auto dim) {
             return dispatch_element(params.element_type, [&](auto element) {
                 constexpr bool kShares = dim == 256;  // two CTAs share a tile
                 return launch_quantize<
                     TileRows<decltype(element), dim, rotated_vectors(dim), kShares ? 2 : 1>>(
-                    params, stream);
+                    params, gpu, stream);
             });
         });
 }
 
-cudaError_t quantize(QuantizeParams params, cudaStream_t stream) {
+cudaError_t quantize(QuantizeParams params, const GpuModel& gpu, cudaStream_t stream) {
     cudaError_t status = cudaSuccess;
     if (params.scales != Scales::kBlock)
         status = launch_kernel<zero_amax_kernel>(
@@ -208,9 +210,9 @@ cudaError_t quantize(QuantizeParams params, cudaStream_t stream) {
     if (status == cudaSuccess && params.scales == Scales::kChannel)
         status = reduce_columns<Columns::kAmax>(params, stream, /*pdl=*/true);
     params.finds_maxima = params.scales == Scales::kTensor || params.scales == Scales::kHead;
-    if (status == cudaSuccess && params.finds_maxima) status = launch_quantize(params, stream);
+    if (status == cudaSuccess && params.finds_maxima) status = launch_quantize(params, gpu, stream);
     params.finds_maxima = false;
-    return status == cudaSuccess ? launch_quantize(params, stream) : status;
+    return status == cudaSuccess ? launch_quantize(params, gpu, stream) : status;
 }
 
 }  // namespace flash_ext

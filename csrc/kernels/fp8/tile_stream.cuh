@@ -17,7 +17,7 @@
 
 #include "kernels/common/launch.cuh"
 #include "plan/dispatch.h"
-#include "plan/quantize.h"
+#include "plan/row_kernels.h"
 #include "problem/quantize.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -251,10 +251,11 @@ struct TileMaxima {
 // and `cta_bytes` of shared memory for each CTA. A few less where all tiles of a CTA are then of
 // the same head, so that its mean is loaded once.
 template <class Layout>
-int64_t persistent_ctas(const QuantizeParams& params, int threads, int sm_threads, int cta_bytes) {
+int64_t persistent_ctas(const QuantizeParams& params, const GpuModel& gpu, int threads,
+                        int sm_threads, int cta_bytes) {
     const int by_threads = max_of(sm_threads / threads, 1);
-    const int by_shared = max_of(current_device().shared_bytes / cta_bytes, 1);
-    int tiles = current_device().sms * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
+    const int by_shared = max_of(gpu.shared_bytes / cta_bytes, 1);
+    int tiles = gpu.sms * min_of(by_threads, by_shared) / Layout::kCtas;  // at a time
     const int above = tiles % params.heads;
     if (params.mean != nullptr && 16 * above <= tiles) tiles -= above;
     return Layout::kCtas * min_of(row_tile_count(params, kScaleRows), int64_t{tiles});
