@@ -15,7 +15,6 @@
 
 #include "api/check.h"
 #include "api/out_of_memory.h"
-#include "api/stream.h"
 #include "plan/dispatch.h"
 #include "plan/plan.h"
 #include "problem/mask.cuh"

@@ -51,6 +51,10 @@ struct Options {
     }
 };
 
+inline std::optional<Tensor> if_defined(const Tensor& tensor) {
+    return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
 // An uninitialized tensor on x's device.
 Tensor empty_strided(const Tensor& x, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, torch::headeronly::ScalarType dtype);

@@ -3,8 +3,7 @@
 
 #include "api/attention.h"
 #include "api/boxing.h"
-#include "api/quantize.h"
-#include "api/sum_rows.h"
+#include "api/row_ops.h"
 
 namespace flash_ext {
 namespace {

@@ -306,6 +306,12 @@ inline const GpuModel& device_of(const Tensor& q) {
     return *device;
 }
 
+// torch's current stream of x's device.
+cudaStream_t current_stream(const Tensor& x);
+
+// Throws what the launch reports. `call` is what there may be no kernel for.
+void check_launch(cudaError_t status, const std::string& call);
+
 inline void check_architecture(const Tensor& q) {
     const GpuModel& device = device_of(q);
     if (device.major < 8)

@@ -76,10 +76,6 @@ void unpack(const Packed& packed, Options& options) {
 
 Tensor or_undefined(const std::optional<Tensor>& tensor) { return tensor ? *tensor : Tensor(); }
 
-std::optional<Tensor> if_defined(const Tensor& tensor) {
-    return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor> node_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
     double number, bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {

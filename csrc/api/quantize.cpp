@@ -1,7 +1,5 @@
 // From tensors to the kernels that quantize to FP8. The CPU kernels have the same checks in
 // flash_ext/cpu/quantize.py.
-#include "api/quantize.h"
-
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
@@ -10,7 +8,7 @@
 #include <vector>
 
 #include "api/check.h"
-#include "api/stream.h"
+#include "api/row_ops.h"
 #include "plan/row_kernels.h"
 #include "schedule/row_tiles.cuh"
 

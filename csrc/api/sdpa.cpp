@@ -322,10 +322,7 @@ std::optional<Gradients> flash_backward(
     int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal,
     const Tensor& /*rng_state*/, const Tensor& /*unused*/, std::optional<double> scale,
     std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
-    const auto given = [](const Tensor& x) {
-        return x.defined() ? std::optional(x) : std::nullopt;
-    };
-    Options options = flash_options(given(cum_seq_q), given(cum_seq_k), is_causal, scale,
+    Options options = flash_options(if_defined(cum_seq_q), if_defined(cum_seq_k), is_causal, scale,
                                     window_left, window_right);
     options.deterministic = deterministic();
     if (!grad_out.defined() || !flash_runs(query, key, value, dropout_p, options))

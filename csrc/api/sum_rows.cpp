@@ -1,13 +1,11 @@
 // From tensors to the kernel that adds up rows, or attention over some keys each. The CPU kernels
 // have the same checks in flash_ext/cpu/sum_rows.py.
-#include "api/sum_rows.h"
-
 #include <torch/csrc/stable/accelerator.h>
 
 #include <string>
 
 #include "api/check.h"
-#include "api/stream.h"
+#include "api/row_ops.h"
 #include "plan/row_kernels.h"
 
 namespace flash_ext {

@@ -114,34 +114,6 @@ class TilePosition {
     uint32_t bits_;  // one register, over many tiles
 };
 
-// Copies a warp's part of a tile from x. A lane copies the vectors 32 i + lane.
-template <class Layout>
-class TileLoader {
- public:
-    __device__ explicit TileLoader(const QuantizeParams& params) : at_(params, threadIdx.x % 32) {}
-
-    // One group of cp.async. Rows that are not in use become zeros.
-    __device__ __forceinline__ void start(const QuantizeParams& params, const RowTile& tile,
-                                          WarpRows<Layout>& to) const {
-        if (!tile.is_valid) return;
-        const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
-                            tile.batch * params.x.batch_stride + tile.head * params.x.head_stride +
-                            (tile.begin + at_.row()) * params.x.row_stride + at_.column();
-        const int64_t step = Layout::kVectorRows * params.x.row_stride;
-        const int rows = tile.used - at_.row();
-        const uint32_t target =
-            ptx::shared_address(to.x) + 16 * Layout::swizzled(ptx::lane_not_hoisted());
-#pragma unroll
-        for (int i = 0; i < Layout::kThreadVectors; ++i, x += step)
-            ptx::cp_async_16(Layout::vector_address(target, 32 * i), x,
-                             Layout::kVectorRows * i < rows);
-        ptx::cp_async_commit();
-    }
-
- private:
-    TilePosition<Layout> at_;
-};
-
 // Is this the pass that rounds, after one for the maxima? It begins with the last tile of all: what
 // the pass before has left in L2.
 __device__ __forceinline__ bool is_second_pass(const QuantizeParams& params) {
@@ -158,10 +130,11 @@ class TileStream {
 
     // Starts to load the first tile.
     __device__ explicit TileStream(const QuantizeParams& params)
-        : storage((&shared_storage<WarpRows<Layout>>())[threadIdx.x / 32]), loader_(params) {
+        : storage((&shared_storage<WarpRows<Layout>>())[threadIdx.x / 32]),
+          at_(params, threadIdx.x % 32) {
         if (threadIdx.x % 32 == 0) storage.mean.head = -1;
         choose_next(params);
-        loader_.start(params, next(), storage);
+        load_next(params);
     }
 
     // Waits for the tile that was started last, reads it to registers and starts the next one in
@@ -173,7 +146,7 @@ class TileStream {
         __syncwarp();  // the vectors of all lanes are there
         rows.read(storage);
         __syncwarp();  // all lanes have read them
-        loader_.start(params, next(), storage);
+        load_next(params);
         return storage.tiles[number() % 2];
     }
     // The number of the tile in registers.
@@ -194,7 +167,26 @@ class TileStream {
         __syncwarp();  // it is complete
     }
 
-    TileLoader<Layout> loader_;
+    // Copies the warp's part of the next tile from x, as one group of cp.async. A lane copies the
+    // vectors 32 i + lane. Rows that are not in use become zeros.
+    __device__ __forceinline__ void load_next(const QuantizeParams& params) {
+        const RowTile& tile = next();
+        if (!tile.is_valid) return;
+        const uint16_t* x = static_cast<const uint16_t*>(params.x.data) +
+                            tile.batch * params.x.batch_stride + tile.head * params.x.head_stride +
+                            (tile.begin + at_.row()) * params.x.row_stride + at_.column();
+        const int64_t step = Layout::kVectorRows * params.x.row_stride;
+        const int rows = tile.used - at_.row();
+        const uint32_t target =
+            ptx::shared_address(storage.x) + 16 * Layout::swizzled(ptx::lane_not_hoisted());
+#pragma unroll
+        for (int i = 0; i < Layout::kThreadVectors; ++i, x += step)
+            ptx::cp_async_16(Layout::vector_address(target, 32 * i), x,
+                             Layout::kVectorRows * i < rows);
+        ptx::cp_async_commit();
+    }
+
+    TilePosition<Layout> at_;  // of the lane's first vector
     uint32_t tiles_read_ = 0;
 };
 
