@@ -20,9 +20,8 @@ inline constexpr float kMaxInt8 = 127.f;
 // The kernels multiply numbers by powers of two, which cancel, so that nothing overflows and no
 // number of bfloat16 loses a digit.
 //
-// Sums of up to 256 numbers, each less a mean, may exceed float32's largest number. So they may be
-// divided by kSumDivisor; a difference alone by kDifferenceDivisor. Maxima always are divided by
-// kSumDivisor.
+// Sums of up to 256 numbers, each less a mean, may exceed float32's largest number. So they are
+// divided by kSumDivisor, as all maxima are; a difference alone by kDifferenceDivisor.
 inline constexpr int kSumDivisor = 512;
 inline constexpr int kDifferenceDivisor = 2;
 // The factor from numbers to results is at most this. A smaller maximum counts as the one with this
