@@ -231,7 +231,7 @@ def cuda_options(cuda_home: Path) -> dict:
     print(f"flash_ext: compiling for {archs} (FLASH_EXT_CUDA_ARCHS)", flush=True)
     if portable and platform.machine() != "x86_64":
         sys.exit("flash_ext: FLASH_EXT_PORTABLE=1 is for x86-64 alone")
-    manylinux = runpy.run_path(str(ROOT / "csrc/build/manylinux.py")) if portable else {}
+    manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py")) if portable else {}
 
     # Older toolkits cannot choose. "size" takes longer, and gives wheels a fifth of the size.
     mode = "size" if portable else "balance"
@@ -259,7 +259,10 @@ def cuda_options(cuda_home: Path) -> dict:
     extension = Extension(
         "flash_ext._C",
         sources,
-        depends=find_files("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp", "csrc/build/*.py"),
+        depends=find_files(
+            *("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp"),
+            *("csrc/build/*.py", "distribution/manylinux.py"),
+        ),
         language="c++",
         py_limited_api=True,
         include_dirs=[

@@ -227,7 +227,7 @@ def test_wheels_are_linked_for_their_platform(tmp_path: Path) -> None:
         }
     }
     """
-    manylinux = runpy.run_path(str(ROOT / "csrc/build/manylinux.py"))
+    manylinux = runpy.run_path(str(ROOT / "distribution/manylinux.py"))
     library = tmp_path / "library.so"
     try:
         flags = manylinux["link_flags"](tmp_path / "stand-ins")

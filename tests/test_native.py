@@ -321,19 +321,14 @@ def test_row_tiles_stay_in_the_tensor(native: ModuleType) -> None:
             assert count == 0 or 0 <= begin <= begin + count <= total
 
 
-@pytest.mark.parametrize("reverse", (False, True))
 @pytest.mark.parametrize("batch", (0, 1, 3))
 @pytest.mark.parametrize("rows", (0, 4, 17))
-def test_row_tile_cursor(batch: int, rows: int, reverse: bool, native: ModuleType) -> None:
-    """Every CTA has every ctas-th tile, in the order of memory or the other way round."""
-    for heads, ctas in itertools.product((1, 5), (1, 3, 7, 100)):
+def test_row_tiles_of_heads(batch: int, rows: int, native: ModuleType) -> None:
+    """In the order of memory."""
+    for heads in (1, 5):
         tiles = max(-(-rows // 4), 1)
         order = list(itertools.product(range(max(batch, 1)), range(tiles), range(heads)))
-        if reverse:
-            order.reverse()
-        for cta in range(min(ctas, len(order))):
-            found = native.row_tile_cursor(batch, rows, heads, 4, cta, ctas, reverse)
-            assert [tuple(x) for x in found] == order[cta::ctas]
+        assert [tuple(x) for x in native.row_tiles_of_heads(batch, rows, heads, 4)] == order
 
 
 # --- tile/swizzle.cuh ---

@@ -202,25 +202,26 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.cu_seqlens = cu_seqlens ? cu_seqlens->data() : nullptr;
         params.seqused = seqused ? seqused->data() : nullptr;
         std::vector<std::array<int, 5>> all;
-        for (int b = 0; b < (cu_seqlens ? 1 : batch); ++b)
-            for (int i = 0; i < row_tiles(params, block); ++i) {
-                const RowTile tile = row_tile(params, b, i, block);
-                all.push_back({tile.sequence, tile.tile, tile.begin, tile.rows, tile.used});
-            }
-        return all;
+        params.heads = 1;
+        for (uint32_t i = 0;; ++i) {
+            const RowTile tile = row_tile(params, i, block);
+            if (!tile.is_valid) return all;
+            all.push_back({tile.sequence, tile.tile, tile.begin, tile.rows, tile.used});
+        }
     });
-    // (batch, tile, head) of the tiles of CTA `cta`, in its order.
-    m.def("row_tile_cursor",
-          [](int batch, int rows, int heads, int block, uint32_t cta, uint32_t ctas, bool reverse) {
-              QuantizeParams params{};
-              params.batch = batch;
-              params.rows = rows;
-              params.heads = heads;
-              std::vector<std::array<int, 3>> all;
-              for (RowTileCursor at(params, block, cta, ctas, reverse); at.is_valid(); at.advance())
-                  all.push_back({at.batch(), at.tile(), at.head()});
-              return all;
-          });
+    // (batch, tile, head) of a dense batch's tiles.
+    m.def("row_tiles_of_heads", [](int batch, int rows, int heads, int block) {
+        QuantizeParams params{};
+        params.batch = batch;
+        params.rows = rows;
+        params.heads = heads;
+        std::vector<std::array<int, 3>> all;
+        for (uint32_t i = 0;; ++i) {
+            const RowTile tile = row_tile(params, i, block);
+            if (!tile.is_valid) return all;
+            all.push_back({tile.batch, tile.tile, tile.head});
+        }
+    });
     m.def("tile_interval", [](int tile, int block) { return pair_of(tile_interval(tile, block)); });
 
     py::class_<Schedule>(m, "Schedule")
