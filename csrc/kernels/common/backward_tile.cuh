@@ -300,8 +300,9 @@ struct BackwardTile {
         // The order decides whether ptxas spills.
         if (Config::kHeadDim == 96 ? !is_full() || large_lse : large_lse || !is_full()) {
             if (large_lse) [[unlikely]]
-                subtract_references<Rows::kKeys>(rP,
-                                                 statistics(walk.stage).reference + warp_query());
+                for_each_with_query<Rows::kKeys, Scores>(
+                    statistics(walk.stage).reference + warp_query(),
+                    [&](int m, int n, int i, float r) { rP.v[m][n][i] -= r; });
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
