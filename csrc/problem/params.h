@@ -116,13 +116,10 @@ FLASH_HOST_DEVICE Features features_of(const AttentionParams& params) {
     return Features::kPlain;
 }
 
-// The factor from a maximum of the softmax to an exponent of 2. The general form scales scores
-// before it masks them, the others in the exponent. With 8 bits the factor of the scores differs
-// between tiles, so maxima include it.
+// The factor from scores of 16-bit inputs to exponents of 2. The general form scales scores before
+// it masks them, the others in the exponent.
 FLASH_HOST_DEVICE float exponent_scale(const AttentionParams& params) {
-    const bool scaled =
-        features_of(params) == Features::kGeneral || element_bytes(params.element_type) == 1;
-    return scaled ? 1.f : params.scale_log2;
+    return features_of(params) == Features::kGeneral ? 1.f : params.scale_log2;
 }
 
 // The number of queries, and of keys, of a sequence; with varlen the mean.
@@ -137,7 +134,7 @@ inline int mean_keys(const AttentionParams& params) {
 
 // The statistics of a row's softmax over a split of the keys.
 struct alignas(8) PartialStatistics {
-    float max;
+    float max;  // in exponents of 2
     float sum;
 };
 

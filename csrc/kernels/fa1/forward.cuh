@@ -6,11 +6,11 @@
 //     for each KV tile j:
 //         for each Q tile i that sees it:
 //             S = Q_i K_j^T                          each warp: its keys
-//             m~ = rowmax(S)                         exchanged
-//             P = 2^((S - m~) scale),  l~ = rowsum(P)  exchanged
+//             m~ = rowmax(S) scale                   exchanged
+//             P = 2^(S scale - m~),  l~ = rowsum(P)  exchanged
 //             m_new = max(m_i, m~)
-//             l_new = 2^((m_i - m_new) scale) l_i + 2^((m~ - m_new) scale) l~
-//             O_i = (l_i 2^((m_i - m_new) scale) O_i + 2^((m~ - m_new) scale) P V_j) / l_new
+//             l_new = 2^(m_i - m_new) l_i + 2^(m~ - m_new) l~
+//             O_i = (l_i 2^(m_i - m_new) O_i + 2^(m~ - m_new) P V_j) / l_new
 //                                                    P V_j exchanged
 //             l_i = l_new,  m_i = m_new           (scale in base 2)
 //
@@ -136,9 +136,8 @@ struct Fa1Forward {
           sequence(warp_uniform<Config::kMayBeVarlen>(
               sequence_of<Config::kMayBeVarlen>(p, flat_head / p.heads_q))),
           mask(mask_of(p, sequence)),
-          first_max(params.sink != nullptr && sequence.is_owned(params)
-                        ? params.sink[head] * kLog2e / score_scale()
-                        : -INFINITY),
+          first_max(params.sink != nullptr && sequence.is_owned(params) ? params.sink[head] * kLog2e
+                                                                        : -INFINITY),
           team(warp_id() / Config::kTeamWarps),
           warp(warp_id() % Config::kTeamWarps),
           storage(shared_storage<SharedStorage>().teams[team]),
@@ -206,8 +205,12 @@ struct Fa1Forward {
 
     // The factor from scores to exponents of 2. The general kernel multiplies the scores at once
     // (its scale may be zero or negative), the plain one inside the exponent.
-    __device__ __forceinline__ float score_scale() const {
-        return kGeneral ? 1.f : params.scale_log2;
+    __device__ __forceinline__ auto score_scale() const {
+        if constexpr (kGeneral) {
+            return Unscaled{};
+        } else {
+            return params.scale_log2;
+        }
     }
 
     // The warp's scores, masked; its row maxima go to shared memory.
@@ -242,26 +245,18 @@ struct Fa1Forward {
             float x = storage.max[0][row];
 #pragma unroll
             for (int w = 1; w < Config::kTeamWarps; ++w) x = fmaxf(x, storage.max[w][row]);
-            tile_max.v[m][i] = x;
+            tile_max.v[m][i] = round_up(x, score_scale());
         });
         for_each_row([&](int m, int i, int row) {
-            const float max = finite_max(tile_max.v[m][i]);
-            float max_scaled = max * score_scale();
-            if (is_large(max_scaled)) [[unlikely]] {
-                max_scaled = 0.f;
-#pragma unroll
-                for (int n = 0; n < Scores::kN; ++n) {
-                    rS.v[m][n][2 * i] -= max;
-                    rS.v[m][n][2 * i + 1] -= max;
-                }
-            }
+            center_large(rS, m, i, tile_max.v[m][i], score_scale());
+            const float max = subtrahend(tile_max.v[m][i]);
             float sum = 0.f;
 #pragma unroll
             for (int n = 0; n < Scores::kN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = rS.v[m][n][2 * i + e];
-                    x = ptx::ex2(x * score_scale() - max_scaled);
+                    x = ptx::ex2(x * score_scale() - max);
                     sum += x;
                 }
             sum = quad_sum(sum);
@@ -376,9 +371,7 @@ struct Fa1Forward {
 #pragma unroll
             for (int w = 0; w < Config::kTeamWarps; ++w) tile_sum += storage.sum[w][row];
             const float new_max = fmaxf(row_max.v[m][i], tile_max.v[m][i]);
-            const auto factor = [&](float max) {
-                return ptx::ex2((max - finite_max(new_max)) * score_scale());
-            };
+            const auto factor = [&](float max) { return ptx::ex2(max - finite_max(new_max)); };
             const float old_share = factor(row_max.v[m][i]) * row_sum.v[m][i];
             const float new_share = factor(tile_max.v[m][i]);
             const float sum = old_share + new_share * tile_sum;
@@ -400,7 +393,7 @@ struct Fa1Forward {
             for_each_row([&](int m, int i, int row) {
                 const int query = q_tile * Config::kBlockQ + row;
                 if (query < sequence.seqlen_q)
-                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i], score_scale());
+                    lse[query] = log_sum_exp(row_max.v[m][i], row_sum.v[m][i]);
             });
         } else {
             float* statistics = statistics_global(q_tile);
@@ -420,7 +413,7 @@ struct Fa1Forward {
         const int query = q_tile * Config::kBlockQ + lane_id();
         if (warp == 0 && lane_id() < Config::kBlockQ && query < sequence.seqlen_q)
             params.lse[statistics_offset(params, sequence, head) + query] =
-                log_sum_exp(first_max, first_sum(), score_scale());
+                log_sum_exp(first_max, first_sum());
     }
 
  private:

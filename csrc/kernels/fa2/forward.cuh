@@ -8,16 +8,15 @@
 //
 //     for each KV tile j:
 //         S = Q K_j^T                           tensor cores, S in registers
-//         m_new = max(m, rowmax(S))             quad shuffles
-//         P = 2^(S scale - m_new scale)
-//         l = 2^((m - m_new) scale) l + rowsum(P)
-//         O = 2^((m - m_new) scale) O + P V_j   P from registers
-//     O = O / l,  lse = m scale + log(l)        one rescale, at the end
+//         m_new = max(m, rowmax(S) scale)       quad shuffles
+//         P = 2^(S scale - m_new)
+//         l = 2^(m - m_new) l + rowsum(P)
+//         O = 2^(m - m_new) O + P V_j           P from registers
+//     O = O / l,  lse = (m + log2(l)) ln(2)     one rescale, at the end
 //
 // m need not be the maximum, only near it: it may be stale until P would exceed 2^8
 // (OnlineSoftmax::kRescaleThreshold). This saves most rescalings of O and changes no result, since
-// l and O share the same m. A warp that ends with an m too large for P's one FMA (kLargeExponent)
-// recomputes such rows.
+// l and O share the same m.
 //
 // Where tiles are too few to fill the GPU, a CTA takes a split of its Q tile's keys
 // (Flash-Decoding, Dao et al. 2023) and stores its O / l, row maxima and row sums in float32;
@@ -33,7 +32,6 @@
 #pragma once
 
 #include "kernels/common/launch.cuh"
-#include "kernels/common/recompute_rows.cuh"
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
@@ -255,15 +253,14 @@ struct Fa2Forward {
     }
 
     // O / l to HBM, through the warp's own rows of the Q tile, and the logsumexp; or those of a
-    // split of the keys, straight from registers. Returns whether rows of this lane are marked.
-    __device__ __forceinline__ bool store(Output& rO, const Softmax& softmax) const {
+    // split of the keys, straight from registers.
+    __device__ __forceinline__ void store(Output& rO, const Softmax& softmax) const {
         const int first_row = first_query + warp_row;
         const int64_t statistics = statistics_offset(params, sequence, head);
         const bool is_split = has_splits(params);
         const int64_t first = statistics + (is_split ? split() * statistics_rows(params) : 0);
         // One pointer for both, which saves registers.
         float* target = is_split ? &params.statistics_partial[first].max : params.lse + first;
-        bool marked = false;
 #pragma unroll
         for (int m = 0; m < Output::kM; ++m)
 #pragma unroll
@@ -275,20 +272,14 @@ struct Fa2Forward {
                     rO.v[m][n][2 * i] *= factor;
                     rO.v[m][n][2 * i + 1] *= factor;
                 }
-                const float lse = softmax.lse(m, i, exponent_scale());
-                float statistic = is_split ? softmax.row_max[m][i] : lse;
-                if (!kGeneral && !is_split && needs_recomputing(softmax.row_max[m][i], lse))
-                    [[unlikely]] {
-                    statistic = mark_of(0);
-                    marked = true;
-                }
+                const float lse = softmax.lse(m, i);
                 const int row = first_row + 16 * m + lane_row() + 8 * i;
                 if (lane_col() != 0 || row >= sequence.seqlen_q) continue;
                 if (is_split) {
-                    target[2 * row] = statistic;
+                    target[2 * row] = softmax.row_max[m][i];
                     target[2 * row + 1] = softmax.row_sum[m][i];
                 } else {
-                    target[row] = statistic;
+                    target[row] = lse;
                 }
             }
         if (is_split) {
@@ -296,7 +287,7 @@ struct Fa2Forward {
                 const int query = first_row + row;
                 return query < sequence.seqlen_q ? first + query : -1;
             });
-            return false;
+            return;
         }
         __syncwarp();  // the warp has read its rows of Q
         store_to_shared<Element, OTile>(sQ, rO, warp_row, 0, params.element_type);
@@ -305,7 +296,6 @@ struct Fa2Forward {
             global_tile<Element>(params.out, sequence.batch, sequence.q_begin + first_row, head,
                                  sequence.seqlen_q - first_row, params.head_dim_v);
         store_tile<OTile, 32, Config::kRowsPerWarp, kGeneral>(gO, sQ, warp_row, params.aligned);
-        return marked;
     }
 
  private:
@@ -361,7 +351,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     rO.clear();
     typename Kernel::Softmax softmax;
     if (params.sink != nullptr && cta.split() == 0 && cta.sequence.is_owned(params))
-        softmax.begin_with(params.sink[cta.head] * kLog2e / cta.exponent_scale());
+        softmax.begin_with(params.sink[cta.head] * kLog2e);
     typename Kernel::QOperand q(AFromRows<typename Config::QTile>(cta.sQ, cta.warp_row));
     q.fetch();
 
@@ -382,19 +372,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 
     softmax.finish();
-    const bool marked = Kernel::from_shared(params).store(rO, softmax);
-    if constexpr (!Config::kGeneral) {
-        if (!__any_sync(0xffffffff, marked)) [[likely]]
-            return;
-        const Kernel stored = Kernel::from_shared(params);
-#pragma unroll 1
-        for (int row = 0; row < Config::kRowsPerWarp; row += 16)
-            recompute_marked<typename Config::Element>(
-                params, stored.sequence.batch * params.heads_q + stored.head,
-                stored.sequence.q_begin + stored.first_query + stored.warp_row + row,
-                min_of(stored.sequence.seqlen_q - (stored.first_query + stored.warp_row + row), 16),
-                0);
-    }
+    Kernel::from_shared(params).store(rO, softmax);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures>

@@ -29,8 +29,7 @@
 // Consumers may start their matmuls alternately (ping-pong), so that the softmax of one runs beside
 // the matmuls of the other; in the other kernels they drift apart without it.
 //
-// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile); a flag per
-// consumer warp (recompute_rows.cuh).
+// Shared memory: pipelines of Q, K and V tiles; the work-tile pipeline (QueryTile).
 //
 //   barrier             arrivals per phase                   who waits
 //   full(Q, K, V)       1: its producer; and TMA's bytes     consumers, before the matmul
@@ -51,7 +50,6 @@
 #pragma once
 
 #include "kernels/common/optimistic_softmax.cuh"
-#include "kernels/common/recompute_rows.cuh"
 #include "kernels/fa3/forward_tiles.cuh"
 
 namespace flash_ext {
@@ -68,10 +66,6 @@ struct Fa3ForwardConfig
     static constexpr bool kOverlap = Tiles::kConsumers < 4;
     static constexpr int kProducerRegisters = Tiles::kConsumers > 2 ? 32 : 40;
     static constexpr int kConsumerRegisters = Tiles::consumer_registers(kProducerRegisters);
-
-    struct SharedStorage : Tiles::SharedStorage {
-        int has_marked[Tiles::kConsumers * 4];  // of each warp: has it marked a row?
-    };
 };
 
 template <class Config>
@@ -212,28 +206,12 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
 
     // --- Results ---
 
-    // The index of this warp among all consumer warps of the grid.
-    __device__ __forceinline__ int warp_number() const {
-        return blockIdx.x * (Config::kConsumers * 4) + warp_row() / 16;
-    }
-    // Has this warp marked a row? It recomputes such rows at the end (recompute_rows.cuh).
-    __device__ __forceinline__ int& has_marked() const {
-        return storage.has_marked[warp_row() / 16];
-    }
-
     // Stores O / l and lse, or the results of a split.
     template <bool kLast = false>
     __device__ __forceinline__ void store(Output& rO, Softmax& softmax,
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
-        const auto lse_of = [&](int i) {
-            float lse = softmax.lse(0, i, exponent_scale());
-            if (!Config::kGeneral && needs_recomputing(softmax.max(0, i), lse)) [[unlikely]] {
-                lse = mark_of(warp_number());
-                has_marked() = true;
-            }
-            return lse;
-        };
+        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
         this->template store_tile<kLast>(rO, softmax, tile, lse_of,
                                          [](auto store_as) { store_as(Element{}); });
     }
@@ -288,7 +266,6 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         constexpr int kNext = Config::kOverlap;  // P V reads one P while the other is written
         Probabilities rP[1 + kNext];
 
-        has_marked() = false;
         if constexpr (!Config::kPingPong) skip_empty_tiles(x);
         if (!this->find_tile(x)) return;
         begin_tile(x);
@@ -344,11 +321,6 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         ptx::wgmma_wait<0>();
         warpgroup_fence(x.rO);
         store<true>(rO, softmax, work_tiles[x.output_tile]);
-        if constexpr (!Config::kGeneral) {
-            __syncwarp();
-            if (has_marked()) [[unlikely]]
-                recompute_all_marked<Element>(params, warp_number());
-        }
     }
 };
 

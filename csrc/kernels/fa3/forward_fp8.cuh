@@ -383,7 +383,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
                                           const QueryTile& tile) const {
         this->normalize(rO, softmax);
         descale_output(rO, tile);
-        const auto lse_of = [&](int i) { return softmax.lse(0, i, this->exponent_scale()); };
+        const auto lse_of = [&](int i) { return softmax.lse(0, i); };
         this->template store_tile<kLast>(rO, softmax, tile, lse_of, [&](auto store_as) {
             if (params.out_type == ElementType::kFloat16) {
                 store_as(__half{});

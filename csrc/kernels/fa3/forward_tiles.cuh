@@ -359,13 +359,12 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         const bool first_split = !Config::kMayHaveSplits || tile.split == 0;
         if (params.sink == nullptr || !first_split || !tile.sequence.is_owned(params))
             return softmax;
-        const float factor = kLog2e * ptx::rcp(exponent_scale());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int head = tile.head;
             if constexpr (Config::kMayHaveSplits)
                 head += min_of(head_of(warp_row() + lane_row() + 8 * i), group() - 1);
-            softmax.begin_with(params.sink[head] * factor, 0, i);
+            softmax.begin_with(params.sink[head] * kLog2e, 0, i);
         }
         return softmax;
     }
