@@ -27,9 +27,8 @@ def table(cell: Json) -> str:
         multiple = f"{row['times_best_peer']:.2f}" if "times_best_peer" in row else "-"
         error = "-" if row.get("error") is None else f"{row['error']:.1e}"
         late = " *" if row.get("launch_bound") else ""
-        lines.append(
-            f"{name:{width}}{row['us']:10.1f}{row['tflops']:10.4g}{multiple:>13}{error:>10}{late}"
-        )
+        speed = f"{row['tflops']:.1f}" if row["tflops"] >= 1 else f"{row['tflops']:.2g}"
+        lines.append(f"{name:{width}}{row['us']:10.1f}{speed:>10}{multiple:>13}{error:>10}{late}")
     if any(row.get("launch_bound") for row in cell["rows"].values()):
         lines.append("* the CPU could not keep ahead of the GPU: the time has launches in it")
     return "\n".join(lines)
