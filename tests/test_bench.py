@@ -7,6 +7,7 @@ that is missing without a reason, and a failure of one implementation that ends 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext.bench import implementations as rows_module
 from flash_ext.bench import measure, problem
+from flash_ext.bench.__main__ import __doc__ as bench_help
 from flash_ext.bench.__main__ import main, parse
 from flash_ext.bench.implementations import Implementation, Refused
 from flash_ext.bench.output import table
@@ -67,6 +69,14 @@ def test_the_documented_command(tmp_path: Path) -> None:
     assert "forward, bfloat16: 1 x 256, 4 heads on 1 of keys, head dim 128, causal" in done.stdout
     assert "16/16" in done.stderr and "16/16" not in done.stdout, "the progress bar"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commands_of_the_help_are_understood() -> None:
+    commands = re.findall(r"python -m flash_ext.bench (--.*?)(?:  #.*)?\n", bench_help or "")
+    assert len(commands) == 5
+    for command in commands:
+        args = parse([*command.split(), "--device", "cpu", "--full-size"])
+        assert args.shapes[0].head_dim in (128, 256)
 
 
 def test_rows_and_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

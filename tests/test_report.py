@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_test_report
 import pytest
@@ -147,13 +148,13 @@ def test_the_front_page_is_short_and_has_no_red_row() -> None:
 def test_the_front_page_shows_what_bench_prints() -> None:
     """The command asks for the shape of the table, and the numbers are those of a result file."""
     (block,) = re.findall(
-        r"<!-- generated:bench begin -->\n```\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S
+        r"<!-- generated:bench begin -->\n(.*?)\n```\n<", (ROOT / "README.md").read_text(), re.S
     )
-    command, device, _, title, _, *rows = block.splitlines()
+    where, _, _, command, title, _, *rows = block.splitlines()
     (shape,) = parse(["--device", "cpu", "--full-size", *command.split()[4:]]).shapes
     compare = common.read_json(MAIN / "compare.json")
     assert title == f"forward, bfloat16: {shape}"
-    assert device.startswith(f"{compare['device']}, ") and compare["digest"] in device
+    assert compare["device"] in where and compare["digest"] in where
     cell = next(c for c in compare["cells"] if front.SAMPLE.items() <= c.items())
     measured = {x["ms"] for x in cell["providers"].values() if "ms" in x}
     printed = {float(row[21:].split()[0]) for row in rows}
@@ -162,6 +163,13 @@ def test_the_front_page_shows_what_bench_prints() -> None:
                if (ms := x.get("ms")))  # fmt: skip
     (fa3,) = (row.split() for row in rows if row.startswith("flash_ext fa3"))
     assert float(fa3[4]) == round(best / cell["providers"]["fa3"]["ms"], 2)
+
+
+def test_the_lines_of_the_front_page_run() -> None:
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    found: dict[str, Any] = {}
+    exec(lines.replace('device="cuda"', 'device="cpu"'), found)
+    assert found["q"].grad.shape == found["out"].shape == (2, 1024, 16, 64)
 
 
 def test_a_second_gpu_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

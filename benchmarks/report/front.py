@@ -97,8 +97,10 @@ def bench_section() -> str:
         for cell in compare["cells"]:
             if is_plain(cell) and SAMPLE.items() <= cell.items():
                 return (
+                    "The table of a command, with times that `benchmarks/compare.py`, which has the"
+                    f" same timer, measured on an {compare['device']} with torch"
+                    f" {compare['torch']}, source `{compare['digest']}`:\n\n"
                     f"```\n$ python -m flash_ext.bench {SAMPLE_ARGUMENTS}\n"
-                    f"{compare['device']}, torch {compare['torch']}, source {compare['digest']}\n\n"
                     f"{table(as_bench_cell(cell))}\n```"
                 )
     return NOWHERE

@@ -23,6 +23,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.device = torch.device(args.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # where events, which take the times, are recorded
         self.timer = Timer(self.device, gpu_sleep)
         self.cells: list[Json] = []
 
