@@ -1,7 +1,8 @@
-"""Fits the cost constants of FA3's forward tiles to the GPU that is there, and prints a diff.
+"""Fits the cost constants of FA3's forward to the GPU that is there, and prints them as a diff.
 
-    python benchmarks/tune.py                       # all tables, a few minutes; prints a diff
-    python benchmarks/tune.py --d 64 --out tune.diff --json tune.json && git apply tune.diff
+    python benchmarks/tune.py                       # a few minutes
+    python benchmarks/tune.py --only forward --d 64 --out tune.diff && git apply tune.diff
+    python benchmarks/tune.py --only splits         # of few queries: tune_decode.py
 
 A plan chooses among the tiles of a row of csrc/plan/tuning.h by `forward_time` (csrc/plan/cost.h):
 percent x waves x rows x (keys + overhead). Percent and overhead of a tile are relative to the tile
@@ -10,8 +11,8 @@ calls, fits both constants to the ratios of the times, and prints for each call 
 fastest, which one today's constants choose and which one the new constants choose, with the time
 that a wrong choice costs.
 
-Tiles are forced by FLASH_EXT_FORCE_TILE, which plans read if FLASH_EXT_TUNE was set when the
-kernels were first called.
+Tiles are forced by FLASH_EXT_FORCE_TILE, splits by FLASH_EXT_FORCE_SPLITS, which plans read if
+FLASH_EXT_TUNE was set when the kernels were first called.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import common
 import torch
+import tune_decode
 from timing import Timer
 
 TUNING, COST = Path("csrc/plan/tuning.h"), Path("csrc/plan/cost.h")
-HOOK = "FLASH_EXT_FORCE_TILE"
+SWITCH, HOOK = "FLASH_EXT_TUNE", "FLASH_EXT_FORCE_TILE"
 TILES = {"few_queries": 1, "usual": 2, "long_keys": 3}  # of Fa3ForwardTile
 USUAL = "usual"
 MOST_OVERHEAD = 512
@@ -305,6 +307,7 @@ def measure(row: Row, timer: Timer, min_time: float) -> Times:
         estimates = {tile: timer.estimate(run) for tile, run in runs.items()}
         samples = timer.compare(runs, estimates, min_time)
         times[call] = {tile: statistics.median(x.seconds) for tile, x in samples.items()}
+    os.environ.pop(HOOK, None)
     return times
 
 
@@ -313,42 +316,57 @@ def refuse_without_hook() -> None:
     from flash_ext.ops import binary
 
     library = Path(binary.__file__).parents[1] / "_C.abi3.so"
-    if not library.is_file() or HOOK.encode() not in library.read_bytes():
-        raise SystemExit(f"these kernels do not read {HOOK}: make build")
+    content = library.read_bytes() if library.is_file() else b""
+    for name in (SWITCH, HOOK, tune_decode.HOOK):
+        if name.encode() not in content:
+            raise SystemExit(f"these kernels do not read {name}: make build")
+
+
+def tune_forward(
+    device: torch.device, head_dims: list[int], min_time: float, texts: tuple[str, str]
+) -> tuple[str, str]:
+    """tuning.h and cost.h with the costs of the tiles that fit this GPU."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    timer, found = Timer(device), []
+    for row in read(*texts):
+        if not head_dims or row.dims[0] in head_dims:
+            times = measure(row, timer, min_time)
+            found.append(fitted(row, times, sms))
+            print("\n".join(report(row, found[-1], times, sms)))
+    return written(found, *texts)
+
+
+def tune_splits(device: torch.device, min_time: float, texts: tuple[str, str]) -> tuple[str, str]:
+    """tuning.h and cost.h with the constants of the splits of few queries that fit this GPU."""
+    gpu, today = tune_decode.gpu_of(device), tune_decode.read("".join(texts))
+    times = tune_decode.measure(Timer(device), min_time)
+    new = tune_decode.fitted(times, gpu, today)
+    print("\n".join(tune_decode.report(times, today, new, gpu)))
+    tuning, cost = (tune_decode.written(new, text) for text in texts)
+    return tuning, cost
 
 
 def main() -> int:
     """Measure, print the choices, and print or write the diff."""
     parser = common.parser(__doc__)
     add = parser.add_argument
-    add("--d", nargs="*", type=int, help="head dims, default: all that have several tiles")
+    add("--only", choices=("forward", "splits"), help="default: both")
+    add("--d", nargs="*", type=int, help="head dims of forward, default: all with several tiles")
     add("--min-time", type=float, default=0.05, help="seconds of calls for each tile and call")
     add("--out", type=Path, help="a file for the diff; default: print it")
-    add("--json", type=Path, help="a file for the times")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("tune.py needs a Hopper GPU: the tiles are fa3's")
-    os.environ["FLASH_EXT_TUNE"] = "1"
+    os.environ[SWITCH] = "1"
     refuse_without_hook()
     device = torch.device("cuda", torch.cuda.current_device())
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
     tuning, cost = ((common.ROOT / path).read_text() for path in (TUNING, COST))
     torch.manual_seed(0)
-    timer, found, measured = Timer(device), [], []
-    for row in read(tuning, cost):
-        if args.d and row.dims[0] not in args.d:
-            continue
-        times = measure(row, timer, args.min_time)
-        found.append(fitted(row, times, sms))
-        measured.append(
-            {"row": asdict(found[-1]), "calls": [asdict(c) | t for c, t in times.items()]}
-        )
-        print("\n".join(report(row, found[-1], times, sms)))
-    if args.json:
-        common.write_json(
-            args.json, {"device": torch.cuda.get_device_name(device), "rows": measured}
-        )
-    text = diff(common.ROOT, dict(zip((TUNING, COST), written(found, tuning, cost), strict=True)))
+    if args.only != "splits":
+        tuning, cost = tune_forward(device, args.d or [], args.min_time, (tuning, cost))
+    if args.only != "forward":
+        tuning, cost = tune_splits(device, args.min_time, (tuning, cost))
+    text = diff(common.ROOT, {TUNING: tuning, COST: cost})
     if args.out:
         args.out.write_text(text)
     print(f"written: {args.out}" if args.out else text or "the constants stay as they are")

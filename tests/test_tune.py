@@ -18,6 +18,7 @@ import pytest
 from compiled import NATIVE, python_module
 
 import tune  # isort: skip
+import tune_decode  # isort: skip
 from tune import Call, Cost, Row, Tile  # isort: skip
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,7 +154,9 @@ def test_kernels_without_the_hook_are_refused(
     (tmp_path / "_C.abi3.so").write_bytes(b"\x7fELF")
     with pytest.raises(SystemExit, match="make build"):
         tune.refuse_without_hook()
-    (tmp_path / "_C.abi3.so").write_bytes(b"\x7fELF FLASH_EXT_FORCE_TILE\0")
+    (tmp_path / "_C.abi3.so").write_bytes(
+        b"\x7fELF FLASH_EXT_FORCE_TILE\0FLASH_EXT_FORCE_SPLITS\0FLASH_EXT_TUNE\0"
+    )
     tune.refuse_without_hook()
 
 
@@ -167,3 +170,50 @@ def test_choices_are_those_of_plans() -> None:
             expected = row.tiles[tune.choice(row, call, SMS)]
             found = native.fa3_tile(row.dims, heads, call.queries, call.keys, window, False)
             assert found == (expected.rows, expected.block_kv), call
+
+
+# --- Splits ---
+
+GPU = tune_decode.Gpu(SMS, 32 << 20)
+TODAY = tune_decode.read("".join(TEXTS))
+TRUE = tune_decode.Costs(4.0, 1.5, 0.5, 0.45, 0.7, 0.8, 0.9, 2.5)
+
+
+def split_times(costs: tune_decode.Costs, noise: float = 0.0) -> tune_decode.Times:
+    noises = random.Random(0)
+    return {
+        call: {
+            n: tune_decode.time(call, n, costs, GPU) * (1 + noises.uniform(-noise, noise))
+            for n in call.splits()
+        }
+        for call in tune_decode.grid()
+    }
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_known_constants_of_splits_are_found(noise: float) -> None:
+    found = tune_decode.fitted(split_times(TRUE, noise), GPU, TODAY)
+    for name, true in dataclasses.asdict(TRUE).items():
+        assert getattr(found, name) == pytest.approx(true, rel=max(0.015, 2 * noise)), name
+
+
+def test_the_report_of_splits_says_what_a_choice_costs() -> None:
+    lines = list(tune_decode.report(split_times(TRUE), TODAY, TRUE, GPU))
+    assert lines[-1] == "  new constants lose 0.00 % on average, at most 0.0 %"
+    assert "today's constants lose" in lines[-2] and "lose 0.00" not in lines[-2]
+
+
+def test_constants_of_splits_are_written_and_read_again() -> None:
+    texts = [tune_decode.written(TRUE, text) for text in TEXTS]
+    launch = {"launch": TODAY.launch}  # no constant of csrc
+    assert tune_decode.read("".join(texts)) == dataclasses.replace(TRUE, **launch)
+    assert tuple(tune_decode.written(TODAY, text) for text in TEXTS) == TEXTS
+    with pytest.raises(AssertionError, match="reads otherwise"):
+        tune_decode.read(TEXTS[0])
+
+
+def test_splits_are_those_of_plans() -> None:
+    native = python_module("flash_ext_native", [NATIVE / "native.cpp"])
+    for call in tune_decode.grid():
+        found = native.decode_splits(call.batch, call.kv_heads, call.group, call.keys)
+        assert found == tune_decode.choice(call, TODAY, GPU), call
