@@ -35,7 +35,7 @@ with contextlib.suppress(ModuleNotFoundError):  # --digest needs no torch
     assert _spec is not None and _spec.loader is not None
     sys.modules["timer"] = timing = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(timing)
-    first_line, progress = timing.first_line, timing.progress
+    first_line, progress, cpu_name = timing.first_line, timing.progress, timing.cpu_name
 
 RESULTS = ROOT / "benchmarks" / "results"
 # What must be equal for two runs to be in one result file.
@@ -59,15 +59,6 @@ class Finding:
     def __str__(self) -> str:
         words = {True: "reached", False: "NOT REACHED", None: "not all was measured"}
         return f"{self.goal}: {self.measured or 'not measured'}; {words[self.reached]}"
-
-
-def cpu_name() -> str:
-    """The processor's model name where Linux reports it, otherwise its architecture."""
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def nvidia_smi(device: torch.device) -> dict[str, str]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import gc
 import math
+import platform
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -200,3 +203,12 @@ def first_line(error: BaseException) -> str:
     """An exception as one short line for a result file."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def cpu_name() -> str:
+    """The processor's model name where Linux reports it, otherwise its architecture."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()

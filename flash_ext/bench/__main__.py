@@ -34,9 +34,9 @@ from ..__main__ import usable_device
 from ..functional import AttentionOptions, unknown_option
 from ..ops.checks import require_pair
 from ..ops.options import ABOUT, TENSOR_OPTIONS
-from ..timing import METHOD, progress
+from ..timing import METHOD, cpu_name, progress
 from .measure import Bench
-from .output import cpu_name, plot, table
+from .output import plot, table
 from .problem import TENSORS, Shape, for_cpu
 
 DTYPES = ("bfloat16", "float16", "float32")

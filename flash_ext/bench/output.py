@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
 from .problem import Json, Shape
 
 
@@ -58,11 +55,3 @@ def plot(path: str, cells: list[Json], device: str) -> None:
         axes.legend(fontsize=8)
     figure.suptitle(f"{device}, {cells[0]['dtype']}", fontsize=10)
     figure.savefig(path, dpi=150)
-
-
-def cpu_name() -> str:
-    """The processor's name, if Linux says it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (x.partition(": ")[2] for x in lines if x.startswith("model name"))
-    return next(names, platform.machine())
