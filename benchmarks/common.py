@@ -20,15 +20,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from digest import ROOT, source_digest
 
 with contextlib.suppress(ModuleNotFoundError):  # --digest needs no torch
     import torch
+
+    # By its path: builds.py times an older build of flash_ext as it times this one.
+    _spec = importlib.util.spec_from_file_location("timer", ROOT / "flash_ext/timing.py")
+    assert _spec is not None and _spec.loader is not None
+    sys.modules["timer"] = timing = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(timing)
+    first_line, progress, cpu_name = timing.first_line, timing.progress, timing.cpu_name
 
 RESULTS = ROOT / "benchmarks" / "results"
 # What must be equal for two runs to be in one result file.
@@ -38,7 +45,6 @@ if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the 
     sys.path.insert(0, str(ROOT))
 
 Json = dict[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,6 @@ class Finding:
     def __str__(self) -> str:
         words = {True: "reached", False: "NOT REACHED", None: "not all was measured"}
         return f"{self.goal}: {self.measured or 'not measured'}; {words[self.reached]}"
-
-
-def cpu_name() -> str:
-    """The processor's model name where Linux reports it, otherwise its architecture."""
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def nvidia_smi(device: torch.device) -> dict[str, str]:
@@ -261,20 +258,6 @@ def add_device(parser: argparse.ArgumentParser, **more: Any) -> None:
     parser.add_argument("--device", type=chosen, default=default, **more)
 
 
-def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Iterate with a progress bar: tqdm's where it is installed, otherwise a line of dots."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        for done, item in enumerate(items, 1):
-            yield item
-            print(f"\r{what}: {done}/{total}", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
-    else:
-        seconds = 0.1 if sys.stderr.isatty() else 5  # a log file needs few lines
-        yield from tqdm(items, total=total, desc=what, dynamic_ncols=True, mininterval=seconds)
-
-
 def say(line: str) -> None:
     """Print a line without breaking a progress bar."""
     try:
@@ -283,12 +266,6 @@ def say(line: str) -> None:
         print(line)
     else:
         tqdm.write(line)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one short line for a result file."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 EXTRA_MEMORY = (

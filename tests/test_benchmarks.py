@@ -545,12 +545,13 @@ def test_processes_begin_with_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
 def test_results_of_two_gpus(tmp_path: Path) -> None:
     """Each half runs in a checkout of its own, of the same source; their files end up here."""
     here = tmp_path / "here"
-    for name in ("csrc/build/a.py", "flash_ext/b.py", "build/c.py", ".venv/d.py"):
+    for name in ("csrc/build/a.py", "flash_ext/timing.py", "build/c.py", ".venv/d.py"):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(f"x = '{name}'")
     for name in ("merge.py", "compare.py", "common.py", "digest.py", "evidence.sh"):
         (here / "benchmarks").mkdir(parents=True, exist_ok=True)
         (here / "benchmarks" / name).write_text((ROOT / "benchmarks" / name).read_text())
+    (here / "flash_ext/timing.py").write_text((ROOT / "flash_ext/timing.py").read_text())
     python = tmp_path / "python"
     # The modules that are not copied. Not in PYTHONPATH: Python 3.10 would take benchmarks/io.py
     # for its own.

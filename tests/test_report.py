@@ -13,11 +13,13 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_test_report
 import pytest
 
 import flash_ext
+from flash_ext.bench.__main__ import parse
 
 common = gpu_test_report.common
 import console  # noqa: E402
@@ -42,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GPUS = [folder.name for folder in tables.gpu_folders()]
 MAIN = tables.main_gpu() or common.RESULTS  # the GPU of which most is measured
 # All but docs/notes, which are logs of development, and say so.
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"] + [
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + [
     path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "notes"
 ]
 GENERATED = re.compile(r"<!-- generated:(.*?) begin -->.*?<!-- generated:\1 end -->", re.DOTALL)
@@ -138,9 +140,36 @@ def test_what_counts_as_typed() -> None:
 
 def test_the_front_page_is_short_and_has_no_red_row() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 100
     assert "not reached" not in text and " failed" not in GENERATED.sub("", text)
     assert "TFLOP/s" in text and "](docs/figures/" in text, "a line and a picture of speed"
+
+
+def test_the_front_page_shows_what_bench_prints() -> None:
+    """The command asks for the shape of the table, and the numbers are those of a result file."""
+    (block,) = re.findall(
+        r"<!-- generated:bench begin -->\n(.*?)\n```\n<", (ROOT / "README.md").read_text(), re.S
+    )
+    where, _, _, command, title, _, *rows = block.splitlines()
+    (shape,) = parse(["--device", "cpu", "--full-size", *command.split()[4:]]).shapes
+    compare = common.read_json(MAIN / "compare.json")
+    assert title == f"forward, bfloat16: {shape}"
+    assert compare["device"] in where and compare["digest"] in where
+    cell = next(c for c in compare["cells"] if front.SAMPLE.items() <= c.items())
+    measured = {x["ms"] for x in cell["providers"].values() if "ms" in x}
+    printed = {float(row[21:].split()[0]) for row in rows}
+    assert printed == {round(ms * 1e3, 1) for ms in measured}
+    best = min(ms for n, x in cell["providers"].items() if n not in flash_ext.VARIANTS
+               if (ms := x.get("ms")))  # fmt: skip
+    (fa3,) = (row.split() for row in rows if row.startswith("flash_ext fa3"))
+    assert float(fa3[4]) == round(best / cell["providers"]["fa3"]["ms"], 2)
+
+
+def test_the_lines_of_the_front_page_run() -> None:
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    found: dict[str, Any] = {}
+    exec(lines.replace('device="cuda"', 'device="cpu"'), found)
+    assert found["q"].grad.shape == found["out"].shape == (2, 1024, 16, 64)
 
 
 def test_a_second_gpu_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from .compare import results_section
 from .compat import compat_section
 from .distributed import distributed_section
 from .fp8 import fp8_section
-from .front import front_section
+from .front import bench_section, front_section
 from .neighbors import neighbors_section
 from .options import options_section
 from .sections import claims_section, io_section, memory_section, numerics_section
@@ -20,7 +20,7 @@ from .train import training_section
 from .walkthrough import STEPS
 
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"speed": front_section},
+    "README.md": {"speed": front_section, "bench": bench_section},
     "docs/support.md": {"support": support_section, "compat": compat_section},
     "docs/benchmarks.md": {
         "results": results_section,
