@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ _spec = importlib.util.spec_from_file_location("timer", ROOT / "flash_ext/timing
 assert _spec is not None and _spec.loader is not None
 sys.modules["timer"] = timing = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(timing)
-first_line, progress = timing.first_line, timing.progress
+first_line, progress, cpu_name = timing.first_line, timing.progress, timing.cpu_name
 
 RESULTS = results.FOLDER
 # What must be equal for a test report to be of this machine and source.
@@ -39,15 +38,6 @@ SAME_SETUP = ("device", "torch", "cuda", "cudnn", "driver", "digest")
 
 if importlib.util.find_spec("flash_ext") is None:  # not installed: measure the checkout itself
     sys.path.insert(0, str(ROOT))
-
-
-def cpu_name() -> str:
-    """The processor's model name if Linux reports it, otherwise its architecture."""
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def smi_command(device: torch.device, fields: Iterable[str], *options: str) -> list[str]:

@@ -111,10 +111,10 @@ def test_a_name_is_of_one_type() -> None:
 
 
 PYTHON_LAYERS = (
-    ("deprecation", "ops", "dropout"),
+    ("deprecation", "ops", "dropout", "timing"),
     ("cpu", "functional"),
     ("reference", "explanation", "flash_attn", "flash_attn_interface", "fp8", "integrations"),
-    ("__init__", "__main__"),
+    ("__init__", "__main__", "bench"),
 )
 
 

@@ -12,22 +12,24 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_test_report
 import pytest
 
 import flash_ext
+from flash_ext.bench.__main__ import parse
 
 common = gpu_test_report.common
 import providers  # noqa: E402
 import results  # noqa: E402
 from report import __main__ as report  # noqa: E402
-from report import claims, figures, speed, subjects, support, tables  # noqa: E402
+from report import claims, figures, front, speed, subjects, support, tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN = tables.main_gpu() or common.RESULTS  # the GPU of which most is measured
 # All but docs/notes, which are logs of development, and say so.
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md"] + [
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + [
     path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "notes"
 ]
 GENERATED = re.compile(r"<!-- generated:(.*?) begin -->.*?<!-- generated:\1 end -->", re.DOTALL)
@@ -109,7 +111,7 @@ def test_front_page_has_the_numbers_of_these_kernels(
     other = copied.with_name("gpu-b")
     shutil.copytree(copied, other)
     monkeypatch.setattr(results, "is_current", lambda subject, setup: False)
-    assert report.front_section().count(" the speed of the best peer (") == 4
+    assert front.front_section().count(" the speed of the best peer (") == 4
     lines = results.read(other / "compare.jsonl")
     for line in lines:
         line["setup"] |= {"kernels": "now", "device": "B"}
@@ -119,7 +121,7 @@ def test_front_page_has_the_numbers_of_these_kernels(
     (other / "compare.jsonl").unlink()
     results.append(other / "compare.jsonl", lines)
     monkeypatch.setattr(results, "is_current", lambda subject, s: s["kernels"] == "now")
-    assert report.front_section().count(" the speed of SDPA cuDNN (") == 2
+    assert front.front_section().count(" the speed of SDPA cuDNN (") == 2
     ratios = [{"direction": "forward", "d": 128, "causal": True, "seqlen": 512, "ratio": 2.0}]
     common.write_json(other / "recorded_peers.json", {"ratios": ratios})
     tables._load.cache_clear()
@@ -152,11 +154,37 @@ def test_what_counts_as_typed() -> None:
 
 def test_pages_for_readers_are_short() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 100
     assert "TFLOP/s" in text and "](docs/figures/" in text, "a line and curves of speed"
     text = (ROOT / "docs/benchmarks.md").read_text()
     assert len(text.splitlines()) <= 150
     assert "not reached" not in text and "goal" not in text, "goals are the team's"
+
+
+def test_the_front_page_shows_what_bench_prints() -> None:
+    """The command asks for the shape of the table, and the numbers are those of a result."""
+    (block,) = re.findall(
+        r"<!-- generated:bench begin -->\n(.*?)\n```\n<", (ROOT / "README.md").read_text(), re.S
+    )
+    where, _, _, command, title, _, *rows = block.splitlines()
+    (shape,) = parse(["--device", "cpu", "--full-size", *command.split()[4:]]).shapes
+    assert title == f"forward, bfloat16: {shape}"
+    cell = next(c for c in tables.load("compare", MAIN) if front.SAMPLE.items() <= c.items())
+    assert cell["setup"]["device"] in where and cell["setup"]["kernels"] in where
+    times = {n: x["ms"] for n, x in cell["providers"].items() if "ms" in x}
+    assert {float(row[21:].split()[0]) for row in rows} == {
+        round(ms * 1e3, 1) for ms in times.values()
+    }
+    best = min(ms for n, ms in times.items() if n not in flash_ext.VARIANTS)
+    (fa3,) = (row.split() for row in rows if row.startswith("flash_ext fa3"))
+    assert float(fa3[4]) == round(best / times["fa3"], 2)
+
+
+def test_the_lines_of_the_front_page_run() -> None:
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    found: dict[str, Any] = {}
+    exec(lines.replace('device="cuda"', 'device="cpu"'), found)
+    assert found["q"].grad.shape == found["out"].shape == (2, 1024, 16, 64)
 
 
 def test_the_changelog_has_this_version() -> None:

@@ -22,6 +22,7 @@ import results
 from . import figures, speed, subjects
 from .claims import STEPS, claims_section
 from .compat import compat_section
+from .front import bench_section, front_section
 from .support import support_section
 from .tables import NOWHERE, UNKNOWN, device_of, gpu_folders, load, main_gpu, provenance
 
@@ -69,23 +70,6 @@ def appendix(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def front_section(document: str = "README.md") -> str:
-    """A line for each GPU that measured the kernels as they are, and the first one's curves. While
-    none has, the lines and curves of older kernels, which each line names."""
-    folders = [p for p in gpu_folders("compare") if speed.words_of(p, "forward")]
-    rows = {p: speed.has_grid(p, "forward", "fa3") for p in folders}
-    fresh = [p for p in folders if any(results.is_current("compare", r["setup"]) for r in rows[p])]
-    parts = []
-    for folder in (fresh or folders)[: None if document == "README.md" else 1]:
-        words = [w for x in speed.BOTH if (w := speed.words_of(folder, x))]
-        setup = rows[folder][0]["setup"]
-        parts.append(f"{device_of(folder)}, fa3, bf16: {'; '.join(words)} (kernels"
-                     f" `{setup['kernels']}`, {setup['date'][:10]}).")  # fmt: skip
-    if parts:
-        parts[1:1] = figures.pictures((fresh or folders)[0], Path(document), "speed")
-    return "\n\n".join(parts) or NOWHERE
-
-
 def of_main_gpu(table: Callable[[Path], str], subject: str, *names: str) -> Section:
     """A table of the GPU of which most is measured, with its figures, and with where it comes from
     if that is not where the grid does."""
@@ -111,7 +95,7 @@ def pages_section() -> str:
 
 
 DOCUMENTS: dict[str, dict[str, Section]] = {
-    "README.md": {"speed": front_section},
+    "README.md": {"speed": front_section, "bench": bench_section},
     "docs/support.md": {"support": support_section, "compat": compat_section},
     str(PAGE): {
         "speed": lambda: front_section(str(PAGE)),

@@ -327,6 +327,21 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const tuning::Fa3Forward found = tuning::fa3_forward(padded, Features::kVarlen, tile);
         return Pair{64 * found.consumers, found.block_kv};
     });
+    // Of one query of a dense batch at head dim 128, with `group` query heads on a head of keys.
+    m.def("decode_splits", [](int batch, int heads_k, int group, int keys) {
+        using enum tuning::Fa3ForwardTile;
+        AttentionParams params{};
+        params.batch = batch;
+        params.heads_q = params.heads_k = heads_k;
+        params.seqlen_q = group;
+        params.seqlen_k = keys;
+        params.window_left = params.window_right = BandMask::kUnlimited;
+        params.head_dim = params.head_dim_v = 128;
+        const tuning::Fa3DecodeShape shape = tuning::fa3_decode({128, 128}, kFewRows);
+        const auto tile = group <= shape.rows ? kFewRows : kManyRows;
+        return decode_splits(params, int64_t{batch} * heads_k, tile,
+                             tuning::fa3_decode({128, 128}, tile).ctas_per_sm, kH200);
+    });
     m.attr("many_queries") = tuning::kManyQueries;
 
     // Of one dense sequence.
