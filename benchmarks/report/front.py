@@ -1,64 +1,43 @@
-"""README's line and picture of speed, and what `python -m flash_ext.bench` prints."""
+"""README's line and curves of speed, and what `python -m flash_ext.bench` prints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import common
-from cells import is_plain, standard_cells
+import results
+from cells import is_plain
 from common import Json
-from providers import BEST, BEST_LABEL
-from ratios import geometric_mean, ratios, recorded_note, with_best
-from support import BOTH
 
 import flash_ext
 from flash_ext.bench.measure import with_best_peer
 from flash_ext.bench.output import table
 
-from .sections import picture
-from .tables import NOWHERE, UNKNOWN, gpu_folders
-
-PEERS = {BEST: f"the {BEST_LABEL}", "cudnn": "SDPA cuDNN"}  # the first of them that was measured
-
-
-def words_of(cells: list[Json], direction: str) -> str:
-    """What fa3 reaches in a direction, or nothing where that is not measured."""
-    found = standard_cells(cells, direction)
-    speeds = [r["tflops"] for c in found if "tflops" in (r := c["providers"].get("fa3", {}))]
-    for peer, label in PEERS.items():
-        if values := ratios(found, "fa3", peer):
-            note = recorded_note(found, "fa3", peer)
-            return (
-                f"{direction} {geometric_mean(values):.2f}× the speed of {label}"
-                f" (geometric mean of {len(values)} shapes{note}), up to {max(speeds):.0f} TFLOP/s"
-            )
-    return ""
+from . import figures
+from .speed import BOTH, words_of
+from .tables import NOWHERE, device_of, gpu_folders, has_grid, load
 
 
-def measured() -> list[tuple[Path, Json]]:
-    """The result files of the source as it is, or while there is none those of other sources."""
-    found: list[tuple[bool, Path, Json]] = []
-    for folder in gpu_folders("compare"):
-        if compare := common.read_json(folder / "compare.json"):
-            found.append((compare["digest"] != common.source_digest(), folder, compare))
-    found = [x for x in found if not x[0]] or found
-    return [x[1:] for x in sorted(found, key=lambda x: x[:2])]
+def measured() -> list[Path]:
+    """The GPUs that measured the kernels as they are, or while there is none those that measured
+    older ones."""
+    folders = [p for p in gpu_folders("compare") if words_of(p, "forward")]
+    fresh = [p for p in folders if any(results.is_current("compare", row["setup"])
+                                       for row in has_grid(p, "forward", "fa3"))]  # fmt: skip
+    return fresh or folders
 
 
-def front_section() -> str:
-    """A line for each GPU, which names the source, and the curves of the first one."""
-    parts = []
-    for folder, compare in (found := measured()):
-        recorded = common.read_json(folder / "recorded_peers.json")
-        cells = with_best(compare["cells"], recorded)
-        line = "; ".join(words for x in BOTH if (words := words_of(cells, x))) or UNKNOWN
-        parts.append(
-            f"{compare['device']}, fa3: {line}. bf16, source `{compare['digest']}`,"
-            f" {compare['date'][:10]}."
-        )
-    if not found:
+def front_section(document: str = "README.md") -> str:
+    """A line for each GPU that measured the kernels as they are, and the first one's curves. While
+    none has, the lines and curves of older kernels, which each line names."""
+    folders, parts = measured(), []
+    for folder in folders[: None if document == "README.md" else 1]:
+        words = [w for x in BOTH if (w := words_of(folder, x))]
+        setup = has_grid(folder, "forward", "fa3")[0]["setup"]
+        parts.append(f"{device_of(folder)}, fa3, bf16: {'; '.join(words)} (kernels"
+                     f" `{setup['kernels']}`, {setup['date'][:10]}).")  # fmt: skip
+    if not parts:
         return NOWHERE
-    curves = picture(found[0][0], "speed_forward", document="README.md")
+    curves = figures.pictures(folders[0], Path(document), "speed")
     return "\n\n".join(filter(None, (parts[0], *curves, " ".join(parts[1:]))))
 
 
@@ -93,13 +72,14 @@ def as_bench_cell(cell: Json) -> Json:
 
 def bench_section() -> str:
     """The table of a command, with the times of the first GPU that measured its shape."""
-    for _, compare in measured():
-        for cell in compare["cells"]:
+    for folder in measured():
+        for cell in load("compare", folder):
             if is_plain(cell) and SAMPLE.items() <= cell.items():
+                setup = cell["setup"]
                 return (
                     "The table of a command, with times that `benchmarks/compare.py`, which has the"
-                    f" same timer, measured on an {compare['device']} with torch"
-                    f" {compare['torch']}, source `{compare['digest']}`:\n\n"
+                    f" same timer, measured on an {setup['device']} with torch {setup['torch']},"
+                    f" kernels `{setup['kernels']}`:\n\n"
                     f"```\n$ python -m flash_ext.bench {SAMPLE_ARGUMENTS}\n"
                     f"{table(as_bench_cell(cell))}\n```"
                 )
