@@ -13,6 +13,7 @@
 #pragma once
 
 #include "kernels/common/recompute_rows.cuh"
+#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/sequences.cuh"
 #include "tile/any_half.cuh"
@@ -43,8 +44,8 @@ __device__ __forceinline__ OnlineSoftmax<16> softmax_of_rows(const BackwardParam
             rS = scores_of_rows<decltype(element)>(params, sequence, head, first_query, key);
         });
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(rS, first_query,
-                                                                                 key);
+            ScoreFunction<Element, Rows::kQueries, tuning::kAllOptions>{params, sequence, head}
+                .apply(rS, first_query, key);
         mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
         softmax.template update<true>(rS, none, scale);
     }
