@@ -14,7 +14,7 @@
 
 namespace flash_ext {
 
-cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
+cudaError_t backward_preprocess(const BackwardParams&, int, cudaStream_t) {
     return cudaSuccess;
 }
 

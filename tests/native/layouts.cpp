@@ -21,7 +21,7 @@
 namespace py = pybind11;
 
 namespace flash_ext {
-cudaError_t backward_preprocess(const BackwardParams&, int, bool, cudaStream_t) {
+cudaError_t backward_preprocess(const BackwardParams&, int, cudaStream_t) {
     return cudaSuccess;
 }
 }  // namespace flash_ext
