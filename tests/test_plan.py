@@ -530,6 +530,22 @@ def test_every_head_dim_takes_its_kernels(head_dims: tuple[int, int], native: Mo
         assert p.forward("fa3").launches == ["fa3_forward_{}<{}, {}>".format(kind, *of_8_bits)]
 
 
+@pytest.mark.parametrize("head_dims", KERNEL_DIMS)
+@pytest.mark.parametrize("option", ({"softcap": 30.0}, {"alibi": True}))
+def test_rare_head_dims_are_padded_further_with_options(
+    option: dict[str, object], head_dims: tuple[int, int], native: ModuleType
+) -> None:
+    """In fa3: its kernels that change scores have head dims 64, 128 and 256."""
+    dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
+    p = problem(native, seqlen_q=300, seqlen_k=300, **dims, **option)
+    wider = next(n for n in (64, 128, 256) if n >= head_dims[0])
+    assert p.forward("fa3").launches == [f"fa3_forward<{wider}, {wider}>"]
+    kind = "_wide" if wider > 128 else ""
+    assert p.backward("fa3").launches == [f"fa3_backward{kind}<{wider}, {wider}>"]
+    p.seqlen_q = 1  # few queries have a kernel for each pair
+    assert p.forward("fa3").launches == ["fa3_decode<{}, {}>".format(*head_dims)]
+
+
 def test_gradients_of_options_follow(native: ModuleType) -> None:
     p = problem(native, seqlen_q=9, seqlen_k=9, bias=True, sink=True, varlen=True)
     assert p.backward("fa2").launches == [
@@ -560,9 +576,8 @@ def with_gaps() -> ModuleType:
         found = re.search(row, tables[table], re.DOTALL)
         assert found is not None
         with_options = f"{{.head_dims = {{{head_dims}}}, .options = {options},"
-        replacement = options and re.sub(
-            r"\{\.head_dims = \{.*?\},", with_options, found[0], count=1
-        )
+        head = r"\{\.head_dims = \{.*?\},(\s*\.options = \w+,)?"
+        replacement = options and re.sub(head, with_options, found[0], count=1)
         tables[table] = tables[table].replace(found[0], replacement or "")
     (home / "plan" / "tuning.h").write_text("".join(tables.values()))
     return plan_module(

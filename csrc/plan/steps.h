@@ -38,12 +38,6 @@ inline HeadDims head_dims(const AttentionParams& params) {
     return {params.head_dim, params.head_dim_v};
 }
 
-// Has any row of the table a set with these options?
-template <class Row, int kRows>
-bool has_options(const Row (&table)[kRows], OptionSet options) {
-    return tuning::find_row(table, {}, options) != nullptr;
-}
-
 // Why no kernel of the tables runs the call; empty if one does.
 template <class... Tables>
 std::string table_reason(const Call& call, const Tables&... tables) {
@@ -53,7 +47,7 @@ std::string table_reason(const Call& call, const Tables&... tables) {
                                                               {"ALiBi", OptionSet::kAlibi}};
     const OptionSet needed = call.options();
     for (const auto& [name, option] : kOptions)
-        if (contains(needed, option) && !(has_options(tables, option) || ...))
+        if (contains(needed, option) && !(tuning::find_row(tables, {}, option) || ...))
             return text("has no ", name, call.has_8_bits() ? " with 8-bit inputs" : "");
     const HeadDims dims = head_dims(call.sizes);
     if ((tuning::find_row(tables, dims, needed) || ...)) return "";

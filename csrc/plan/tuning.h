@@ -126,14 +126,10 @@ inline constexpr Fa2Forward kFa2Forward[] = {
      .small_general = {.rows_per_warp = 16, .warps = 8, .block_kv = 32}},
 };
 
-constexpr Forward fa2_forward(HeadDims dims, OptionSet options) {
+constexpr Forward fa2_forward(HeadDims dims, OptionSet options, bool less_memory = false) {
     const Fa2Forward row = row_of(kFa2Forward, dims);
-    return changes_scores(options) ? row.general : row.plain;
-}
-
-constexpr Forward small_fa2_forward(HeadDims dims, OptionSet options) {
-    const Fa2Forward row = row_of(kFa2Forward, dims);
-    return changes_scores(options) ? row.small_general : row.small_plain;
+    if (changes_scores(options)) return less_memory ? row.small_general : row.general;
+    return less_memory ? row.small_plain : row.plain;
 }
 
 // --- FA3, forward ---
@@ -165,7 +161,10 @@ struct Fa3Costs {
     Fa3Cost differ{};
 };
 
-inline constexpr OptionSets kFa3ForwardOptions{3, {kVarlen, kVarlenSplits, kFa3Scores}};
+// Kernels that change scores take twice as long to compile. Models with softcap or ALiBi have head
+// dims 64, 128 and 256: at others such calls are padded further.
+inline constexpr OptionSets kFa3ForwardOptions{2, {kVarlen, kVarlenSplits}};
+inline constexpr OptionSets kFa3ForwardAllOptions{3, {kVarlen, kVarlenSplits, kFa3Scores}};
 
 struct Fa3ForwardRow {
     HeadDims head_dims;
@@ -187,6 +186,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .few_queries_costs = {.alike = {112}, .differ = {110}},
      .long_keys_costs = {.alike = {98, 72}, .differ = {96, 208}}},
     {.head_dims = {64, 64},
+     .options = kFa3ForwardAllOptions,
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 4, .v_stages = 4, .ping_pong = true},
      .usual = {.consumers = 4, .block_kv = 64, .k_stages = 3, .v_stages = 3},
@@ -198,6 +198,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
      .usual = {.consumers = 3, .block_kv = 64, .k_stages = 5, .v_stages = 5},
      .few_queries_costs = {.alike = {110}, .differ = {105}}},
     {.head_dims = {128, 128},
+     .options = kFa3ForwardAllOptions,
      .few_queries =
          {.consumers = 2, .block_kv = 128, .k_stages = 3, .v_stages = 2, .ping_pong = true}},
     {.head_dims = {192, 128},
@@ -205,6 +206,7 @@ inline constexpr Fa3ForwardRow kFa3Forward[] = {
     {.head_dims = {192, 192},
      .few_queries = {.consumers = 2, .block_kv = 64, .k_stages = 2, .v_stages = 2}},
     {.head_dims = {256, 256},
+     .options = kFa3ForwardAllOptions,
      .few_queries = {.consumers = 2, .block_kv = 64, .q_stages = 1, .k_stages = 3, .v_stages = 2}},
 };
 
@@ -402,14 +404,11 @@ inline constexpr Fa2Backward kFa2Backward[] = {
          {.block_q = 32, .keys_per_warp = 16, .warps_kv = 4, .warps_d = 2, .dq_slices = 2}},
 };
 
-constexpr Backward fa2_backward(HeadDims dims, OptionSet options) {
+constexpr Backward fa2_backward(HeadDims dims, OptionSet options, bool less_memory = false) {
     const Fa2Backward row = row_of(kFa2Backward, dims);
     if (changes_scores(options)) return row.general;
-    return contains(options, OptionSet::kVarlen) ? row.varlen : row.plain;
-}
-
-constexpr Backward small_fa2_backward(HeadDims dims, OptionSet options) {
-    return options == kDense ? row_of(kFa2Backward, dims).small_plain : fa2_backward(dims, options);
+    if (contains(options, kVarlen)) return row.varlen;
+    return less_memory ? row.small_plain : row.plain;
 }
 
 // --- The gradient of the bias, of every variant ---
@@ -459,7 +458,8 @@ struct Fa3Backward {
     constexpr bool late_fences() const { return schedule != kPingPong; }
 };
 
-inline constexpr OptionSets kFa3BackwardOptions{2, {kVarlen, kFa3Scores}};
+inline constexpr OptionSets kFa3BackwardOptions{1, {kVarlen}};
+inline constexpr OptionSets kFa3BackwardAllOptions{2, {kVarlen, kFa3Scores}};
 
 // For heads whose dQ is summed in HBM. Tiles of 80 queries pay when Q, dO and dQ of a head no
 // longer stay in L2; up to 32,768 queries both are level.
@@ -478,9 +478,9 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
                .do_stages = 3,
                .schedule = kByMatmul,
                .transpose_dq = false,
-               .dq_takes_scores = false},
-     .with_options = kPingPong},
+               .dq_takes_scores = false}},
     {.head_dims = {64, 64},
+     .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 128,
                .q_stages = 3,
                .do_stages = 2,
@@ -491,6 +491,7 @@ inline constexpr Fa3BackwardRow kFa3Backward[] = {
     {.head_dims = {96, 96},
      .usual = {.block_q = 96, .q_stages = 2, .do_stages = 2, .schedule = kPingPong}},
     {.head_dims = {128, 128},
+     .options = kFa3BackwardAllOptions,
      .usual = {.block_q = 64, .q_stages = 3, .do_stages = 2, .schedule = kByMatmulEarly},
      .with_options = kEarly,
      .many_queries = {.block_q = 80, .q_stages = 2, .do_stages = 2, .schedule = kLateFences}},
@@ -518,7 +519,12 @@ struct Fa3BackwardWide {
 inline constexpr Fa3BackwardWide kFa3BackwardWide[] = {
     {.head_dims = {192, 128}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
     {.head_dims = {192, 192}, .pool_pairs = 3, .k_stages = 3, .v_stages = 2, .dq_gemm_stages = 5},
-    {.head_dims = {256, 256}, .pool_pairs = 2, .k_stages = 2, .v_stages = 1, .dq_gemm_stages = 4},
+    {.head_dims = {256, 256},
+     .options = kFa3BackwardAllOptions,
+     .pool_pairs = 2,
+     .k_stages = 2,
+     .v_stages = 1,
+     .dq_gemm_stages = 4},
 };
 
 constexpr Fa3BackwardWide fa3_backward_wide(HeadDims dims) {

@@ -145,10 +145,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <int kHeadDim, int kHeadDimV>
 int fa1_backward_shared_bytes() {
-    return largest_of<row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options>(
-        [](auto options) {
-            return Fa1BackwardConfig<__half, kHeadDim, kHeadDimV, options.value>::kSharedBytes;
-        });
+    constexpr OptionSets kSets = row_of(tuning::kFa1Backward, {kHeadDim, kHeadDimV}).options;
+    return largest_of<kSets>([](auto options) {
+        return Fa1BackwardConfig<__half, kHeadDim, kHeadDimV, options.value>::kSharedBytes;
+    });
 }
 
 template <int kHeadDim, int kHeadDimV>

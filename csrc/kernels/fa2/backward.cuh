@@ -165,20 +165,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     Tile(params, stored.sequence, stored.head).store_dk_dv(rdK, rdV, stored.first_row);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
-using Fa2BackwardConfig = BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                                         tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions)>;
-template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
-using SmallFa2BackwardConfig =
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
+using Fa2BackwardConfig =
     BackwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                   tuning::small_fa2_backward({kHeadDim, kHeadDimV}, kOptions)>;
+                   tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
 int fa2_backward_shared_bytes() {
-    return largest_of<row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV}).options>(
-        [](auto options) {
-            return SmallFa2BackwardConfig<__half, kHeadDim, kHeadDimV, options.value>::kSharedBytes;
-        });
+    constexpr OptionSets kSets = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV}).options;
+    return largest_of<kSets>([](auto options) {
+        return Fa2BackwardConfig<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
+    });
 }
 
 template <class Config>
@@ -197,8 +194,10 @@ cudaError_t fa2_backward(const BackwardParams& params, const BackwardKernel& ker
     constexpr tuning::Fa2Backward kRow = row_of(tuning::kFa2Backward, {kHeadDim, kHeadDimV});
     static_assert(kRow.plain.block_q % kRow.small_plain.block_q == 0);  // plan_mma_backward()
     return dispatch_kernel<kRow.options>(params, kernel, [&](auto element, auto options) {
-        using Large = Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value>;
-        using Small = SmallFa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value>;
+        using Large =
+            Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, false>;
+        using Small =
+            Fa2BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kBlockKV == Small::kBlockKV &&
                       Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
         return launch_fitting<Large, Small>(

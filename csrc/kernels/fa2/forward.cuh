@@ -400,18 +400,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
-using Fa2ForwardConfig = ForwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                                       tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions)>;
-template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
-using SmallFa2ForwardConfig =
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions, bool kLessMemory>
+using Fa2ForwardConfig =
     ForwardConfig<Element, kHeadDim, kHeadDimV, kOptions,
-                  tuning::small_fa2_forward({kHeadDim, kHeadDimV}, kOptions)>;
+                  tuning::fa2_forward({kHeadDim, kHeadDimV}, kOptions, kLessMemory)>;
 
 template <int kHeadDim, int kHeadDimV>
 int fa2_forward_shared_bytes() {
-    return largest_of<row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options>([](auto options) {
-        return SmallFa2ForwardConfig<__half, kHeadDim, kHeadDimV, options.value>::kSharedBytes;
+    constexpr OptionSets kSets = row_of(tuning::kFa2Forward, {kHeadDim, kHeadDimV}).options;
+    return largest_of<kSets>([](auto options) {
+        return Fa2ForwardConfig<__half, kHeadDim, kHeadDimV, options.value, true>::kSharedBytes;
     });
 }
 
@@ -422,8 +420,8 @@ cudaError_t fa2_forward(const ForwardParams& params, const ForwardKernel& kernel
     return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
         // One kernel serves both types: calls with options are rare, and its branches cheap.
         using Element = std::conditional_t<changes_scores(options.value), AnyHalf, decltype(given)>;
-        using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value>;
-        using Small = SmallFa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value>;
+        using Large = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, false>;
+        using Small = Fa2ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, true>;
         static_assert(Large::kCtasPerSm == Small::kCtasPerSm);  // the plan has one schedule
         return launch_fitting<Large, Small>([&](auto config) {
             using Config = decltype(config);
