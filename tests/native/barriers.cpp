@@ -14,9 +14,7 @@
 
 namespace flash_ext {
 
-cudaError_t backward_preprocess(const BackwardParams&, int, cudaStream_t) {
-    return cudaSuccess;
-}
+cudaError_t backward_preprocess(const BackwardParams&, int, cudaStream_t) { return cudaSuccess; }
 
 namespace {
 
@@ -212,7 +210,7 @@ DSWorkspace ds_workspace(const BackwardParams& params) {
 template <int kHeadDim, bool kStoresDS>
 cudaError_t backward_dkdv(const Call& call) {
     using Config = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDim, tuning::kVarlen,
-                                         kWide<kHeadDim>.pool_pairs, kStoresDS>;
+                                         kWide<kHeadDim>.pool_pairs>;
     return keep<Config>([&] {
         const auto params = backward_params(call, kHeadDim);
         Schedule schedule = schedule_of(params, params.seqlen_k, Config::kBlockKV, params.heads_k);

@@ -107,13 +107,11 @@ struct Fa3BackwardStoringParams : Fa3BackwardWideParams {
     DSWorkspace ds_workspace;
 };
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_, int kPairs_,
-          bool kStoresDS_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_, int kPairs_>
 struct Fa3BackwardDKDVConfig {
     using Element = Element_;
     using Params = Fa3BackwardStoringParams;
     static constexpr OptionSet kOptions = kOptions_;
-    static constexpr bool kStoresDS = kStoresDS_;  // a kernel with options decides for each call
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kPairs = kPairs_;
@@ -198,10 +196,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         ptx::launch_dependents();
     }
 
-    __device__ __forceinline__ bool stores_ds() const {
-        return Config::kStoresDS &&
-               (!changes_scores(Config::kOptions) || params.ds_workspace.heads > 0);
-    }
+    __device__ __forceinline__ bool stores_ds() const { return params.ds_workspace.heads > 0; }
 
     // --- Producer ---
 

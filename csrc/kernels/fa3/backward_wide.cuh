@@ -21,10 +21,7 @@ template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions>
 cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const BackwardKernel& kernel,
                                      cudaStream_t stream) {
     constexpr tuning::Fa3BackwardWide kTuning = tuning::fa3_backward_wide({kHeadDim, kHeadDimV});
-    using DKDV = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs,
-                                       changes_scores(kOptions)>;
-    using DKDVStoringDS =
-        Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs, true>;
+    using DKDV = Fa3BackwardDKDVConfig<Element, kHeadDim, kHeadDimV, kOptions, kTuning.pool_pairs>;
     using DQGemm = Fa3BackwardDQGemmConfig<Element, kHeadDim, kTuning.dq_gemm_stages>;
     using DQ = Fa3BackwardDQConfig<Element, kHeadDim, kHeadDimV, kOptions>;
     cudaError_t status = backward_preprocess(params, DKDV::kBlockQ, stream);
@@ -35,8 +32,8 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
         const DSWorkspace ds_workspace{static_cast<char*>(kernel.ds), head,
                                        whole ? kernel.ds_heads : heads - head,
                                        DSWorkspaceTiles(params)};
-        status = launch_fa3_backward_dkdv<DKDVStoringDS>(params, ds_workspace, schedules.keys,
-                                                         kernel.sms, stream);
+        status = launch_fa3_backward_dkdv<DKDV>(params, ds_workspace, schedules.keys, kernel.sms,
+                                                stream);
         if (status == cudaSuccess)
             status = launch_fa3_backward_dq_gemm<DQGemm>(params, ds_workspace, schedules.queries,
                                                          kernel.sms, stream);
