@@ -173,7 +173,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
-        Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
+        Statistics delta_rows{ptx::shared_address(cta.storage.minus_delta)};
         KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0),
                                        Config::kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
@@ -202,8 +202,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         } else {
             Scores& dp = s.rdP;
             for_each_with_query<Rows::kKeys, Scores>(
-                storage.delta[s.d.stage],
-                [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
+                storage.minus_delta[s.d.stage],
+                [&](int m, int n, int i, float minus_delta) { dp.v[m][n][i] = minus_delta; });
         }
         gemm_async<Element, Config::kHeadDimV>(
             s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
