@@ -223,7 +223,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // This consumer's half of dQ = dS K.
     __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
-        dq_pipeline(consumer).producer_acquire(s.dq);
         if constexpr (Config::kTuning.transpose_dq) {
             gemm_async<Element, Config::kBlockKV>(s.rdQ, x.k_columns,
                                                   in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
@@ -270,8 +269,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
     // any?
-    __device__ __forceinline__ void store_dq(const State& s) const {
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+    __device__ __forceinline__ void store_dq(const State& s, bool exists = true) const {
+        dq_pipeline(consumer).producer_acquire(s.dq);
+        if (exists) DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
     }
     __device__ __forceinline__ void commit_dq(State& s, bool stored = true) const {
         ptx::fence_proxy_async();
@@ -281,7 +281,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     }
     // dQ of the iteration before, of which the first has none.
     __device__ __forceinline__ void store_late_dq(State& s) const {
-        if (Config::kTuning.late_dq() && s.accumulate) store_dq(s);
+        if (Config::kTuning.late_dq()) store_dq(s, s.accumulate);
         commit_dq(s, s.accumulate);
     }
 
