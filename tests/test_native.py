@@ -396,7 +396,7 @@ def test_dropout_bits_are_pythons(native: ModuleType) -> None:
         assert native.is_kept(seed, offset, head, threshold, row, col) == expected
 
 
-# --- plan/variants.h, plan/head_dims.h ---
+# --- plan/variants.h, the head dims of plan/tuning.h ---
 
 
 def test_variants_are_pythons(native: ModuleType) -> None:
@@ -412,9 +412,9 @@ def test_every_pair_of_head_dims_has_a_kernel(native: ModuleType) -> None:
     pairs = native.head_dims
     assert pairs == sorted(pairs) and pairs[-1] == (256, 256) and native.max_head_dim == 256
     for head_dim, head_dim_v in itertools.product(range(1, 257, 5), repeat=2):
-        holding = [i for i, (d, dv) in enumerate(pairs) if d >= head_dim and dv >= head_dim_v]
+        holding = [(d, dv) for d, dv in pairs if d >= head_dim and dv >= head_dim_v]
         assert native.padded_head_dims(head_dim, head_dim_v) == holding[0]
-    assert native.padded_head_dims(257, 1) == native.padded_head_dims(1, 257) == -1
+    assert native.padded_head_dims(257, 1) is native.padded_head_dims(1, 257) is None
 
 
 # --- plan/tuning.h ---
@@ -447,14 +447,14 @@ def query_tiles(p: Problem) -> int:
 
 
 def is_general(p: Problem) -> bool:
-    """Does it take the general form of fa2's and fa3's kernels?"""
+    """Does it take the kernels of fa2 and fa3 that have options of the scores?"""
     options = p.softcap or p.alibi or p.bias or p.dropout_p
     dims = (p.head_dim, p.head_dim_v or p.head_dim)
     return bool(options) or p.layout in UNALIGNED_LAYOUTS or any(d % 8 for d in dims)
 
 
 def padded_dims(native: ModuleType, p: Problem) -> tuple[int, int]:
-    return native.head_dims[native.padded_head_dims(p.head_dim, p.head_dim_v or p.head_dim)]
+    return native.padded_head_dims(p.head_dim, p.head_dim_v or p.head_dim)
 
 
 def splits_of(native: ModuleType, variant: str, p: Problem) -> int:

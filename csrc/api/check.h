@@ -21,8 +21,8 @@
 #include "api/attention.h"
 #include "plan/call.h"
 #include "plan/device.h"
-#include "plan/head_dims.h"
 #include "plan/text.h"
+#include "plan/tuning.h"
 #include "plan/variants.h"
 #include "problem/params.h"
 
@@ -386,7 +386,8 @@ inline Sizes check_forward(const Tensor& q, const Tensor& k, const Tensor& v,
     sizes.head_dim_v = v.size(dims - 1);
     for (const auto& [name, dim] : {std::pair{"q's head dimension", sizes.head_dim},
                                     std::pair{"v's head dimension", sizes.head_dim_v}})
-        if (dim < 1 || dim > kMaxHeadDim) refuse(name, text("1 to ", kMaxHeadDim), dim);
+        if (dim < 1 || dim > tuning::kMaxHeadDim)
+            refuse(name, text("1 to ", tuning::kMaxHeadDim), dim);
     require_shape("k", k, sizes.rows(sizes.seqlen_k, sizes.heads_k, sizes.head_dim), layout[1]);
     if (sizes.heads_k == 0) refuse("k's number of heads", "at least 1", sizes.heads_k);
     if (sizes.heads_q % sizes.heads_k != 0)

@@ -7,13 +7,13 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "plan/cost.h"
-#include "plan/head_dims.h"
 #include "plan/tuning.h"
 #include "plan/variants.h"
 #include "plan/workspace_rows.cuh"
@@ -283,14 +283,19 @@ PYBIND11_MODULE(flash_ext_native, m) {
           });
 
     m.attr("variants") = std::vector<std::string>(kVariantNames, kVariantNames + kVariants);
-    std::vector<Pair> head_dims;
-    for (const HeadDims& dims : kHeadDims) head_dims.emplace_back(dims.qk, dims.v);
-    m.attr("head_dims") = head_dims;
-    m.attr("max_head_dim") = kMaxHeadDim;
-    m.def("padded_head_dims", [](int head_dim, int head_dim_v) {
-        for (int i = 0; i < kHeadDimPairs; ++i)
-            if (kHeadDims[i] == pad_head_dims({head_dim, head_dim_v})) return i;
-        return -1;
+    std::set<Pair> head_dims;  // that any kernel has
+    const auto add = [&](const auto& table) {
+        for (const auto& row : table) head_dims.emplace(row.head_dims.qk, row.head_dims.v);
+    };
+    add(tuning::kFa1Forward), add(tuning::kFa1Backward), add(tuning::kFa2Forward);
+    add(tuning::kFa2Backward), add(tuning::kFa3Forward), add(tuning::kFa3Decode);
+    add(tuning::kFa3ForwardFp8), add(tuning::kFa3Backward), add(tuning::kFa3BackwardWide);
+    m.attr("head_dims") = std::vector<Pair>(head_dims.begin(), head_dims.end());
+    m.attr("max_head_dim") = tuning::kMaxHeadDim;
+    m.def("padded_head_dims", [](int head_dim, int head_dim_v) -> std::optional<Pair> {
+        const auto* row = tuning::find_row(tuning::kFa2Forward, {head_dim, head_dim_v});
+        if (row == nullptr) return std::nullopt;
+        return Pair{row->head_dims.qk, row->head_dims.v};
     });
 
     // Queries or keys of the tile that says how often a plain pass reads the other side; of FA3's
@@ -298,11 +303,11 @@ PYBIND11_MODULE(flash_ext_native, m) {
     m.def("tiles", [](int head_dim) {
         using namespace tuning;
         const HeadDims dims{head_dim, head_dim};
-        const Forward fa2 = fa2_forward(dims, Features::kPlain);
-        const HeadDims fa1 = fa1_head_dims(dims);
+        const Forward fa2 = fa2_forward(dims, kDense);
+        const HeadDims fa1 = find_row(kFa1Forward, dims)->head_dims;
         const Backward fa1_back = fa1_backward(fa1);
-        const Backward fa2_back = fa2_backward(dims, Features::kPlain);
-        const Fa3Forward fa3 = fa3_forward(dims, Features::kGeneral, Fa3ForwardTile::kUsual);
+        const Backward fa2_back = fa2_backward(dims, kDense);
+        const Fa3Forward fa3 = fa3_forward(dims, kFa3Scores, Fa3ForwardTile::kUsual);
         return std::map<std::pair<std::string, std::string>, int>{
             {{"fa1", "forward"}, fa1_forward(fa1).block_kv},
             {{"fa1", "forward, less memory"}, fa1_forward(fa1).small_block_kv},
@@ -322,10 +327,11 @@ PYBIND11_MODULE(flash_ext_native, m) {
         params.window_left = bound(window.first);
         params.window_right = bound(window.second);
         params.seqused_k = varlen ? &keys : nullptr;
-        const HeadDims padded = pad_head_dims({dims.first, dims.second});
+        const HeadDims padded =
+            tuning::find_row(tuning::kFa3Forward, {dims.first, dims.second})->head_dims;
         const int64_t smallest = tile_count(params, {heads, tuning::kForwardBlockQ});
         const auto tile = fa3_forward_tile(padded, params, smallest <= kH200.sms, kH200);
-        const tuning::Fa3Forward found = tuning::fa3_forward(padded, Features::kVarlen, tile);
+        const tuning::Fa3Forward found = tuning::fa3_forward(padded, tuning::kVarlen, tile);
         return Pair{64 * found.consumers, found.block_kv};
     });
     // Of one query of a dense batch at head dim 128, with `group` query heads on a head of keys.
@@ -379,8 +385,8 @@ PYBIND11_MODULE(flash_ext_native, m) {
     });
     // Where shared memory suffices for them.
     m.def("fa2_ctas_per_sm", [](int head_dim, int head_dim_v, bool general) {
-        const HeadDims dims = pad_head_dims({head_dim, head_dim_v});
-        return tuning::fa2_forward(dims, general ? Features::kGeneral : Features::kVarlen)
-            .ctas_per_sm;
+        using namespace tuning;
+        const HeadDims dims = find_row(kFa2Forward, {head_dim, head_dim_v})->head_dims;
+        return fa2_forward(dims, general ? kAllOptions : kVarlenSplits).ctas_per_sm;
     });
 }

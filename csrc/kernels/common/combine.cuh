@@ -9,7 +9,8 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/softmax.cuh"
-#include "plan/head_dims.h"
+#include "plan/dispatch.h"
+#include "plan/launchers.h"
 #include "problem/sequences.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "tile/copy.cuh"
@@ -126,16 +127,25 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 6)
     }
 }
 
-cudaError_t combine_splits(ForwardParams params, cudaStream_t stream, bool pdl) {
-    const HeadDims padded =
-        pad_head_dims({params.head_dim, params.head_dim_v}, params.element_type);
-    return dispatch_head_dims(padded, [&](auto, auto dim_v) {
+// The results are of a kernel of one of these tables.
+template <auto&... kTables>
+cudaError_t combine_splits_of(const ForwardParams& params, HeadDims dims, cudaStream_t stream,
+                              bool pdl) {
+    const auto launch = [&](auto, auto dim_v) {
         return dispatch_element(params.out_type, [&](auto element) {
             return launch_kernel<combine_kernel<decltype(element), dim_v.value>>(
                 ceil_div<int64_t>(statistics_rows(params), kCombineRowsOfCta), 32 * kCombineWarps,
                 0, params, stream, {.pdl = pdl});
         });
-    });
+    };
+    cudaError_t status = kNoKernel;
+    (((status = dispatch_head_dims<kTables>(dims, launch)) != kNoKernel) || ...);
+    return status;
+}
+
+cudaError_t combine_splits(ForwardParams params, HeadDims dims, cudaStream_t stream, bool pdl) {
+    using namespace tuning;
+    return combine_splits_of<kFa2Forward, kFa3Forward, kFa3ForwardFp8>(params, dims, stream, pdl);
 }
 
 }  // namespace flash_ext

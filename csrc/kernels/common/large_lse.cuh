@@ -14,6 +14,7 @@
 
 #include "kernels/common/softmax.cuh"
 #include "kernels/common/varlen.cuh"
+#include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
@@ -101,8 +102,8 @@ __device__ __forceinline__ void split_large_lse_of_rows(const BackwardParams& pa
             rS = scores_of_rows<decltype(element)>(params, sequence, head, first_query, key);
         });
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(rS, first_query,
-                                                                                 key);
+            ScoreFunction<Element, Rows::kQueries, tuning::kAllOptions>{params, sequence, head}
+                .apply(rS, first_query, key);
         mask_scores(rS, key, [&](int row) { return mask.key_range(first_query + row); });
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

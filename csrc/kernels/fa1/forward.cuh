@@ -48,12 +48,13 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures, int kBlockKV_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_, int kBlockKV_>
 struct Fa1ForwardConfig {
     using Element = Element_;
     static constexpr auto kTuning = tuning::fa1_forward({kHeadDim_, kHeadDimV_});
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr bool kGeneral = changes_scores(kOptions);
+    static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kTeams = 2;
@@ -110,6 +111,7 @@ struct Fa1Forward {
     using SharedStorage = typename Config::SharedStorage;
     using TeamStorage = typename Config::TeamStorage;
     static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr bool kUnaligned = contains(Config::kOptions, OptionSet::kUnaligned);
     static constexpr int kM = Scores::kM;
 
     // Per row that this lane holds elements of.
@@ -160,8 +162,8 @@ struct Fa1Forward {
                                                    params.head_dim);
         const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
                                                    params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
+        load_tile<KTile, Config::kThreads, kUnaligned>(sK, gK, params.aligned);
+        load_tile<VTile, Config::kThreads, kUnaligned>(sV, gV, params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {
@@ -169,7 +171,7 @@ struct Fa1Forward {
         const auto gQ =
             global_tile<const Element>(params.q, sequence.batch, sequence.q_begin + first_query,
                                        head, sequence.seqlen_q - first_query, params.head_dim);
-        load_tile<QTile, Config::kTeamThreads, kGeneral>(sQ, gQ, params.aligned);
+        load_tile<QTile, Config::kTeamThreads, kUnaligned>(sQ, gQ, params.aligned);
     }
 
     // Fetches this lane's part of a chunk of O_i. No other lane uses it.
@@ -203,8 +205,8 @@ struct Fa1Forward {
         });
     }
 
-    // The factor from scores to exponents of 2. The general kernel multiplies the scores at once
-    // (its scale may be zero or negative), the plain one inside the exponent.
+    // The factor from scores to exponents of 2. With options the kernel multiplies the scores at
+    // once (its scale may be zero or negative), otherwise inside the exponent.
     __device__ __forceinline__ auto score_scale() const {
         if constexpr (kGeneral) {
             return Unscaled{};
@@ -221,7 +223,7 @@ struct Fa1Forward {
         gemm<Element, Config::kHeadDim>(rS, AFromRows<QTile>(sQ), BFromRows<KTile>(sK, warp_key),
                                         params.element_type);
         if constexpr (kGeneral)
-            ScoreFunction<Element, Rows::kQueries>{params, sequence, head}.apply(
+            ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, sequence, head}.apply(
                 rS, first_query, kv_tile * Config::kBlockKV + warp_key);
         if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
                           tile_interval(kv_tile, Config::kBlockKV))) {
@@ -262,7 +264,7 @@ struct Fa1Forward {
             sum = quad_sum(sum);
             if (lane_col() == 0) storage.sum[warp][row] = sum;
         });
-        if constexpr (kGeneral) {
+        if constexpr (contains(Config::kOptions, OptionSet::kDropout)) {
             if (params.rng_state != nullptr) {
                 for_each_keep<Scores>(dropout_mask(params, sequence, head),
                                       q_tile * Config::kBlockQ,
@@ -377,7 +379,9 @@ struct Fa1Forward {
             const float sum = old_share + new_share * tile_sum;
             const float inverse = sum == 0.f ? 0.f : ptx::rcp(sum);
             old_factor.v[m][i] = old_share * inverse;
-            new_factor.v[m][i] = new_share * inverse * (kGeneral ? params.late_factor : 1.f);
+            new_factor.v[m][i] =
+                new_share * inverse *
+                (contains(Config::kOptions, OptionSet::kDropout) ? params.late_factor : 1.f);
             row_max.v[m][i] = new_max;
             row_sum.v[m][i] = sum;
         });
@@ -462,7 +466,7 @@ struct Fa1Forward {
     // Columns col and col + 1 of a row of the output.
     __device__ __forceinline__ void store_pair(Element* row, int col, float x, float y) const {
         const uint32_t packed = pack<Element>(x, y, params.element_type);
-        if (!kGeneral || params.aligned) {
+        if (!kUnaligned || params.aligned) {
             if (col < params.head_dim_v) *reinterpret_cast<uint32_t*>(row + col) = packed;
             return;
         }
@@ -560,8 +564,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <int kHeadDim, int kHeadDimV>
 int fa1_forward_shared_bytes() {
     constexpr int kBlockKV = tuning::fa1_forward({kHeadDim, kHeadDimV}).small_block_kv;
-    constexpr int kBytes =  // of both forms
-        Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, Features::kPlain, kBlockKV>::kSharedBytes;
+    constexpr int kBytes =  // with any options
+        Fa1ForwardConfig<__half, kHeadDim, kHeadDimV, tuning::kDense, kBlockKV>::kSharedBytes;
     static_assert(kHeadDim > 64 || kBytes <= 99 * 1024, "compute capability 8.6, 8.9 and 12.x");
     return kBytes;
 }
@@ -569,15 +573,16 @@ int fa1_forward_shared_bytes() {
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel,
                         cudaStream_t stream) {
-    const auto launch = [&](auto element, auto features) {
-        constexpr auto kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
+    constexpr OptionSets kSets = row_of(tuning::kFa1Forward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto given, auto options) {
+        constexpr tuning::Fa1Forward kTuning = tuning::fa1_forward({kHeadDim, kHeadDimV});
         // At 256 the branches of AnyHalf cost 5 to 7 % (note 023).
-        constexpr bool kForBoth = features == Features::kGeneral && kHeadDim <= 128;
-        using Element = std::conditional_t<kForBoth, AnyHalf, decltype(element)>;
+        constexpr bool kForBoth = changes_scores(options.value) && kHeadDim <= 128;
+        using Element = std::conditional_t<kForBoth, AnyHalf, decltype(given)>;
         using Large =
-            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.block_kv>;
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, kTuning.block_kv>;
         using Small =
-            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, features.value, kTuning.small_block_kv>;
+            Fa1ForwardConfig<Element, kHeadDim, kHeadDimV, options.value, kTuning.small_block_kv>;
         // A larger KV tile means fewer passes of O through HBM; what fits depends on the GPU.
         return launch_fitting<Large, Small>([&](auto config) {
             using Config = decltype(config);
@@ -585,9 +590,7 @@ cudaError_t fa1_forward(const ForwardParams& params, const ForwardKernel& kernel
                 params.heads_q * sequence_count(params), Config::kThreads, Config::kSharedBytes,
                 params, stream);
         });
-    };
-    return dispatch_kernel<Features::kPlain, Features::kGeneral>(params.element_type, kernel.form,
-                                                                 launch);
+    });
 }
 
 }  // namespace flash_ext

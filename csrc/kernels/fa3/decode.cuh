@@ -77,7 +77,6 @@ struct Fa3DecodeConfig {
 
 struct Fa3DecodeParams : ForwardParams {
     unsigned long long epoch;  // of the counters
-    bool has_options;          // is its form the general one? One kernel serves all forms
     float exponent_scale;
 };
 
@@ -212,9 +211,9 @@ struct Fa3Decode {
     __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
                                                   int block) const {
         const Interval keys = tile_interval(block, Config::kKeys);
-        if (params.has_options) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<Element, Rows::kQueries, false>{params, sequence, head}.apply(
-                rS, first_query, keys.begin);
+        if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
+            ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores>{params, sequence, head}
+                .apply(rS, first_query, keys.begin);
         if (!mask.is_full({first_query, first_query + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
@@ -448,8 +447,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_decode(const ForwardParams& call, const ForwardKernel& kernel,
                        cudaStream_t stream) {
-    const Fa3DecodeParams params{call, launch_epoch(), kernel.form == Features::kGeneral,
-                                 exponent_scale(call)};
+    const Fa3DecodeParams params{call, launch_epoch(), exponent_scale(call)};
     using enum tuning::Fa3ForwardTile;
     return dispatch_element(params.element_type, [&](auto element) {
         return dispatch<kFewRows, kManyKeys, kManyRows>(kernel.tile, [&](auto tile) {

@@ -54,13 +54,12 @@
 
 namespace flash_ext {
 
-template <class Element, int kHeadDim, int kHeadDimV, Features kFeatures,
-          tuning::Fa3Forward kTuning, bool kMayHaveSplits>
+template <class Element, int kHeadDim, int kHeadDimV, OptionSet kOptions,
+          tuning::Fa3Forward kTuning>
 struct Fa3ForwardConfig
-    : Fa3ForwardTileConfig<Element, Element, kHeadDim, kHeadDimV, kTuning, kMayHaveSplits> {
+    : Fa3ForwardTileConfig<Element, Element, kHeadDim, kHeadDimV, kOptions, kTuning> {
     using Tiles = typename Fa3ForwardConfig::Fa3ForwardTileConfig;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kScaledScores = kGeneral;  // before the softmax
+    static constexpr bool kScaledScores = changes_scores(kOptions);  // before the softmax
     // Does a consumer's softmax run beside its own P V? This takes two P. Four consumers have no
     // registers for that: the softmax of one runs beside the matmuls of the others.
     static constexpr bool kOverlap = Tiles::kConsumers < 4;
@@ -147,7 +146,8 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
     // How often the code has an iteration with a mask. Twice, one for each P, its softmax may run
     // beside its P V, as without a mask. Once, the code is smaller and compiles faster, and it is
     // faster up to d 64 and with options. d 128 and 256 are up to 4 % faster with it twice.
-    static constexpr int kMaskedSteps = Config::kHeadDim % 128 == 0 && !Config::kGeneral ? 2 : 1;
+    static constexpr int kMaskedSteps =
+        Config::kHeadDim % 128 == 0 && !Config::kScaledScores ? 2 : 1;
 
     // Does an iteration test the barriers of the next one before its softmax, since a test takes
     // long? With four consumers and at d 128 and 256 that costs more than it saves.
@@ -328,18 +328,15 @@ template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_forward(const ForwardParams& params, const ForwardKernel& kernel,
                         cudaStream_t stream) {
     using enum tuning::Fa3ForwardTile;
-    const auto launch = [&](auto element, auto features) {
-        return dispatch<kSplits, kFewQueries, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
-            constexpr bool kMayHaveSplits = tile == kSplits || features == Features::kGeneral;
+    constexpr OptionSets kSets = row_of(tuning::kFa3Forward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
+        return dispatch<kFewQueries, kUsual, kLongKeys>(kernel.tile, [&](auto tile) {
             using Config =
-                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value,
-                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, features.value, tile),
-                                 kMayHaveSplits>;
+                Fa3ForwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value,
+                                 tuning::fa3_forward({kHeadDim, kHeadDimV}, options.value, tile)>;
             return launch_fa3_forward<Fa3Forward<Config>>(params, kernel.sms, stream);
         });
-    };
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params.element_type, kernel.form,
-                                                                  launch);
+    });
 }
 
 }  // namespace flash_ext
