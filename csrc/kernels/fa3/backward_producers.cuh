@@ -137,12 +137,13 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
             for_each_q_tile(tile, [&](int head, int row_group, int first_row, bool last) {
                 if (kAllowsFetch && last) work_tiles.allow_fetch();
                 const Sequence& s = tile.sequence;
+                // Here, not between the wait for the stage and the loads, for which matmuls wait.
+                const int stored = ptx::not_hoisted(stored_rows<Config::kBlockQ>(s, first_row));
                 load_tile<Tile>(
                     pipeline, state, map, this->query_rows(view, s, head), first_row, [&] {
                         return RowStatisticsLoad<Statistic, Config::kBlockQ>{
                             rows[state.stage], source + int64_t{row_group} * kWorkspaceRows,
-                            source + params.padding_row,
-                            stored_rows<Config::kBlockQ>(s, first_row)};
+                            source + params.padding_row, stored};
                     });
                 state.advance();
             });
