@@ -152,9 +152,12 @@ def test_pulls_are_in_the_order_of_need() -> None:
         window.buffers = [torch.zeros(capacity, dtype=torch.uint8)] * 2
         return window
 
+    def pieces(heads: int, returns: bool) -> tuple[int, ...]:
+        return (1, 6, 1) if returns else (1, 7)
+
     def method() -> Gather:
         transport = CopyEngines(Staging(opened), shards, 0)
-        return Gather(transport, plan.gathered(shards, 0, plan.Mask(None, 0)), ratio=50.0)
+        return Gather(transport, plan.gathered(shards, 0, plan.Mask(None, 0)), pieces)
 
     shards = sharding(32, 2)
     q, k, v = (torch.zeros(1, 16, 8, 8) for _ in range(3))

@@ -9,7 +9,7 @@ inputs' dtype and are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from ...ops.checks import statistics_dtype
 from . import local
 from .calls import Call
-from .cost import pieces_of
 from .lanes import Lanes
 from .local import Options
 from .plan import as_batch
@@ -29,6 +28,9 @@ FEW_KEYS = 160_000
 """Rows of keys, of all heads and calls, up to which two calls of a backward pass are better one.
 That is some ten waves of tiles. The last wave of each call is not full; with more tiles that costs
 less than the pass over memory that adds up the gradients of one call (docs/notes/020)."""
+
+PiecesOf = Callable[[int, bool], tuple[int, ...]]
+"""How many key heads are in each piece: of their number, and whether gradients travel back."""
 
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -73,17 +75,19 @@ class Gather:
     """This method, for a rank's calls against the whole sequence."""
 
     def __init__(
-        self, transport: Transport | None, calls: tuple[Call, ...], ratio: float = 0.0
+        self, transport: Transport | None, calls: tuple[Call, ...], pieces: PiecesOf | None = None
     ) -> None:
-        """`transport` is None where this rank has the whole sequence; `ratio`: `cost.pieces_of`."""
-        self.transport, self.calls, self.ratio = transport, calls, ratio
+        """`transport` is None if this rank has the whole sequence. Without `pieces` all heads are
+        one."""
+        self.transport, self.calls, self.pieces = transport, calls, pieces
         # A transfer by kernels would wait for them.
         self._beside = transport is not None and not transport.needs_sms
 
     def _heads(self, q: Tensor, k: Tensor, returns: bool) -> list[tuple[slice, slice]]:
         """Heads of q and of k in each piece; `returns`: its gradients travel back."""
         heads = k.shape[2]
-        pieces = (heads,) if self.transport is None else pieces_of(heads, self.ratio, returns)
+        split = None if self.transport is None else self.pieces
+        pieces = (heads,) if split is None else split(heads, returns)
         return list(local.head_pieces(q.shape[2], pieces))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
