@@ -337,11 +337,12 @@ class Counting:
             self.received += (whole.numel() - mine) * whole.element_size()
         return whole
 
-    def gather(self, pieces, what):  # type: ignore[no-untyped-def]
+    def gather(self, tensors, pieces, what):  # type: ignore[no-untyped-def]
         def begin(i: int) -> Pending:
+            of_piece = [x.split(pieces, 2)[i] for x in tensors]
             wholes = [
                 self._arrive(x.new_zeros(x.shape[0], self.shards.rows, *x.shape[2:]), x.numel())
-                for x in pieces[i]
+                for x in of_piece
             ]
             return Pending(what, [], lambda: tuple(wholes))
 
@@ -384,6 +385,7 @@ def test_ratios_are_those_of_the_bytes_that_travel(
         return out, out[..., 0].mT
 
     monkeypatch.setattr(local, "forward", forward)
+    monkeypatch.setattr(local, "forward_of_views", forward)
     gather = Gather(Counting(shards), plan.gathered(shards, 0, mask))
     whole = Gather(None, plan.gathered(cp.sharding(rows, 1), 0, mask))
     copies = max(1, ranks // heads_k)
