@@ -22,6 +22,7 @@ H200 was measured.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -322,6 +323,7 @@ def estimate(method: str, call: Call, machine: Machine) -> Estimate:
     return found + _pass(method, call, machine, backward=True) if call.gradients else found
 
 
+@lru_cache(maxsize=64)
 def choose(call: Call, machine: Machine, allowed: tuple[str, ...] = METHODS) -> str:
     """The method of the shortest time, of those allowed; the first of equal ones."""
     return min(allowed, key=lambda method: estimate(method, call, machine).total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -252,6 +252,7 @@ def build(
     return _ulysses(exchange, core, q, k, *sized(exchange, groups.within, **all_heads))
 
 
+@lru_cache(maxsize=64)
 def _pieces(call: cost.Call, machine: cost.Machine, heads: int, backward: bool) -> tuple[int, ...]:
     """Key heads in each piece of an all-gather, of so many."""
     return cost.gathering(call, machine, backward).pieces(heads, returns=backward)
