@@ -196,13 +196,13 @@ class Counting(TorchDispatchMode):
 
 
 MOST_OPS = {
-    ("document_zigzag", "all_gather"): 90,
-    ("document_zigzag", "ring"): 80,
-    ("document_zigzag", "ulysses"): 55,
-    ("document_zigzag", "auto"): 120,
-    ("zigzag", "all_gather"): 60,
-    ("zigzag", "ring"): 55,
-    ("zigzag", "ulysses"): 20,
+    ("document_zigzag", "all_gather"): 70,
+    ("document_zigzag", "ring"): 70,
+    ("document_zigzag", "ulysses"): 45,
+    ("document_zigzag", "auto"): 110,
+    ("zigzag", "all_gather"): 45,
+    ("zigzag", "ring"): 42,
+    ("zigzag", "ulysses"): 12,
     ("zigzag", "auto"): 50,
 }
 """Ops of torch, views included, that a new packing may take more than the same one again. Each

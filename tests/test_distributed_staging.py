@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
+import flash_ext
 from flash_ext.integrations.distributed import local, plan, rows, staging
 from flash_ext.integrations.distributed.engines import CopyEngines
 from flash_ext.integrations.distributed.gather import Gather
@@ -152,9 +154,12 @@ def test_pulls_are_in_the_order_of_need() -> None:
         window.buffers = [torch.zeros(capacity, dtype=torch.uint8)] * 2
         return window
 
+    def pieces(heads: int, returns: bool) -> tuple[int, ...]:
+        return (1, 6, 1) if returns else (1, 7)
+
     def method() -> Gather:
         transport = CopyEngines(Staging(opened), shards, 0)
-        return Gather(transport, plan.gathered(shards, 0, plan.Mask(None, 0)), ratio=50.0)
+        return Gather(transport, plan.gathered(shards, 0, plan.Mask(None, 0)), pieces)
 
     shards = sharding(32, 2)
     q, k, v = (torch.zeros(1, 16, 8, 8) for _ in range(3))
@@ -164,6 +169,48 @@ def test_pulls_are_in_the_order_of_need() -> None:
     Alone.log = ""
     method().backward(saved, torch.zeros_like(q), None, {})
     assert Alone.log == "meet pull1 meet pull2 pull1 meet pull3 meet pull4 "
+
+
+class Counting(TorchDispatchMode):
+    """How many ops of torch are dispatched, views included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout, most", [("document_zigzag", 50), ("zigzag", 55)])
+def test_a_piece_is_few_ops(layout: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two calls forward and backward, their kernels aside: each takes the host microseconds."""
+
+    def opened(capacity: int) -> Alone:
+        window = Alone(capacity)
+        window.buffers = [torch.zeros(capacity, dtype=torch.uint8)] * 2
+        return window
+
+    def forward(into, q, k, v, **options):  # type: ignore[no-untyped-def]
+        return torch.empty(q.shape[1], q.shape[0])
+
+    monkeypatch.setattr(local, "fwd_into", forward)
+    monkeypatch.setattr(local, "bwd_into", lambda *tensors, **options: torch.empty(0))
+    monkeypatch.setattr(flash_ext.ops, "sum_rows", lambda *arguments: None)
+    documents = tuple(range(0, 2001, 80))
+    shards, mask = sharding(2000, 2, layout, documents), plan.Mask(None, 0, documents)
+    q, k, v = (
+        torch.zeros(1, shards.lengths[0], heads, 16, dtype=torch.bfloat16) for heads in (16, 8, 8)
+    )
+    counted = []
+    for pieces in ((8,), 8 * (1,)):
+        transport = CopyEngines(Staging(opened), shards, 0)
+        method = Gather(transport, plan.gathered(shards, 0, mask), lambda *_, x=pieces: x)
+        for _ in range(2):
+            with Counting() as counting:
+                saved = method.forward(q, k, v, {})
+                method.backward(saved, torch.zeros_like(q), None, {})
+        counted.append(counting.count)
+    assert counted[1] - counted[0] <= 2 * 7 * most, counted
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -191,15 +238,14 @@ def test_gradients_are_not_written_where_keys_are(monkeypatch: pytest.MonkeyPatc
     q, k, v = (torch.zeros(2, 2048, 1, 64) for _ in range(3))
     calls = 0
 
-    def backward(call, dout, dlse, q, k, v, out, lse, options, into):  # type: ignore[no-untyped-def]
+    def backward(call, dout, dlse, q, k, v, out, lse, options, *into):  # type: ignore[no-untyped-def]
         nonlocal calls
         calls += 1
         for x in (k, v):
             for gradient in into[1:]:
                 assert not _overlap(x, gradient)
-        return *into, None
 
-    monkeypatch.setattr(local, "backward", backward)
+    monkeypatch.setattr(local, "backward_of_views", backward)
     method.backward((q, k, v, q, q[..., 0].mT), q, None, {})
     assert calls == 2
 
@@ -276,7 +322,7 @@ def test_few_copies_of_many_spans() -> None:
         shards = sharding(320, 4, "document_zigzag" if documents else "zigzag", documents)
         transport = CopyEngines(Staging(Counting), shards, 1)
         x = torch.zeros(1, shards.lengths[1], 4, 8)
-        begin = transport.gather([(x,), (x,)], "")
+        begin = transport.gather((x,), (2, 2), "")
         for piece in (0, 1):
             begin(piece).wait()  # of the second piece its own rows are a copy, too
         (whole,) = transport.to_heads((x,), "").wait()

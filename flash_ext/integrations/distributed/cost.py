@@ -14,12 +14,15 @@ receives in a forward pass
 
 The backward pass moves K and V again (ulysses: dO) and the gradients. Kernels take
 4 S² Hq (D + Dv) / 2 · share FLOP in all, 2.5 times that backward, where `share` is that of visible
-pairs. Numbers of a machine are a `Machine`; H200 was measured.
+pairs; and not less than a tile for every head of every document, however short. A pass takes no
+less time than its host needs to enqueue its pieces or steps. Numbers of a machine are a `Machine`;
+H200 was measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -30,6 +33,13 @@ METHODS = ("all_gather", "ring", "ulysses")
 
 SMALLEST_PIECE = 1 / 8
 """Of the heads: with fewer a piece's kernels no longer fill the GPU."""
+
+LARGER_PIECES = (1 / 4, 1 / 2, 1.0)
+"""The same for a host that would be late with such pieces."""
+
+
+TILE = 128
+"""Rows of a tile of queries."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,16 @@ class Machine:
     tail: float = 40e-6
     """Seconds that a forward kernel's last tiles leave SMs idle, 2.5 times that backward."""
 
+    tile: float = 45e-9
+    """Seconds of the whole device for TILE rows of one query head that see few keys, twice that
+    backward. Two H200s, 1,000 documents of 131 rows in the mean, 32 heads: 45 ns forward and 76
+    backward of parts of 33 rows, 44 and 113 of whole documents."""
+
+    host: float = 0.5e-3
+    """Seconds until the host has enqueued a piece of an all-gather or a step of a ring, twice that
+    of ulysses, whose results travel back; 2.5 times that backward. An estimate: hosts of H200s took
+    0.5 to 0.75 ms with more views and look-ups than a piece has now, and of ulysses 1.0 to 1.1."""
+
 
 ONE_HOST = Machine()
 """Ranks that NVLink connects, with collectives of NCCL."""
@@ -71,7 +91,7 @@ Where your links differ, assign a Machine of your own here, the same one on ever
 MANY_HOSTS = Machine(link=45e9, latency=60e-6)
 """Ranks that a 400 Gbit/s network card each connects."""
 
-CPU = Machine(forward=2e9, backward=2e9, memory=1e10, link=1e9, latency=1e-3)
+CPU = Machine(forward=2e9, backward=2e9, memory=1e10, link=1e9, latency=1e-3, tile=0, host=0)
 """gloo between processes of one machine, with the CPU kernels: for tests."""
 
 
@@ -98,6 +118,12 @@ class Call:
     """The visible pairs of the busiest rank's rows over the mean: 1 for a zigzag of one causal
     sequence. The ranks of ulysses share the heads, and so have the same work."""
 
+    documents: int = 1
+    """Packed sequences; 1 without."""
+
+    parts: float = 1.0
+    """Parts of documents that a rank has rows of, the mean over the ranks."""
+
     ring_kernels: int | None = None
     """Calls in a ring's steps after the first; None: one in each, and documents need more."""
 
@@ -118,20 +144,26 @@ class Estimate:
     memory: float
     """Packing, merging and converting."""
 
+    host: float = 0.0
+    """What the host needs to enqueue it all."""
+
     @property
     def total(self) -> float:
         """Seconds of the pass."""
-        return self.kernels + self.exposed + self.memory
+        return max(self.kernels + self.exposed + self.memory, self.host)
 
     def __add__(self, other: Estimate) -> Estimate:
         return Estimate(
             self.kernels + other.kernels,
             self.exposed + other.exposed,
             self.memory + other.memory,
+            self.host + other.host,
         )
 
 
-def pieces_of(heads: int, ratio: float, returns: bool = True) -> tuple[int, ...]:
+def pieces_of(
+    heads: int, ratio: float, returns: bool = True, smallest: float = SMALLEST_PIECE
+) -> tuple[int, ...]:
     """How many of the key heads are in each piece that travels.
 
     The first piece is small, since no kernel hides its way in, and so is the last one if results
@@ -142,8 +174,9 @@ def pieces_of(heads: int, ratio: float, returns: bool = True) -> tuple[int, ...]
         heads: in all.
         ratio: the time of the kernels over that of the transfers.
         returns: whether something travels back.
+        smallest: of the heads, those of the first and the last piece.
     """
-    unit = max(1, round(heads * SMALLEST_PIECE))
+    unit = max(1, round(heads * smallest))
     if heads <= unit:
         return (heads,)
     last = unit if returns and heads > 2 * unit else 0
@@ -153,59 +186,112 @@ def pieces_of(heads: int, ratio: float, returns: bool = True) -> tuple[int, ...]
     return (*pieces, last) if last else tuple(pieces)
 
 
-def gathering_ratio(call: Call, machine: Machine) -> float:
-    """The time of the kernels over that of the transfers in all_gather, forward."""
-    keys = 2.0 * call.heads_q / call.heads_k * call.rows * call.share  # FLOP for an element of K
-    ways = max(1, call.ranks - 1) * call.bytes
-    return keys / machine.forward / (ways / machine.link)
+@dataclass(frozen=True)
+class Flow:
+    """What decides in how many pieces the key heads of a pass travel: seconds of all of them."""
+
+    heads: int
+    kernels: float
+    travel: float
+    """Of what comes before a kernel; as much may follow it."""
+
+    latency: float
+    host: float
+    """Of a piece."""
+
+    ratio: float
+    """The time of the kernels over that of the transfers, forward."""
+
+    ways: int = 1
+    """How often as much travels, each hidden by the kernels."""
+
+    def exposed(self, pieces: tuple[int, ...]) -> float:
+        """Seconds of transfers in such pieces that no kernel hides."""
+        share = sum(pieces) / self.heads
+        arrived = done = 0.0
+        for piece in pieces:
+            arrived += piece / self.heads * self.travel + self.latency
+            done = max(done, arrived) + piece / self.heads * self.kernels
+        return self.ways * (done - share * self.kernels)
+
+    def pieces(self, heads: int, returns: bool) -> tuple[int, ...]:
+        """How many of so many key heads are in each piece: as `pieces_of` says, if the host
+        enqueues these in time. Otherwise in fewer and larger pieces, if that is faster."""
+
+        def seconds(pieces: tuple[int, ...]) -> tuple[bool, float]:
+            device = heads / self.heads * self.kernels + self.exposed(pieces)
+            enqueued = self.host * len(pieces)
+            return enqueued > device, max(device, enqueued)
+
+        pieces = pieces_of(heads, self.ratio, returns)
+        late, _ = seconds(pieces)
+        if not late:
+            return pieces
+        larger = (pieces_of(heads, self.ratio, returns, x) for x in LARGER_PIECES)
+        return min((pieces, *larger), key=lambda x: seconds(x)[1])
 
 
-def ulysses_ratio(call: Call, machine: Machine) -> float:
-    """The same of ulysses."""
-    key_heads = max(call.heads_k, call.ranks)
-    keys = 2.0 * call.heads_q / (call.heads_q + key_heads) * call.rows * call.share
-    ways = max(1, call.ranks - 1) * call.bytes / call.ranks
-    return keys / machine.forward / (ways / machine.link)
+def _kernels(call: Call, machine: Machine, sequences: float, backward: bool) -> float:
+    """Seconds of a rank's kernels if all have the same work, which is in so many sequences of all
+    query heads: by their FLOP, or by their tiles, of which each sequence has one at least."""
+    flops = 2.0 * call.batch * call.heads_q * (call.dim + call.dim_v) * call.rows**2 * call.share
+    speed = machine.backward / 2.5 if backward else machine.forward
+    tiles = max(sequences, sequences / 2 + call.rows / call.ranks / TILE)
+    tiles *= call.batch * call.heads_q * machine.tile * (2.0 if backward else 1.0)
+    return max(flops / call.ranks / speed, tiles)
 
 
-def _pipelined(kernels: float, travel: float, pieces: tuple[int, ...], latency: float) -> float:
-    """What is exposed of transfers in pieces, each of which travels while others are computed."""
-    arrived = done = 0.0
-    for piece in pieces:
-        share = piece / sum(pieces)
-        arrived += share * travel + latency
-        done = max(done, arrived) + share * kernels
-    return done - kernels
+def _bytes(call: Call) -> tuple[float, float]:
+    """Of a rank's rows: q and out, and K and V."""
+    elements = call.batch * call.rows / call.ranks * (call.dim + call.dim_v)
+    return elements * call.heads_q * call.bytes, elements * call.heads_k * call.bytes
+
+
+def gathering(call: Call, machine: Machine, backward: bool = False) -> Flow:
+    """Of all_gather: K and V, and backward the sums of their gradients as well."""
+    _, kv = _bytes(call)
+    travel = max(1, call.ranks - 1) * kv / machine.link
+    forward = _kernels(call, machine, call.parts, backward=False)
+    kernels = _kernels(call, machine, call.parts, backward)
+    host = machine.host * (2.5 if backward else 1.0)
+    return Flow(
+        call.heads_k, kernels, travel, machine.latency, host, forward / travel, 1 + backward
+    )
+
+
+def exchanging(call: Call, machine: Machine, backward: bool = False) -> Flow:
+    """Of ulysses, whose ranks have heads of all rows. In and out take turns on the links: half of
+    what a piece moves travels before its kernels."""
+    n = call.ranks
+    q_out, kv = _bytes(call)
+    travel = max(1, n - 1) / n * (q_out + kv * max(1.0, n / call.heads_k)) / machine.link
+    forward = _kernels(call, machine, call.documents / n, backward=False)
+    kernels = _kernels(call, machine, call.documents / n, backward)
+    host = 2 * machine.host * (2.5 if backward else 1.0)
+    heads = max(call.heads_k, n) // n
+    return Flow(heads, kernels, travel, 2 * machine.latency, host, forward / travel)
 
 
 def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate:
-    n, dims = call.ranks, call.dim + call.dim_v
-    speed = machine.backward / 2.5 if backward else machine.forward
-    flops = 2.0 * call.batch * call.heads_q * dims * call.rows**2 * call.share
-    kernels = flops / n / speed
+    n = call.ranks
     if n == 1:
-        return Estimate(kernels, 0.0, 0.0)
-    rows = call.batch * call.rows / n  # of a rank
-    kv = rows * call.heads_k * dims * call.bytes
-    q_out = rows * call.heads_q * dims * call.bytes
+        return Estimate(_kernels(call, machine, call.parts, backward), 0.0, 0.0)
+    q_out, kv = _bytes(call)
     if method == "ulysses":
-        per_rank = max(call.heads_k, n) // n
-        pieces = pieces_of(per_rank, ulysses_ratio(call, machine))
+        flow = exchanging(call, machine, backward)
+        pieces = exchanging(call, machine).pieces(flow.heads, returns=True)
         kv *= max(1.0, n / call.heads_k)
-        travel = (n - 1) / n * (q_out + kv) / machine.link
-        # In and out take turns on the links: half of each piece's transfers is before its kernel.
-        exposed = _pipelined(kernels, travel, pieces, 2 * machine.latency)
-        return Estimate(kernels, exposed, 4 * (q_out + kv) / machine.memory)
-    kernels *= call.balance  # here a rank computes its own rows
-    travel = (n - 1) * kv / machine.link
+        exposed, host = flow.exposed(pieces), flow.host * len(pieces)
+        return Estimate(flow.kernels, exposed, 4 * (q_out + kv) / machine.memory, host)
     if method == "all_gather":
-        pieces = pieces_of(call.heads_k, gathering_ratio(call, machine), backward)
-        exposed = _pipelined(kernels, travel, pieces, machine.latency)
-        copies = 2 * n * kv
-        if backward:  # and the sums, the last of which is not hidden
-            exposed += _pipelined(kernels, travel, pieces, machine.latency)
-            copies += 4 * n * kv
-        return Estimate(kernels, exposed, (copies + 2 * q_out) / machine.memory)
+        flow = gathering(call, machine, backward)
+        pieces = flow.pieces(call.heads_k, backward)
+        copies = (6 if backward else 2) * n * kv  # backward, the sums too
+        kernels = flow.kernels * call.balance  # here a rank computes its own rows
+        slower = replace(flow, kernels=kernels)
+        memory = (copies + 2 * q_out) / machine.memory
+        return Estimate(kernels, slower.exposed(pieces), memory, flow.host * len(pieces))
+    kernels = _kernels(call, machine, n * call.parts, backward) * call.balance
     step = kv / machine.link + machine.latency
     kernel = kernels / n
     exposed = (n - 1) * max(0.0, step - kernel)
@@ -213,14 +299,16 @@ def _pass(method: str, call: Call, machine: Machine, backward: bool) -> Estimate
     results = 1 + 0.75 * (n - 1)
     rounds = max(0.0, results - AT_ONCE) / (AT_ONCE - 1)  # in float32
     passes = results + 1 + rounds * 8 / call.bytes
+    rows = call.batch * call.rows / n  # of a rank
     copies = passes * rows * call.heads_q * call.dim_v * call.bytes
     tails = (n - 1 if call.ring_kernels is None else call.ring_kernels) * machine.tail
+    host = n * machine.host
     if backward:
         exposed = (n - 1) * max(0.0, 2 * step - kernel) + step  # the last way home is not hidden
         copies *= call.dim / call.dim_v
         copies += (2 * (n - 1) + passes) * kv
-        tails *= 2.5
-    return Estimate(kernels + tails, exposed, copies / machine.memory)
+        tails, host = 2.5 * tails, 2.5 * host
+    return Estimate(kernels + tails, exposed, copies / machine.memory, host)
 
 
 def estimate(method: str, call: Call, machine: Machine) -> Estimate:
@@ -235,6 +323,7 @@ def estimate(method: str, call: Call, machine: Machine) -> Estimate:
     return found + _pass(method, call, machine, backward=True) if call.gradients else found
 
 
+@lru_cache(maxsize=64)
 def choose(call: Call, machine: Machine, allowed: tuple[str, ...] = METHODS) -> str:
     """The method of the shortest time, of those allowed; the first of equal ones."""
     return min(allowed, key=lambda method: estimate(method, call, machine).total)

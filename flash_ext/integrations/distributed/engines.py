@@ -56,9 +56,11 @@ class _Parcel:
     def block(self, rank: int, i: int) -> Tensor:
         """A rank's block i: a view of its memory."""
         shape, dtype = self._blocks[i]
-        first = self.region.first + self._offsets[i]
-        last = first + math.prod(shape) * dtype.itemsize
-        return self.window.buffers[rank][first:last].view(dtype).view(shape)
+        first = (self.region.first + self._offsets[i]) // dtype.itemsize
+        strides = [math.prod(shape[dim:]) for dim in range(1, len(shape) + 1)]
+        # Two views, where a section of the bytes, of this type and shape, would be three.
+        memory = self.window.buffers[rank].view(dtype)
+        return memory.as_strided(shape, strides, memory.storage_offset() + first)
 
     def of(self, rank: int) -> Rows:
         """A rank's blocks."""
@@ -109,59 +111,73 @@ class CopyEngines:
         else:
             rows.copy(out, x[a:b])
 
-    def _sequence_order(self, x: Tensor) -> Tensor:
+    def _inverse(self, device: torch.device) -> Tensor | None:
+        """Where rows of the sequence lie while they travel; None: at their places in it."""
+        return self.shards.orders(device)[1] if self._reordered else None
+
+    @staticmethod
+    def _sequence_order(x: Tensor, inverse: Tensor | None) -> Tensor:
         """The sequence, from its rows (S, …) as they lie while they travel."""
-        if not self._reordered:
+        if inverse is None:
             return x
         out = torch.empty_like(x)
-        rows.pick(out, x, self.shards.orders(x.device)[1])
+        rows.pick(out, x, inverse)
         if x.is_cuda:  # of another stream, maybe, and nobody keeps it
-            x.record_stream(torch.cuda.current_stream(x.device))
+            x.record_stream(torch.cuda.current_stream(x.device.index))
         return out
 
-    def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
+    def gather(self, tensors: Rows, pieces: Sequence[int], what: str) -> Begin:
         """As `Transport` says. The tensors of a piece lie side by side, so they are half as many
         copies. Nothing hides the first piece: a kernel writes it to its place on every rank, which
         takes less time than copies, while the SMs have nothing else to do.
         """
-        dims = [[x.shape[-1] for x in piece] for piece in pieces]
-        counts = [self.shards.rows, *[self.shards.most] * (len(pieces) - 1)]
-        parcel = _Parcel(self.staging, list(map(_side_by_side, pieces, counts)))
-        whole = [
-            parcel.block(self.rank, i)
-            if i == 0
-            else piece[0].new_empty(_side_by_side(piece, self.shards.rows)[0])
-            for i, piece in enumerate(pieces)
-        ]
+        x, *_ = tensors
+        dtype, device, batch = x.dtype, x.device, x.shape[0]
+        wide = rows.widest(*tensors)  # in which copies and kernels move elements
+        dims, wide_dims = [x.shape[-1] for x in tensors], []
+        first, *others = zip(*(x.split(pieces, 2) for x in tensors), strict=True)
+        blocks: list[Like] = [_side_by_side(first, self.shards.rows)]
+        if others:
+            seen = [x.view(wide).transpose(0, 1) for x in tensors]
+            wide_dims = [x.shape[-1] for x in seen]
+            others = list(zip(*(x.split(pieces, 2)[1:] for x in seen), strict=True))
+            blocks += [((self.shards.most, batch, n, sum(wide_dims)), wide) for n in pieces[1:]]
+        parcel = _Parcel(self.staging, blocks)
+        inverse = self._inverse(device)
+        whole: list[Tensor | None] = [parcel.block(self.rank, 0)]
+        for shape, _ in blocks[1:]:
+            whole.append(x.new_empty((self.shards.rows, *shape[1:]), dtype=wide))
         parcel.region.kept.append(whole)
         left = len(pieces)
-        with Lanes(pieces[0][0].device, beside=left > 1) as lanes:
+        with Lanes(device, beside=left > 1) as lanes:
             with lanes.of(0):
-                blocks = [parcel.block(rank, 0).split(dims[0], -1) for rank in self._every()]
-                for j, x in enumerate(pieces[0]):
-                    rows.copy_to_all([block[j] for block in blocks], self._spans[self.rank], x)
+                of_ranks = [parcel.block(rank, 0).split(dims, -1) for rank in self._every()]
+                for j, part in enumerate(first):
+                    rows.copy_to_all([block[j] for block in of_ranks], self._spans[self.rank], part)
             with lanes.of(1):
-                for i in range(1, left):
-                    here = parcel.block(self.rank, i)[: pieces[i][0].shape[1]].split(dims[i], -1)
-                    for x, place in zip(pieces[i], here, strict=True):
-                        rows.copy(place, x.transpose(0, 1))
+                for i, piece in enumerate(others, 1):
+                    here = rows.narrowed(parcel.block(self.rank, i), (0, x.shape[1]))
+                    for part, place in zip(piece, here.split(wide_dims, -1), strict=True):
+                        place.copy_(part)
         parcel.meet()
         # Whichever piece: its copies need not wait for the kernels before it.
         begin_copies = parcel.window.mark()
 
         def begin(i: int) -> Pending[Rows]:
             waits: list[Callable[[], object]] = []
+            found = whole[i]
+            assert found is not None, "each is begun once"
             if i > 0:
-                blocks = {rank: parcel.block(rank, i) for rank in self._every()}
-                waits.append(begin_copies(self._into_place(whole[i], blocks)))
+                of_ranks = {rank: parcel.block(rank, i) for rank in self._every()}
+                waits.append(begin_copies(self._into_place(found, of_ranks)))
 
             def finish() -> Rows:
                 nonlocal left
-                found, whole[i] = whole[i], whole[i].new_empty(0)
+                whole[i] = None
                 left -= 1
                 if left == 0:
                     parcel.close()
-                return rows.apart(self._sequence_order(found), dims[i])
+                return rows.apart(self._sequence_order(found, inverse).view(dtype), dims)
 
             return Pending(f"{what}, piece {i + 1} of {len(pieces)}", waits, finish)
 
@@ -181,7 +197,8 @@ class CopyEngines:
         for peer, block in blocks.items():
             at = 0
             for a, b in self._spans[peer]:
-                copies.append((whole[a:b], block[at : at + b - a]))
+                here = rows.narrowed(whole, (a, b)), rows.narrowed(block, (at, at + b - a))
+                copies.append(here)
                 at += b - a
         return copies
 
@@ -255,12 +272,11 @@ class CopyEngines:
         dims = [out.shape[-1] for out in into]
         at = 0
         for a, b in self._spans[self.rank]:
-            here = slice(at, at + b - a)
-            whole = (0, b - a)
-            parts = [mine[a:b] if rank == self.rank else x[here] for rank, x in enumerate(received)]
-            rows.total(
-                [(whole, rows.apart(x, dims)) for x in parts], tuple(x[:, here] for x in into)
-            )
+            here, whole = (at, at + b - a), (0, b - a)
+            parts = [rows.narrowed(x, here) for x in received.unbind()]
+            parts[self.rank] = mine.narrow(0, a, b - a)
+            of_into = tuple(rows.narrowed(x, here, 1) for x in into)
+            rows.total([(whole, rows.apart(x, dims)) for x in parts], of_into)
             at += b - a
 
     def _own_rows(self, parcel: _Parcel, received: Sequence[Tensor]) -> list[Copy]:
@@ -270,7 +286,8 @@ class CopyEngines:
             for i, out in enumerate(received):
                 block, at = parcel.block(peer, i), 0
                 for a, b in self._spans[self.rank]:
-                    copies.append((out[peer, at : at + b - a], block[a:b]))
+                    here = rows.narrowed(out[peer], (at, at + b - a))
+                    copies.append((here, block.narrow(0, a, b - a)))
                     at += b - a
         return copies
 
@@ -316,7 +333,8 @@ class CopyEngines:
 
         def finish() -> Rows:
             parcel.close()
-            return tuple(self._sequence_order(x).transpose(0, 1) for x in whole)
+            inverse = self._inverse(whole[0].device)
+            return tuple(self._sequence_order(x, inverse).transpose(0, 1) for x in whole)
 
         return Pending(what, [wait], finish)
 

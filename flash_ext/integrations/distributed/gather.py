@@ -9,7 +9,10 @@ inputs' dtype and are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +20,10 @@ from torch import Tensor
 from ...ops.checks import statistics_dtype
 from . import local
 from .calls import Call
-from .cost import pieces_of
 from .lanes import Lanes
 from .local import Options
 from .plan import as_batch
-from .rows import Rows, add_in_place
+from .rows import Rows, add_in_place, narrowed
 from .sharding import Span
 from .transport import Pending, Transport
 
@@ -29,6 +31,9 @@ FEW_KEYS = 160_000
 """Rows of keys, of all heads and calls, up to which two calls of a backward pass are better one.
 That is some ten waves of tiles. The last wave of each call is not full; with more tiles that costs
 less than the pass over memory that adds up the gradients of one call (docs/notes/020)."""
+
+PiecesOf = Callable[[int, bool], tuple[int, ...]]
+"""How many key heads are in each piece: of their number, and whether gradients travel back."""
 
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -38,25 +43,24 @@ class _Keys:
     """The whole sequence's K and V, piece by piece."""
 
     def __init__(
-        self, transport: Transport | None, k: Tensor, v: Tensor, heads: list[tuple[slice, slice]]
+        self, transport: Transport | None, k: Tensor, v: Tensor, pieces: tuple[int, ...]
     ) -> None:
-        self._parts: list[Rows] = [(k[:, :, k_heads], v[:, :, k_heads]) for _, k_heads in heads]
         self._transport, self._given, self._begun = transport, 0, 0
+        self._whole, self._count = (k, v), len(pieces)
         self._travelling: Pending[Rows] | None = None
         if transport is not None:
-            self._begin = transport.gather(self._parts, "all-gather of K and V")
+            self._begin = transport.gather((k, v), pieces, "all-gather of K and V")
             self._begin_next()
 
     def _begin_next(self) -> None:
-        if self._begun < len(self._parts):
+        if self._begun < self._count:
             self._travelling = self._begin(self._begun)
             self._begun += 1
 
     def wait(self) -> Rows:
         """K and V of the next piece, (B, S, H, D)."""
-        self._given += 1
-        if self._transport is None:
-            return self._parts[self._given - 1]
+        if self._transport is None:  # all heads are one piece
+            return self._whole
         pending = self._travelling
         assert pending is not None
         if self._transport.needs_sms:
@@ -69,66 +73,92 @@ class _Keys:
             self._begin_next()
 
 
+class _Views:
+    """A call's options, and its queries in several tensors for each piece of heads: found once, and
+    before a lane begins, which waits for what its options have to copy to the device."""
+
+    def __init__(
+        self, call: Call, options: Options, pieces: list[int], tensors: Sequence[Tensor | None]
+    ) -> None:
+        """`tensors`: as `local.view` gives them; `pieces`: how many query heads are in each."""
+        device = next(x.device for x in tensors if x is not None)
+        self.call, self._options = call, local.options_of(call, options, device)
+        self._firsts = [0, *itertools.accumulate(pieces)]
+        nothing = len(pieces) * (None,)
+        split = [nothing if x is None else x.split(pieces, -2) for x in tensors]
+        self._of_pieces: list[tuple[Any, ...]] = list(zip(*split, strict=True))
+
+    def of(self, i: int) -> tuple[Options, tuple[Any, ...]]:
+        """The options and the tensors of piece i."""
+        options = self._options
+        if "alibi_slopes" in options or "sink" in options:
+            options = local.of_heads(options, *self._firsts[i : i + 2])
+        return options, self._of_pieces[i]
+
+
 class Gather:
     """This method, for a rank's calls against the whole sequence."""
 
     def __init__(
-        self, transport: Transport | None, calls: tuple[Call, ...], ratio: float = 0.0
+        self, transport: Transport | None, calls: tuple[Call, ...], pieces: PiecesOf | None = None
     ) -> None:
-        """`transport` is None where this rank has the whole sequence; `ratio`: `cost.pieces_of`."""
-        self.transport, self.calls, self.ratio = transport, calls, ratio
+        """`transport` is None if this rank has the whole sequence. Without `pieces` all heads are
+        one."""
+        self.transport, self.calls, self.pieces = transport, calls, pieces
         # A transfer by kernels would wait for them.
         self._beside = transport is not None and not transport.needs_sms
 
-    def _heads(self, q: Tensor, k: Tensor, returns: bool) -> list[tuple[slice, slice]]:
-        """Heads of q and of k in each piece; `returns`: its gradients travel back."""
+    def _pieces(self, q: Tensor, k: Tensor, returns: bool) -> tuple[list[int], tuple[int, ...]]:
+        """How many heads of q and of k are in each piece; `returns`: its gradients travel back."""
         heads = k.shape[2]
-        pieces = (heads,) if self.transport is None else pieces_of(heads, self.ratio, returns)
-        return list(local.head_pieces(q.shape[2], pieces))
+        split = None if self.transport is None else self.pieces
+        pieces = (heads,) if split is None else split(heads, returns)
+        return [q.shape[2] // heads * piece for piece in pieces], pieces
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Saved:
         """q, k, v, out and lse, all of this rank's rows."""
-        pieces = self._heads(q, k, returns=False)
-        batch, count, _, _ = q.shape
+        q_pieces, k_pieces = self._pieces(q, k, returns=False)
+        batch, count, heads, _ = q.shape
         calls = as_batch(self.calls) if batch == 1 else self.calls
-        whole = [call.q for call in calls] == [(0, count)]
-        keys = _Keys(self.transport, k, v, pieces)
-        if whole and len(pieces) == 1:
-            chosen = local.of_heads(options, 0, q.shape[2])
+        keys = _Keys(self.transport, k, v, k_pieces)
+        if len(k_pieces) == 1 and [call.q for call in calls] == [(0, count)]:
+            chosen = local.of_heads(options, 0, heads)
             k_all, v_all = keys.wait()
             out, lse = local.forward(calls[0], q, k_all, v_all, chosen)
             return q, k, v, out, lse
-        out = q.new_empty((batch, count, q.shape[2], v.shape[-1]))
-        lse = q.new_empty((batch, q.shape[2], count), dtype=statistics_dtype(q.dtype))
+        out = q.new_empty((batch, count, heads, v.shape[-1]))
+        lse = q.new_empty((batch, heads, count), dtype=statistics_dtype(q.dtype))
         for rows in _others(call.q for call in calls):  # that see no key
             out[:, rows].zero_()
             lse[..., rows].fill_(-torch.inf)
+        views = []
+        for call in calls:
+            tensors = local.view(call, q, call.q), local.view(call, out, call.q)
+            of_lse = local.view(call, lse, call.q, -1)
+            views.append(_Views(call, options, q_pieces, (*tensors, of_lse)))
         kept = []
         with Lanes(q.device, self._beside) as lanes:
-            for i, (q_heads, _) in enumerate(pieces):
+            for i in range(len(k_pieces)):
                 with lanes.of(i):
-                    k_all, v_all = keys.wait()
-                    chosen = local.of_heads(options, q_heads.start, q_heads.stop)
-                    for call in calls:
-                        q_rows = slice(*call.q)
-                        lse[:, q_heads, q_rows] = local.forward(
-                            call, q[:, :, q_heads], k_all, v_all, chosen, out[:, q_rows, q_heads]
-                        )[1]
-                kept.append((k_all, v_all))
+                    whole = keys.wait()
+                    for of_call in views:
+                        call, (chosen, (q_here, into, lse_here)) = of_call.call, of_call.of(i)
+                        k_here, v_here = (local.view(call, x, call.k) for x in whole)
+                        found = local.forward_of_views(call, q_here, k_here, v_here, chosen, into)
+                        lse_here.copy_(found[1])
+                kept.append(whole)
                 keys.launched()
         return q, k, v, out, lse
 
-    def _backward_calls(self, k: Tensor) -> Sequence[Call]:
-        """The longest first: its gradient is the sum's first value."""
-        keys = k.shape[2] * sum(last - first for first, last in (call.k for call in self.calls))
-        calls = as_batch(self.calls) if k.shape[0] == 1 and keys <= FEW_KEYS else self.calls
-        return sorted(calls, key=lambda call: call.k[0] - call.k[1])
+    def _as_batch(self, batch: int, heads: int) -> bool:
+        """Whether a piece of so many key heads has one call backward if that can be."""
+        return batch == 1 and heads * sum(call.k[1] - call.k[0] for call in self.calls) <= FEW_KEYS
 
-    def _beside_each_other(self, calls: Sequence[Call], options: Options) -> bool:
+    def _beside_each_other(self, views: Sequence[_Views], dsink: Tensor | None) -> bool:
         """Whether the calls of a piece are on two streams by turns: those of documents, whose last
         tiles are of unequal lengths. Others were no faster (docs/notes/020)."""
-        packed = all(call.packed is not None for call in calls)
-        return self._beside and packed and "sink" not in options  # dsink is added up on one stream
+        packed = all(of_call.call.packed is not None for of_call in views)
+        return self._beside and packed and dsink is None  # which is added up on one stream
 
     def saved_again(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Saved:
         """What `forward` saved."""
@@ -139,50 +169,39 @@ class Gather:
     ) -> Gradients:
         """The gradients of q, k, v and of the sink, this rank's share."""
         q, k, v, out, lse = saved
-        pieces = self._heads(q, k, returns=True)
+        q_pieces, k_pieces = self._pieces(q, k, returns=True)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows in _others(call.q for call in self.calls):
             dq[:, rows].zero_()
         dsink = options["sink"].new_zeros(q.shape[2]) if "sink" in options else None
+
+        @cache
+        def views(as_one: bool) -> list[_Views]:
+            """Of the calls, the longest first: its gradient is the sum's first value."""
+            calls = as_batch(self.calls) if as_one else self.calls
+            found = []
+            for call in sorted(calls, key=lambda call: call.k[0] - call.k[1]):
+                tensors = [local.view(call, x, call.q) for x in (dout, q, out, dq)]
+                statistics = [
+                    x if x is None else local.view(call, x, call.q, -1).contiguous()
+                    for x in (lse, dlse)
+                ]
+                found.append(_Views(call, options, q_pieces, [*tensors, *statistics]))
+            return found
+
         travelling: Pending[None] | None = None
-        keys = _Keys(self.transport, k, v, pieces)
-        for i, (q_heads, k_heads) in enumerate(pieces):
-            chosen = local.of_heads(options, q_heads.start, q_heads.stop)
-            into = dk[:, :, k_heads], dv[:, :, k_heads]
-            what = f"sum of dK and dV, piece {i + 1} of {len(pieces)}"
+        keys = _Keys(self.transport, k, v, k_pieces)
+        for i, into in enumerate(zip(dk.split(k_pieces, 2), dv.split(k_pieces, 2), strict=True)):
             whole: Rows = into
-            parts: list[tuple[Span, Rows]] = []
             begin = None
             if self.transport is not None:  # before the keys' memory may be taken again
+                what = f"sum of dK and dV, piece {i + 1} of {len(k_pieces)}"
                 whole, begin = self.transport.scatter(into, what)
-            k_all, v_all = keys.wait()
-            calls = self._backward_calls(k_all)
-            # All of it before a lane begins, which would not wait for what used the memory before.
-            for call in calls:
-                rows = slice(*call.k)
-                written = tuple(x[:, rows] for x in whole)
-                if parts:
-                    written = tuple(x.new_empty(x.shape) for x in written)
-                parts.append((call.k, written))
-            with Lanes(q.device, self._beside_each_other(calls, options)) as lanes:
-                for number, (call, (_, (dk_call, dv_call))) in enumerate(
-                    zip(calls, parts, strict=True)
-                ):
-                    with lanes.of(number):
-                        *_, dsink_part = local.backward(
-                            call,
-                            dout[:, :, q_heads],
-                            None if dlse is None else dlse[:, q_heads],
-                            q[:, :, q_heads],
-                            k_all,
-                            v_all,
-                            out[:, :, q_heads],
-                            lse[:, q_heads],
-                            chosen,
-                            (dq[:, slice(*call.q), q_heads], dk_call, dv_call),
-                        )
-                    if dsink is not None and dsink_part is not None:
-                        dsink[q_heads] += dsink_part
+            found = keys.wait()
+            of_calls = views(self._as_batch(k.shape[0], k_pieces[i]))
+            parts = self._backward_of_piece(
+                i, of_calls, found, whole, None if dsink is None else dsink.split(q_pieces)[i]
+            )
             keys.launched()  # before the sum, whose transfer waits for the kernels
             if begin is None:
                 add_in_place(parts, whole)
@@ -194,6 +213,32 @@ class Gather:
         if travelling is not None:
             travelling.wait()
         return dq, dk, dv, dsink
+
+    def _backward_of_piece(
+        self, i: int, views: list[_Views], keys: Rows, into: Rows, dsink: Tensor | None
+    ) -> list[tuple[Span, Rows]]:
+        """The gradients of piece i: dK and dV of each call, the first call's in their place in
+        `into`, (B, S, H, D). dQ is written, and dsink is added up."""
+        parts: list[tuple[Span, Rows]] = []
+        # All of it before a lane begins, which would not wait for what used the memory before.
+        for number, of_call in enumerate(views):
+            span = of_call.call.k
+            written = tuple(narrowed(x, span, 1) for x in into)
+            if number > 0:
+                written = tuple(x.new_empty(x.shape) for x in written)
+            parts.append((span, written))
+        with Lanes(into[0].device, self._beside_each_other(views, dsink)) as lanes:
+            for number, (of_call, (_, gradients)) in enumerate(zip(views, parts, strict=True)):
+                call, (options, (dout, q, out, dq, lse, dlse)) = of_call.call, of_call.of(i)
+                with lanes.of(number):
+                    k, v = (local.view(call, x, call.k) for x in keys)
+                    dk, dv = (local.view(call, x, (0, x.shape[1])) for x in gradients)
+                    dsink_part = local.backward_of_views(
+                        call, dout, dlse, q, k, v, out, lse, options, dq, dk, dv
+                    )
+                if dsink is not None and dsink_part is not None:
+                    dsink += dsink_part
+        return parts
 
 
 def _others(spans: Iterable[Span]) -> Iterator[slice]:

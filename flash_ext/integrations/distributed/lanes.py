@@ -8,7 +8,7 @@ one stream the next piece's kernel would wait for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from types import TracebackType
 
@@ -32,7 +32,7 @@ class Lanes:
         """Without `beside`, all is on the caller's stream."""
         self._streams: list[torch.cuda.Stream] = []
         if beside and device.type == "cuda":
-            self._streams = [torch.cuda.current_stream(device), _other(device)]
+            self._streams = [torch.cuda.current_stream(device.index), _other(device)]
 
     def __enter__(self) -> Lanes:
         if self._streams:
@@ -53,8 +53,5 @@ class Lanes:
     @contextmanager
     def of(self, i: int) -> Iterator[None]:
         """What is enqueued within belongs to piece i."""
-        if not self._streams:
-            yield
-            return
-        with torch.cuda.stream(self._streams[i % 2]):
+        with torch.cuda.stream(self._streams[1]) if self._streams and i % 2 else nullcontext():
             yield

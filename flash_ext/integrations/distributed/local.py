@@ -14,6 +14,7 @@ from ...ops.into import bwd_into, fits, fwd_into
 from . import rows
 from .calls import Call
 from .on_device import on_device
+from .sharding import Span
 
 Options = dict[str, Any]
 """Options of the ops, without masks and sequences."""
@@ -22,11 +23,10 @@ Options = dict[str, Any]
 def of_heads(options: Options, first: int, last: int) -> Options:
     """The options of some of the query heads."""
     chosen = dict(options)
-    for name in ("alibi_slopes", "sink"):
-        if name in options:
-            chosen[name] = options[name][..., first:last]
-    if "sink" in chosen:
-        chosen["sink"] = chosen["sink"].contiguous()
+    if "alibi_slopes" in options:
+        chosen["alibi_slopes"] = options["alibi_slopes"][..., first:last]
+    if "sink" in options:
+        chosen["sink"] = options["sink"][first:last].contiguous()
     return chosen
 
 
@@ -37,7 +37,9 @@ def head_pieces(heads_q: int, pieces: tuple[int, ...]) -> Iterator[tuple[slice, 
         yield slice(a * group, b * group), slice(a, b)
 
 
-def _options_of(call: Call, options: Options, device: torch.device) -> Options:
+def options_of(call: Call, options: Options, device: torch.device) -> Options:
+    """Those of the ops with the call's mask and sequences, for what the current stream does next
+    and what waits for it."""
     chosen = dict(options)
     if not call.own:
         chosen.pop("sink", None)
@@ -53,6 +55,13 @@ def _options_of(call: Call, options: Options, device: torch.device) -> Options:
     if call.used is not None:
         chosen["seqused_k"] = on_device(call.used, device)
     return chosen
+
+
+def view(call: Call, x: Tensor, span: Span, dim: int = -3) -> Tensor:
+    """Rows of x (B, rows, H, D), or with dim -1 of (B, H, rows), as the call's op has them: without
+    B if sequences are packed."""
+    x = rows.narrowed(x, span, dim)
+    return x if call.packed is None else x.squeeze(0)
 
 
 def forward(
@@ -71,18 +80,23 @@ def forward(
         out (B, m, Hq, Dv) and lse (B, Hq, m) of the call's m queries, as if there were no other
         keys.
     """
-    q = q[:, slice(*call.q)]
-    k, v = (x[:, slice(*call.k)] for x in (k, v))
-    options = _options_of(call, options, q.device)
-    if call.batch_step is not None:
-        halves = None if into is None else _halves(into)
-        out, lse = _forward(*_batch_of_two(call, q, k, v, options), options, halves)
-        return out.flatten(0, 1)[None], lse.transpose(0, 1).flatten(1)[None]
-    if call.packed is None:
+    if into is not None:
+        into = view(call, into, (0, into.shape[1]))
+    q, k, v = view(call, q, call.q), view(call, k, call.k), view(call, v, call.k)
+    out, lse = forward_of_views(call, q, k, v, options_of(call, options, q.device), into)
+    return (out, lse) if call.packed is None else (out[None], lse[None])
+
+
+def forward_of_views(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `forward`: all tensors are those of `view`, and options those of `options_of`."""
+    if call.batch_step is None:
         return _forward(q, k, v, options, into)
-    packed = None if into is None else into.squeeze(0)
-    out, lse = _forward(q.squeeze(0), k.squeeze(0), v.squeeze(0), options, packed)
-    return out[None], lse[None]
+    halves = None if into is None else _halves(into)
+    q, k, v, options = _batch_of_two(call, q, k, v, options)
+    out, lse = _forward(q, k, v, options, halves)
+    return out.flatten(0, 1)[None], lse.transpose(0, 1).flatten(1)[None]
 
 
 def _forward(
@@ -103,13 +117,13 @@ def _halves(x: Tensor) -> Tensor:
 
 def _batch_of_two(
     call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Options]:
     """Two halves of the queries (1, 2 m, Hq, D) as a batch, whose keys are views of the same."""
     assert call.used is not None and call.batch_step is not None
     if options.get("alibi_slopes", q).dim() == 2:
-        options["alibi_slopes"] = options["alibi_slopes"].expand(2, -1)
+        options = options | {"alibi_slopes": options["alibi_slopes"].expand(2, -1)}
     keys, values = (_overlapping(x[0], call.used[1], call.batch_step) for x in (k, v))
-    return _halves(q), keys, values
+    return _halves(q), keys, values, options
 
 
 def _overlapping(x: Tensor, rows: int, step: int) -> Tensor:
@@ -145,28 +159,51 @@ def backward(
         dq (B, m, Hq, D), and dk and dv of the call's keys, in the inputs' dtype; and dsink, where
         the call takes the sink.
     """
-    dout, q, out = (x[:, slice(*call.q)] for x in (dout, q, out))
-    statistics = [None if x is None else x[..., slice(*call.q)] for x in (lse, dlse)]
-    k, v = (x[:, slice(*call.k)] for x in (k, v))
-    options = _options_of(call, options, q.device)
-    gradients = tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if given is None else given
-        for given, x in zip(into, (q, k, v), strict=True)
-    )
-    dq, dk, dv = written = gradients
+    of_queries = [view(call, x, call.q) for x in (dout, q, out)]
+    lse = view(call, lse, call.q, -1)
+    dlse = None if dlse is None else view(call, dlse, call.q, -1)
+    k, v = view(call, k, call.k), view(call, v, call.k)
+    written = [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if given is None
+        else view(call, given, (0, given.shape[1]))
+        for given, x in zip(into, (of_queries[1], k, v), strict=True)
+    ]
+    dout, q, out = of_queries
+    options = options_of(call, options, q.device)
+    dsink = backward_of_views(call, dout, dlse, q, k, v, out, lse, options, *written)
+    dq, dk, dv = written if call.packed is None else (x[None] for x in written)
+    return dq, dk, dv, dsink
+
+
+def backward_of_views(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Tensor | None:
+    """As `backward`, into dq, dk and dv: all tensors are those of `view`, and options those of
+    `options_of`. Returns dsink."""
+    written: list[Tensor] = [dq, dk, dv]
+    statistics = [lse, dlse]
     if call.batch_step is not None:
-        q, k, v = _batch_of_two(call, q, k, v, options)
+        q, k, v, options = _batch_of_two(call, q, k, v, options)
         dout, out = _halves(dout), _halves(out)
         statistics = [
             None if x is None else x.unflatten(2, (2, -1))[0].transpose(0, 1) for x in statistics
         ]
         of_halves = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
-        written = _halves(dq), *of_halves
+        written = [_halves(dq), *of_halves]
     lse_here, dlse_here = (None if x is None else x.contiguous() for x in statistics)
     tensors: tuple[Any, ...] = dout, dlse_here, q, k, v, out, lse_here
-    if call.packed is not None:
-        tensors = tuple(None if x is None else x.squeeze(0) for x in tensors)
-        written = tuple(x.squeeze(0) for x in gradients)
     if fits(*written):
         dsink = bwd_into(*written, *tensors, **options)
     else:
@@ -181,7 +218,7 @@ def backward(
             for i, (first, used) in enumerate(zip(firsts, call.used, strict=True))
         ]
         rows.total(halves, (dk, dv))
-    return dq, dk, dv, dsink if "sink" in options else None
+    return dsink if "sink" in options else None
 
 
 def add(total: Tensor | None, part: Tensor | None) -> Tensor | None:

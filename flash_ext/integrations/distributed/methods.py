@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -125,10 +125,17 @@ def outer_of(groups: Groups, shards: Sharding) -> Sharding:
 def work(shards: Sharding, mask: Mask) -> dict[str, Any]:
     """What `cost.Call` says of the visible pairs and of how ranks share them."""
     pairs = plan.visible_pairs(shards, mask)
-    return {
-        "share": plan.share(shards.rows, mask),
-        "balance": shards.ranks * max(pairs) / max(sum(pairs), 1),
-    }
+    balance = shards.ranks * max(pairs) / max(sum(pairs), 1)
+    return {"balance": balance} | sizes(shards, mask)
+
+
+@kept()
+def sizes(shards: Sharding, mask: Mask) -> dict[str, Any]:
+    """What it says of them without a look at the ranks' pairs."""
+    documents = len(mask.documents_of(shards.rows)) - 1
+    parts = 2 * documents if shards.documents is not None else documents / shards.ranks
+    share = plan.share(shards.rows, mask)
+    return {"share": share, "documents": max(1, documents), "parts": max(1, parts)}
 
 
 @kept()
@@ -193,9 +200,10 @@ def machine_of(device: torch.device, group: ProcessGroup, engines: bool) -> cost
     return cost.machine_of(device, hosts, engines)
 
 
-Ratio = Callable[[cost.Call, cost.Machine], float]
 MakeTransport = Callable[[ProcessGroup, Sharding], Transport]
 """From a group, and the rows of each of its ranks, to what moves rows in it."""
+
+Sized = tuple[cost.Call, cost.Machine]
 
 
 def build(
@@ -221,33 +229,40 @@ def build(
     outer = outer_of(groups, shards)
     rank = dist.get_rank(groups.across)
 
-    def ratio(of: Ratio, moves: Transport | None, group: ProcessGroup, **changed: Any) -> float:
-        facts = {"share": plan.share(shards.rows, mask)}
-        call = replace(call_of(groups, q, k, v, shards.rows, facts), **changed)
+    def sized(moves: Transport | None, group: ProcessGroup, **changed: Any) -> Sized:
+        call = replace(call_of(groups, q, k, v, shards.rows, sizes(outer, mask)), **changed)
         engines = moves is not None and not moves.needs_sms
-        return of(call, machine_of(q.device, group, engines))
+        return call, machine_of(q.device, group, engines)
 
     if method == "ulysses":
         whole = sharding(shards.rows, 1, "contiguous")
         exchange = make(groups.across, shards)
         inner = Gather(None, plan.gathered(whole, 0, mask))
-        return _ulysses(exchange, inner, q, k, ratio(cost.ulysses_ratio, exchange, groups.across))
+        return _ulysses(exchange, inner, q, k, *sized(exchange, groups.across))
     if method == "ring":
         core: Core = Ring(make(groups.across, outer), outer, mask)
     else:
         across = make(groups.across, outer) if outer.ranks > 1 else None
         calls = plan.gathered(outer, rank, mask)
-        core = Gather(across, calls, ratio(cost.gathering_ratio, across, groups.across))
+        core = Gather(across, calls, partial(_pieces, *sized(across, groups.across)))
     if groups.within is None:
         return core
     exchange = make(groups.within, sharding(outer.lengths[rank], groups.within_size, "contiguous"))
     all_heads = {"heads_q": q.shape[2], "heads_k": k.shape[2], "ranks": groups.within_size}
-    between = ratio(cost.ulysses_ratio, exchange, groups.within, **all_heads)
-    return _ulysses(exchange, core, q, k, between)
+    return _ulysses(exchange, core, q, k, *sized(exchange, groups.within, **all_heads))
 
 
-def _ulysses(transport: Transport, inner: Core, q: Tensor, k: Tensor, ratio: float) -> Ulysses:
+@lru_cache(maxsize=64)
+def _pieces(call: cost.Call, machine: cost.Machine, heads: int, backward: bool) -> tuple[int, ...]:
+    """Key heads in each piece of an all-gather, of so many."""
+    return cost.gathering(call, machine, backward).pieces(heads, returns=backward)
+
+
+def _ulysses(
+    transport: Transport, inner: Core, q: Tensor, k: Tensor, call: cost.Call, machine: cost.Machine
+) -> Ulysses:
     copies = key_head_copies(q.shape[2], k.shape[2], transport.ranks)
     assert copies is not None, "unsupported_reason says when"
-    pieces = cost.pieces_of(k.shape[2] * copies // transport.ranks, ratio)
+    heads = k.shape[2] * copies // transport.ranks
+    pieces = cost.exchanging(call, machine).pieces(heads, returns=True)
     return Ulysses(transport, inner, copies, pieces)

@@ -49,12 +49,12 @@ class _Made:
         self.tensors, self.nbytes, self._device = tensors, bytes_of(tensors), device
         self._streams: set[torch.cuda.Stream] = set()
         if device.type == "cuda":
-            self._made = torch.cuda.current_stream(device).record_event()
+            self._made = torch.cuda.current_stream(device.index).record_event()
 
     def here(self) -> tuple[Tensor, ...]:
         """They are there when what is enqueued next on the current stream begins."""
         if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self._device.index)
             if stream not in self._streams:  # which another one made them on, maybe
                 stream.wait_event(self._made)
                 for x in self.tensors:

@@ -210,14 +210,13 @@ def _calls(flat: Tensor, runs: list[list[_Chain]]) -> list[Call]:
         edges.append(begin + 1)
     sizes, *columns = zip(*pieces, strict=True)
     piece = torch.repeat_interleave(numbers(sizes), output_size=edges[-1])
-    *skips, q_first, k_first = (numbers(x, flat.dtype).index_select(0, piece) for x in columns)
-    at = torch.arange(edges[-1], dtype=flat.dtype, device=HOST)
-    index = torch.stack(skips).add_(at).view(-1)
-    found = flat.index_select(0, index).view(3, -1)
-    q_rows, k_rows, used = found.unbind()
-    used -= k_rows
-    q_rows -= q_first
-    k_rows -= k_first
+    table = numbers([*itertools.chain(*columns)], flat.dtype).view(5, -1)
+    skips, firsts = table.index_select(1, piece).split((3, 2))
+    skips += torch.arange(edges[-1], dtype=flat.dtype, device=HOST)
+    found = flat.index_select(0, skips.view(-1)).view(3, -1)
+    q_and_k, used = found.split((2, 1))
+    used -= q_and_k[1]
+    q_and_k -= firsts
     every = Numbers(found.int().view(-1))
     bounds = zip(runs, itertools.pairwise(edges), strict=True)
     return [_call(every, edges[-1], run, *of_run) for run, of_run in bounds]
@@ -376,7 +375,10 @@ def ring_steps(shards: Sharding, mask: Mask) -> int:
 @kept()
 def share(rows: int, mask: Mask) -> float:
     """Of the pairs (query, key) of the whole sequence, those that are visible."""
-    size = mask.documents_of(rows).sizes
+    documents = mask.documents_of(rows)
+    size = documents.sizes
+    if mask.left is None and mask.right == 0:  # in one op, of any number of documents
+        return (int(size.dot(size)) + documents[-1]) // 2 / max(rows**2, 1)
     pairs = size + _pairs_before(size, mask.left)
     if mask.right != 0:
         pairs += _pairs_before(size, mask.right)

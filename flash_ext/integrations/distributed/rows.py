@@ -35,21 +35,22 @@ _WIDE = (torch.complex128, torch.int64, torch.int32)
 """Types of 16, 8 and 4 bytes, in which elements are copied several at once."""
 
 
-def _fits(x: Tensor, size: int) -> bool:
-    """Whether x can be seen as elements of so many bytes."""
-    if x.dim() == 0 or x.stride(-1) != 1:
-        return False
-    counts = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return all(count * x.element_size() % size == 0 for count in counts)
+def widest(*tensors: Tensor) -> torch.dtype:
+    """Of elements of 16 bytes, or of as many as all of these, of one dtype, can be seen as."""
+    numbers, dtype = 0, tensors[0].dtype
+    for x in tensors:
+        if x.dim() == 0 or x.stride(-1) != 1:
+            return dtype
+        for number in (x.shape[-1], int(x.storage_offset()), *x.stride()[:-1]):
+            numbers |= number
+    most = (numbers & -numbers) * dtype.itemsize  # the largest power of 2 that divides all bytes
+    return next((wide for wide in _WIDE if dtype.itemsize < wide.itemsize <= most), dtype)
 
 
 def _widened(out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Both, of one dtype, as elements of 16 bytes, or of as many as fit."""
-    for wide in _WIDE:
-        size = wide.itemsize
-        if size > x.element_size() and _fits(out, size) and _fits(x, size):
-            return out.view(wide), x.view(wide)
-    return out, x
+    wide = widest(out, x)
+    return (out, x) if wide == x.dtype else (out.view(wide), x.view(wide))
 
 
 def copy(out: Tensor, x: Tensor) -> None:
@@ -122,6 +123,12 @@ def split(shards: Sharding, x: Tensor) -> Tensor:
     return torch.cat(parts).view(shape)
 
 
+def narrowed(x: Tensor, span: Span, dim: int = 0) -> Tensor:
+    """Those rows of x; x itself if they are all of them, which costs the host less."""
+    first, last = span
+    return x if last - first == x.shape[dim] else x.narrow(dim, first, last - first)
+
+
 def sections(x: Tensor, spans: Sequence[Span]) -> Iterator[tuple[Tensor, Span]]:
     """Spans of x (S, …) as views, and where their rows are if one span lies after the other. Two
     of equal length, as in a zigzag, are one view (2, rows, …): so they are one kernel's work."""
@@ -181,8 +188,10 @@ def add_in_place(parts: Parts, into: Rows) -> None:
     """As `total`, where the first part, if there is one, has been written to its place."""
     first, last = parts[0][0] if parts else (0, 0)
     for x in into:
-        x[:, :first].zero_()
-        x[:, last:].zero_()
+        if first > 0:
+            x[:, :first].zero_()
+        if last < x.shape[1]:
+            x[:, last:].zero_()
     for span, part in parts[1:]:
         here = tuple(x[:, slice(*span)] for x in into)
         whole = (0, span[1] - span[0])

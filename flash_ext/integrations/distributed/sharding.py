@@ -273,7 +273,11 @@ def cells_of(shards: Sharding, documents: Documents, ranks: Sequence[int]) -> Te
     """The parts of documents that ranks have, as in `Sharding.parts`: (3, ranks, m, documents).
     Along a rank's rows all parts with a lower index of m come first, and of one index those of
     earlier documents. Some may be empty."""
-    parts, count = shards.parts.index_select(1, numbers(ranks)), len(documents) - 1
+    count, parts = len(documents) - 1, shards.parts
+    if len(ranks) == 1:
+        parts = parts.narrow(1, ranks[0], 1)
+    elif list(ranks) != list(range(shards.ranks)):
+        parts = parts.index_select(1, numbers(ranks))
     if shards.by(documents):
         return parts.view(3, len(ranks), 2, -1)[..., :count]
     first, last, shift = parts.unsqueeze(3).unbind()

@@ -78,14 +78,14 @@ class SymmetricWindow:
 
     def follow(self) -> None:
         """As `Window` says."""
-        current = torch.cuda.current_stream(self._stream.device)
+        current = torch.cuda.current_stream(self._stream.device_index)
         if self._before.stream is not None and self._before.stream != current:
             current.wait_stream(self._before.stream)
         self._before.stream = current
 
     def drain(self) -> None:
         """As `Window` says."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._stream.device_index).wait_stream(self._stream)
 
     def meet(self) -> None:
         """As `Window` says."""
@@ -93,7 +93,7 @@ class SymmetricWindow:
 
     def mark(self) -> Callable[[Sequence[Copy]], Callable[[], object]]:
         """As `Window` says."""
-        ready = torch.cuda.current_stream(self._stream.device).record_event()
+        ready = torch.cuda.current_stream(self._stream.device_index).record_event()
 
         def begin(copies: Sequence[Copy]) -> Callable[[], object]:
             self._stream.wait_event(ready)
@@ -101,7 +101,7 @@ class SymmetricWindow:
                 for out, x in copies:  # contiguous, of one dtype: a memcpy, not a kernel
                     out.copy_(x)
             done = self._stream.record_event()
-            return lambda: torch.cuda.current_stream(self._stream.device).wait_event(done)
+            return lambda: torch.cuda.current_stream(self._stream.device_index).wait_event(done)
 
         return begin
 

@@ -64,11 +64,12 @@ class Transport(Protocol):
     """Whether a transfer must begin before the kernel that hides it, which would otherwise fill all
     SMs first. If not it begins after: the kernel need not wait for the host."""
 
-    def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
+    def gather(self, tensors: Rows, pieces: Sequence[int], what: str) -> Begin:
         """From every rank's rows to the whole sequence, (B, S, H, D), of piece i = 0, 1, …
 
         Args:
-            pieces: tensors of one dtype, and in each piece of one number of heads.
+            tensors: (B, rows, H, D), of one dtype.
+            pieces: how many of the heads are in each.
             what: names the transfer.
         """
 
@@ -150,14 +151,15 @@ class Collectives:
         wait = self._begin(what, all_gather, every.flatten(0, 1), sent)
         return Pending(what, [wait], lambda: rows.join(self.shards, every))
 
-    def gather(self, pieces: Sequence[Rows], what: str) -> Begin:
+    def gather(self, tensors: Rows, pieces: Sequence[int], what: str) -> Begin:
         """As `Transport` says."""
+        of_pieces = list(zip(*(x.split(pieces, 2) for x in tensors), strict=True))
+        dims = [x.shape[-1] for x in tensors]
 
         def begin(i: int) -> Pending[Rows]:
             named = f"{what}, piece {i + 1} of {len(pieces)}"
-            tensors = pieces[i]
-            pending = self.gather_rows(rows.side_by_side(tensors, tensors[0].shape[1]), named)
-            dims = [x.shape[-1] for x in tensors]
+            mine = rows.side_by_side(of_pieces[i], tensors[0].shape[1])
+            pending = self.gather_rows(mine, named)
             return Pending(named, [], lambda: rows.apart(pending.wait(), dims))
 
         return begin
