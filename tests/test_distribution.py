@@ -175,7 +175,7 @@ def built(source: Path, library: Path) -> tuple[subprocess.CompletedProcess[str]
 def test_a_library_that_exists_is_packaged(recorded: bool, source: Path, library: Path) -> None:
     checksum = hashlib.sha256(b"a library").hexdigest()
     facts = {"digest": "12", "targets": "80", "cuda": "13.0", "torch": "2.11", "platform": "x"}
-    facts |= {"slow_kernels": ["a"]}
+    facts |= {"slow_kernels": ["a"], "kernels": "34"}
     if recorded:
         library.with_name("_C.json").write_text(json.dumps(facts | {"sha256": checksum}))
     else:
