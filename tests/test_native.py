@@ -96,6 +96,27 @@ def test_tile_ranges(
         assert from_kv == expected, window
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+def test_mask_summary(seqlen_q: int, seqlen_k: int, native: ModuleType) -> None:
+    """What plans know of a mask holds for every query."""
+    for window in itertools.product(SIDES, SIDES):
+        visible = dense_mask(seqlen_q, seqlen_k, False, window)
+        keys, hides_earlier, hides_later, sees_all, is_triangle = native.mask_summary(
+            native.BandMask(seqlen_q, seqlen_k, *window)
+        )
+        assert int(visible.sum(1).max()) <= keys <= seqlen_k, window
+        assert sees_all == bool(visible.all()) or seqlen_k == 0, window
+        if seqlen_q == seqlen_k:  # otherwise a guess
+            assert hides_earlier or bool(visible[:, 0].all()), window
+            assert hides_later or bool(visible[:, -1].all()), window
+        if is_triangle:
+            assert not visible.triu(1).any(), window
+    assert native.mask_summary(native.BandMask(8, 8, -1, 0)) == (8, False, True, False, True)
+    assert native.mask_summary(native.BandMask(8, 8, 2, -1)) == (8, True, False, False, False)
+    assert native.mask_summary(native.BandMask(8, 8, 2, 1)) == (4, True, True, False, False)
+    assert native.mask_summary(native.BandMask(1, 8, 7, 0))[3], "the last query sees all keys"
+
+
 def test_largest_lengths_do_not_overflow(native: ModuleType) -> None:
     """Unlimited windows on sequences of 2^28."""
     long = 1 << 28

@@ -26,9 +26,9 @@ void plan_fa2_forward(ForwardPlan& plan, const GpuModel& gpu) {
                 tuning::kFa2SplitKeys);
     plan.kernel.form = std::max({features_of(params), tuning::least_fa2_form(dims),
                                  plan.kernel.has_splits ? Features::kVarlen : Features::kPlain});
-    params.schedule = forward_schedule(params, {params.heads_q, tuning::kForwardBlockQ}, dims,
-                                       tuning::fa2_forward(dims, plan.kernel.form).ctas_per_sm, gpu,
-                                       params.num_splits);
+    params.schedule = forward_schedule(
+        params, plan.mask, {params.heads_q, tuning::kForwardBlockQ}, dims,
+        tuning::fa2_forward(dims, plan.kernel.form).ctas_per_sm, gpu, params.num_splits);
 }
 
 cudaError_t run_fa2_forward(const ForwardPlan& plan, cudaStream_t stream) {
@@ -45,8 +45,8 @@ void plan_fa2_backward(BackwardPlan& plan, const GpuModel& gpu) {
     plan_mma_backward(plan, dims, tuning::fa2_backward(dims, Features::kPlain).block_q,
                       tuning::least_fa2_form(dims));
     const tuning::Backward tile = tuning::fa2_backward(dims, plan.kernel.form);
-    plan.params.schedule = backward_schedule(plan.params, tile.keys_per_warp * tile.warps_kv, dims,
-                                             tile.ctas_per_sm, gpu);
+    plan.params.schedule = backward_schedule(
+        plan.params, plan.mask, tile.keys_per_warp * tile.warps_kv, dims, tile.ctas_per_sm, gpu);
 }
 
 cudaError_t run_fa2_backward(const BackwardPlan& plan, cudaStream_t stream) {

@@ -68,6 +68,34 @@ FLASH_HOST_DEVICE constexpr BandMask mask_of(const AttentionParams& params,
     return {sequence.seqlen_q, sequence.seqlen_k, params.window_left, params.window_right};
 }
 
+// What the host asks about the mask of a call. A plan makes it once; nothing else of plan/ or
+// schedule/ knows what kind of mask there is.
+struct MaskSummary {
+    int keys_seen;       // the most keys that a query sees; of packed sequences on average
+    bool hides_earlier;  // by the lengths, may queries not see the first keys, ...
+    bool hides_later;    // ... or the last ones? Then tiles differ in how much they see.
+    bool sees_all;       // dense: does every query see every key?
+    bool is_triangle;    // dense: does no query i see a key after key i?
+
+    constexpr bool is_masked() const { return hides_earlier || hides_later; }
+};
+
+inline MaskSummary summary_of(const AttentionParams& params) {
+    const int queries = params.seqlen_q;
+    const int keys = params.seqlen_k;
+    const BandMask mask = mask_of(params, sequence_of<false>(params, 0));
+    return {.keys_seen = min_of(mean_keys(params), mask.window_left + mask.window_right + 1),
+            .hides_earlier = mask.window_left < queries,
+            .hides_later = mask.window_right < keys,
+            .sees_all = mask.is_full({0, queries}, {0, keys}),
+            .is_triangle = mask.window_right <= -mask.offset()};
+}
+
+// Every query sees every key.
+inline void lift_mask(AttentionParams& params) {
+    params.window_left = params.window_right = BandMask::kUnlimited;
+}
+
 // The tiles that a tile sees, or that see it, in ascending order: tile(i), begin <= i < end.
 // Kernels go over the indices and ask here for the numbers of tiles. Under an interval mask these
 // are consecutive, and the index of a tile is its number; in a list in memory it would be a place.
