@@ -73,7 +73,7 @@ def test_mask_intervals(seqlen_q: int, seqlen_k: int, native: ModuleType) -> Non
 def test_tile_ranges(
     seqlen_q: int, seqlen_k: int, block_q: int, block_kv: int, native: ModuleType
 ) -> None:
-    """Exactly the tiles with a visible element, the same from the Q side and from the KV side."""
+    """Exactly the tiles with a visible element, and the full ones, the same from both sides."""
     q_tiles, kv_tiles = -(-seqlen_q // block_q), -(-seqlen_k // block_kv)
     for window in itertools.product(SIDES, SIDES):
         visible = dense_mask(seqlen_q, seqlen_k, False, window)
@@ -81,7 +81,11 @@ def test_tile_ranges(
         expected, from_q, from_kv = set(), set(), set()
         for i in range(q_tiles):
             queries = native.tile_interval(i, block_q)
-            from_q |= {(i, j) for j in native.tiles_of(mask.keys_of(queries), block_kv)}
+            seen = native.kv_tiles(mask, queries, block_kv)
+            from_q |= {(i, j) for j in seen}
+            full_kv = native.full_kv_tiles(mask, queries, block_kv)
+            if seen:
+                assert native.last_kv_tile(mask, queries, block_kv) == seen[-1], (window, i)
             for j in range(kv_tiles):
                 keys = native.tile_interval(j, block_kv)
                 tile = visible[slice(*queries), slice(*keys)]
@@ -89,9 +93,12 @@ def test_tile_ranges(
                     expected.add((i, j))
                 full = bool(tile.all()) and keys[1] <= seqlen_k
                 assert mask.is_full(queries, keys) == full, (window, i, j)
+                assert (full_kv[0] <= j < full_kv[1]) == full, (window, i, j)
+                full_q = native.full_q_tiles(mask, keys, block_q)
+                assert (full_q[0] <= i < full_q[1]) == full, (window, i, j)
         for j in range(kv_tiles):
             keys = native.tile_interval(j, block_kv)
-            from_kv |= {(i, j) for i in native.tiles_of(mask.queries_of(keys), block_q)}
+            from_kv |= {(i, j) for i in native.q_tiles(mask, keys, block_q)}
         assert from_q == expected, window
         assert from_kv == expected, window
 

@@ -202,8 +202,22 @@ PYBIND11_MODULE(flash_ext_native, m) {
         const MaskSummary x = summary_of(params);
         return std::tuple(x.keys_seen, x.hides_earlier, x.hides_later, x.sees_all, x.is_triangle);
     });
-    m.def("tiles_of", [](Pair positions, int block) {
-        return numbers_of(tiles_of(interval_of(positions), block));
+    // Of tiles of `block` keys: the numbers of those that queries see, and the indices of those of
+    // which all see every key; of tiles of `block` queries: those that see keys, and that see all.
+    m.def("kv_tiles", [](const BandMask& mask, Pair queries, int block) {
+        return numbers_of(VisibleTiles::of_queries(mask, interval_of(queries), block));
+    });
+    m.def("full_kv_tiles", [](const BandMask& mask, Pair queries, int block) {
+        return pair_of(VisibleTiles::full_for(mask, interval_of(queries), block));
+    });
+    m.def("last_kv_tile", [](const BandMask& mask, Pair queries, int block) {
+        return VisibleTiles::last_seen_by(mask, interval_of(queries), block);
+    });
+    m.def("q_tiles", [](const BandMask& mask, Pair keys, int block) {
+        return numbers_of(VisibleTiles::of_keys<true>(mask, interval_of(keys), block));
+    });
+    m.def("full_q_tiles", [](const BandMask& mask, Pair keys, int block) {
+        return pair_of(VisibleTiles::seeing_all(mask, interval_of(keys), block));
     });
     // (sequence, tile, first row, rows, rows in use) of every tile of a head, batch by batch.
     m.def("row_tiles", [](int batch, int rows, const std::optional<std::vector<int>>& cu_seqlens,

@@ -239,9 +239,8 @@ struct BackwardTile {
 
     // The Q tiles that see the KV tile.
     __device__ __forceinline__ VisibleTiles q_tiles_seeing(int first_key) const {
-        Interval queries = mask.queries_of({first_key, first_key + Config::kBlockKV});
-        if (Config::kMayBeVarlen && first_key >= sequence.seqlen_k) queries.end = 0;  // not in use
-        return tiles_of(queries, Config::kBlockQ);
+        return VisibleTiles::of_keys<Config::kMayBeVarlen>(
+            mask, {first_key, first_key + Config::kBlockKV}, Config::kBlockQ);
     }
 
     __device__ __forceinline__ void load_kv(int first_key) const {
@@ -293,8 +292,8 @@ struct BackwardTile {
         if constexpr (kGeneral)
             score_function(walk.head).apply(rP, first_key + warp_key, first_query);
         const auto is_full = [&] {
-            return mask.is_full(tile_interval(walk.q_tile(), Config::kBlockQ),
-                                {first_key, first_key + Config::kBlockKV});
+            return walk.q_tiles.is_full(walk.i, mask, tile_interval(walk.q_tile(), Config::kBlockQ),
+                                        {first_key, first_key + Config::kBlockKV});
         };
         const bool large_lse = params.large_lse.is_raised();  // read each time, to save registers
         // The order decides whether ptxas spills.

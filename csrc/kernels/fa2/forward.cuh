@@ -165,8 +165,8 @@ struct Fa2Forward {
 
     // The KV tiles that the CTA takes.
     __device__ __forceinline__ VisibleTiles kv_tiles() const {
-        const VisibleTiles seen =
-            tiles_of(mask.keys_of({first_query, first_query + Config::kBlockQ}), Config::kBlockKV);
+        const VisibleTiles seen = VisibleTiles::of_queries(
+            mask, {first_query, first_query + Config::kBlockQ}, Config::kBlockKV);
         return has_splits(params) ? split_of(seen, split(), params.num_splits) : seen;
     }
 
@@ -204,7 +204,8 @@ struct Fa2Forward {
     }
 
     // S = Q K^T, masked.
-    __device__ __forceinline__ void score(Scores& rS, const QOperand& q, int kv_tile,
+    __device__ __forceinline__ void score(Scores& rS, const QOperand& q,
+                                          const VisibleTiles& kv_tiles, int i,
                                           uint32_t stage) const {
         rS.clear();
         gemm<Element, Config::kHeadDim>(rS, q, BFromRows<KTile>(sK(stage)), params.element_type);
@@ -212,12 +213,12 @@ struct Fa2Forward {
 
         const Fa2Forward cta = in_loop();
         const Interval queries{cta.first_query, cta.first_query + Config::kBlockQ};
-        const Interval keys = tile_interval(kv_tile, Config::kBlockKV);
+        const Interval keys = tile_interval(kv_tiles.tile(i), Config::kBlockKV);
         const int first_row = cta.first_query + warp_row;
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries>{params, cta.sequence, cta.head}.apply(
                 rS, first_row, keys.begin);
-        if (!cta.mask.is_full(queries, keys)) {
+        if (!kv_tiles.is_full(i, cta.mask, queries, keys)) {
             mask_scores(rS, keys.begin,
                         [&](int row) { return cta.mask.key_range(first_row + row); });
         }
@@ -367,10 +368,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
     uint32_t stage = 0;  // has K of the iteration; the next one has V
     for (int i = last; i >= kv_tiles.begin; --i, ++stage) {
-        const int kv_tile = kv_tiles.tile(i);
         typename Kernel::Scores rS;
-        cta.score(rS, q, kv_tile, stage);
-        cta.exponentiate(rS, rO, softmax, kv_tile);
+        cta.score(rS, q, kv_tiles, i, stage);
+        cta.exponentiate(rS, rO, softmax, kv_tiles.tile(i));
         cta.pipeline.consumer_wait(stage + 1);
         cta.accumulate(rO, rS, stage + 1);
         if (i > kv_tiles.begin) {

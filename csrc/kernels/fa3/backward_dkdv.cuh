@@ -298,7 +298,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         QTilePosition at{};
         int left = 0;             // iterations of the tile after this one
         bool accumulate = false;  // has the gradient a sum already?
-        VisibleTiles full{};      // consumer dV
+        Interval full{};          // consumer dV: indices
         char* ds = nullptr;       // consumer dK: the tile in the workspace
 
         static __device__ __forceinline__ uint32_t scores_stage(const IterationState& at) {

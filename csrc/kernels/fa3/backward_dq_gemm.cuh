@@ -144,8 +144,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     __device__ __forceinline__ VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};
-        return tiles_of(mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
-                        Config::kBlockKV);
+        return tile.kv_tiles.seen_by(mask_of(params, tile.sequence),
+                                     {first_query, first_query + 64}, Config::kBlockKV);
     }
 
     __device__ __forceinline__ void consume() const {

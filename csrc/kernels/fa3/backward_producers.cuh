@@ -190,9 +190,9 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
 
     // The KV tiles that a Q tile sees before this one.
     __device__ __forceinline__ int tiles_before(const KeyTile& tile, int first_row) const {
-        const Interval keys =
-            mask_of(params, tile.sequence).keys_of({first_row, first_row + Config::kBlockQ});
-        return tiles_of<false>(keys, Config::kBlockKV)
+        return VisibleTiles::of_queries<false>(mask_of(params, tile.sequence),
+                                               {first_row, first_row + Config::kBlockQ},
+                                               Config::kBlockKV)
             .count_before(tile.first_key / Config::kBlockKV);
     }
 

@@ -215,24 +215,24 @@ struct Fa3Decode {
 
     // Applies the options and the mask.
     __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
-                                                  int block) const {
-        const Interval keys = tile_interval(block, Config::kKeys);
+                                                  const VisibleTiles& blocks, int i) const {
+        const Interval keys = tile_interval(blocks.tile(i), Config::kKeys);
         if (params.has_options) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, false>{params, sequence, head}.apply(
                 rS, first_query, keys.begin);
-        if (!mask.is_full({first_query, first_query + queries()}, keys))
+        if (!blocks.is_full(i, mask, {first_query, first_query + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
 
     __device__ __forceinline__ void attend(Output& rO, Softmax& softmax) const {
         const BandMask mask = mask_of(params, sequence);
-        const Interval keys = mask.keys_of({first_query, first_query + queries()});
-        const VisibleTiles blocks =
-            split_of(tiles_of(keys, Config::kKeys), split(), params.num_splits);
+        const VisibleTiles blocks = split_of(
+            VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, Config::kKeys),
+            split(), params.num_splits);
         int block = blocks.begin + warp_id();
         const int count = ceil_div(blocks.end - block, Config::kWarps);
-        auto k_loads = loads<KTile>(params.k, params.head_dim, block, count);
-        auto v_loads = loads<VTile>(params.v, params.head_dim_v, block, count);
+        auto k_loads = loads<KTile>(params.k, params.head_dim, blocks.tile(block), count);
+        auto v_loads = loads<VTile>(params.v, params.head_dim_v, blocks.tile(block), count);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * Config::kStages - 1;  // groups after the one that is needed
         load_q();                                          // belongs to the first group
@@ -254,7 +254,7 @@ struct Fa3Decode {
                                             BFromRows<KTile>(ptx::shared_address(stages[stage].k)));
             __syncwarp();  // all lanes have read K
             k_loads.next(stages[stage].k);
-            finish_scores(rS, mask, block);
+            finish_scores(rS, mask, blocks, block);
             softmax.template update<true>(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();

@@ -211,7 +211,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             return __ldg(x.k_descales +
                          min_of(block, x.last_k_block) * params.k_descale.last_stride);
         };
-        const int first_key = VisibleTiles::tile(x.kv_tile) * Config::kBlockKV;
+        const int first_key = work_tiles[x.tile].kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
         const int block = first_key / kDescaleRows;
         x.k_scale[0] = load(block);
         if constexpr (kTwoKScales) {
@@ -397,7 +397,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
-        x.full_tiles = is_negative() ? VisibleTiles{0, 0} : full_tiles(tile);
+        x.full_tiles = is_negative() ? Interval{0, 0} : full_tiles(tile);
         begin_scales(x, tile);
         q_pipeline.consumer_wait(x.q);
     }

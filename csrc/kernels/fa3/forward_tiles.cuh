@@ -266,7 +266,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
         // The index of the KV tile of the scores: from the last one down to the first.
         int kv_tile{}, first_kv_tile{};
-        VisibleTiles full_tiles{};
+        Interval full_tiles{};                  // indices of the tiles that need no mask
         bool k_ready = false, v_ready = false;  // has a test found the next stage full?
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
 
@@ -301,13 +301,18 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         return last;
     }
 
-    // The KV tiles of which this consumer's rows see every key.
-    __device__ __forceinline__ VisibleTiles full_tiles(const QueryTile& tile) const {
-        const BandMask mask = mask_of(params, tile.sequence);
-        const int first_query = query_of(tile, consumer * 64);
-        const int last_query = min_of(query_of(tile, consumer * 64 + 63), mask.seqlen_q - 1);
-        return {ceil_div(mask.key_range(last_query).begin, Config::kBlockKV),
-                mask.key_range(first_query).end / Config::kBlockKV};
+    // Of this consumer's rows: the index of the last KV tile that they see, and those of the tiles
+    // of which they see every key.
+    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
+        return tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence), queries_of(tile),
+                                          Config::kBlockKV);
+    }
+    __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
+        return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile),
+                                      Config::kBlockKV);
+    }
+    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
+        return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
 
     // The operand in a stage: the one in the first stage, moved, if there are registers for its
