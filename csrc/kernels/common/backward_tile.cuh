@@ -28,6 +28,7 @@
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -244,14 +245,13 @@ struct BackwardTile {
     }
 
     __device__ __forceinline__ void load_kv(int first_key) const {
-        const int64_t row = sequence.k_begin + first_key;
-        const int rows = sequence.seqlen_k - first_key;
-        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
-                                                   params.head_dim);
-        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
-                                                   params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kGeneral>(k_tile(), gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(v_tile(), gV, params.aligned);
+        const KeyRows keys = key_rows(params, sequence);
+        load_tile<KTile, Config::kThreads, kGeneral>(
+            k_tile(), keys.tile<Element>(params.k, head_k, first_key, params.head_dim),
+            params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(
+            v_tile(), keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v),
+            params.aligned);
     }
 
     // Addresses in shared memory; those of Q and dO are an iteration's. With a single stage they

@@ -38,6 +38,7 @@
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -155,14 +156,11 @@ struct Fa1Forward {
     __device__ __forceinline__ void load_kv(int kv_tile) const {
         const int first_key = kv_tile * Config::kBlockKV;
         const int head_k = key_head(params, head);
-        const int64_t row = sequence.k_begin + first_key;
-        const int rows = sequence.seqlen_k - first_key;
-        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
-                                                   params.head_dim);
-        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
-                                                   params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kGeneral>(sK, gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(sV, gV, params.aligned);
+        const KeyRows keys = key_rows(params, sequence);
+        load_tile<KTile, Config::kThreads, kGeneral>(
+            sK, keys.tile<Element>(params.k, head_k, first_key, params.head_dim), params.aligned);
+        load_tile<VTile, Config::kThreads, kGeneral>(
+            sV, keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v), params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {

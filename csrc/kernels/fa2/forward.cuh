@@ -38,6 +38,7 @@
 #include "kernels/common/tile_coord.cuh"
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -179,25 +180,28 @@ struct Fa2Forward {
 
     // From here on, each load_k or load_v loads the tile of the index before the last one.
     __device__ __forceinline__ void start_kv(int kv_tile) {
-        const int64_t row = int64_t{sequence.k_begin} + kv_tile * Config::kBlockKV;
-        const auto tile = [&](const TensorView& view) {
-            return global_tile<const Element>(view, sequence.batch, row, head_k(), 0, 0);
-        };
-        k_cursor.start(tile(params.k));
-        v_cursor.start(tile(params.v));
+        const KeyRows keys = key_rows(params, sequence);
+        const int first_key = kv_tile * Config::kBlockKV;
+        k_cursor.start(keys.tile<Element>(params.k, head_k(), first_key, 0));
+        v_cursor.start(keys.tile<Element>(params.v, head_k(), first_key, 0));
     }
     // Into a stage of the pipeline; kAllRows as for TileCursor::load.
     template <bool kAllRows>
     __device__ __forceinline__ void load_k(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
-        k_cursor.template load<kAllRows>(sK(stage), params.k.row_stride,
-                                         sequence.seqlen_k - kv_tiles.tile(i) * Config::kBlockKV,
-                                         params.head_dim, params.aligned, kv_tiles.distance(i));
+        load<kAllRows>(k_cursor, sK(stage), params.k, params.head_dim, kv_tiles, i);
     }
     template <bool kAllRows>
     __device__ __forceinline__ void load_v(const VisibleTiles& kv_tiles, int i, uint32_t stage) {
-        v_cursor.template load<kAllRows>(sV(stage), params.v.row_stride,
-                                         sequence.seqlen_k - kv_tiles.tile(i) * Config::kBlockKV,
-                                         params.head_dim_v, params.aligned, kv_tiles.distance(i));
+        load<kAllRows>(v_cursor, sV(stage), params.v, params.head_dim_v, kv_tiles, i);
+    }
+    template <bool kAllRows, class Cursor>
+    __device__ __forceinline__ void load(Cursor& cursor, uint32_t shared, const TensorView& view,
+                                         int cols, const VisibleTiles& kv_tiles, int i) const {
+        const KeyRows keys = key_rows(params, sequence);
+        const int first_key = kv_tiles.tile(i) * Config::kBlockKV;
+        const int next_key = first_key - kv_tiles.distance(i) * Config::kBlockKV;
+        cursor.template load<kAllRows>(shared, view.row_stride, keys.rows - first_key, cols,
+                                       params.aligned, keys.step(view, first_key, next_key));
     }
     __device__ __forceinline__ void commit(uint32_t stage) const {
         pipeline.producer_commit(stage, !kGeneral || params.aligned);

@@ -163,15 +163,16 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_k() const {
         KState k;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.k, s, this->head_k(tile.head));
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = key_head(params, tile.head);
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
                 if (i == max_of(kv.begin, kv.end - 1 - Config::kFetchAhead))
                     work_tiles.allow_fetch();
-                load_tile<KTile>(k_pipeline, k, params.k_map, rows, kv.tile(i) * Config::kBlockKV);
+                const int first_key = kv.tile(i) * Config::kBlockKV;
+                load_tile<KTile>(k_pipeline, k, params.k_map,
+                                 keys.tensor_rows<Element>(params.k, head, first_key), first_key);
                 k.advance();
             }
         });
@@ -180,12 +181,13 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_v() const {
         VState v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.v, s, this->head_k(tile.head));
-            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
-                load_tile<VTile>(v_pipeline, v, params.v_map, rows,
-                                 tile.kv_tiles.tile(i) * Config::kBlockKV);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = key_head(params, tile.head);
+            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance()) {
+                const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+                load_tile<VTile>(v_pipeline, v, params.v_map,
+                                 keys.tensor_rows<Element>(params.v, head, first_key), first_key);
+            }
         });
     }
 

@@ -104,8 +104,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
         State c;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.k, s, tile.head / group());
+            const KeyRows keys = key_rows(params, s);
+            const int head = key_head(params, tile.head);
             const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.template tile<Element>(
@@ -126,8 +126,10 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                     if (i >= own[j].begin && i < own[j].end)
                         ptx::bulk_load(ds_tile(c, j), ds(j, kv.tile(i)), DSTile::kBytes,
                                        pipeline.full(c));
-                rows.load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
-                                 kv.tile(i) * Config::kBlockKV);
+                const int first_key = kv.tile(i) * Config::kBlockKV;
+                keys.tensor_rows<Element>(params.k, head, first_key)
+                    .template load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
+                                          first_key);
                 c.advance();
             }
         });

@@ -24,6 +24,7 @@
 #include "kernels/common/softmax.cuh"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -170,30 +171,29 @@ struct Fa3Decode {
     // This warp's blocks of keys, one after another, each as a group of cp.async.
     template <class Tile>
     struct Loads {
-        TileCursor<Tile, 32, false, Element> cursor;
-        int64_t row_stride;
+        const TensorView& view;
         int cols;
-        int keys;  // from the next block's first one to the end of the sequence
-        int left;  // blocks
+        KeyRows keys;
+        VisibleTiles blocks;
+        int i;  // of the next block
+        TileCursor<Tile, 32, false, Element> cursor;
 
+        __device__ __forceinline__ int first_key() const { return blocks.tile(i) * Tile::kRows; }
+
+        __device__ __forceinline__ void start(int head) {
+            cursor.start(keys.template tile<Element>(view, head, first_key(), 0));
+        }
         __device__ __forceinline__ void next(const char* stage) {
-            if (left > 0)
-                cursor.template load<false>(ptx::shared_address(stage), row_stride, keys, cols,
-                                            true, -Config::kWarps);
+            const int key = first_key();
+            const bool exists = i < blocks.end;
+            i += Config::kWarps;
+            if (exists)
+                cursor.template load<false>(ptx::shared_address(stage), view.row_stride,
+                                            keys.rows - key, cols, true,
+                                            keys.step(view, key, first_key()));
             ptx::cp_async_commit();
-            keys -= Config::kWarps * Tile::kRows;
-            --left;
         }
     };
-    template <class Tile>
-    __device__ __forceinline__ Loads<Tile> loads(const TensorView& view, int cols, int block,
-                                                 int count) const {
-        const int key = block * Config::kKeys;
-        Loads<Tile> loads{{}, view.row_stride, cols, sequence.seqlen_k - key, count};
-        loads.cursor.start(global_tile<const Element>(
-            view, sequence.batch, int64_t{sequence.k_begin} + key, head_k, 0, 0));
-        return loads;
-    }
 
     // --- Attention over the keys of a warp ---
 
@@ -230,9 +230,11 @@ struct Fa3Decode {
             VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, Config::kKeys),
             split(), params.num_splits);
         int block = blocks.begin + warp_id();
-        const int count = ceil_div(blocks.end - block, Config::kWarps);
-        auto k_loads = loads<KTile>(params.k, params.head_dim, blocks.tile(block), count);
-        auto v_loads = loads<VTile>(params.v, params.head_dim_v, blocks.tile(block), count);
+        const KeyRows keys = key_rows(params, sequence);
+        Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block};
+        Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block};
+        k_loads.start(head_k);
+        v_loads.start(head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * Config::kStages - 1;  // groups after the one that is needed
         load_q();                                          // belongs to the first group

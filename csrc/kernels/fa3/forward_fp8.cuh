@@ -102,9 +102,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     __device__ __forceinline__ void produce() const {
         typename RowMajorVPipeline::State v;
         const auto load_v = [&](const QueryTile& tile, int first_key) {
-            const TensorRows rows =
-                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
-            load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map,
+                                                 keys.tensor_rows<typename Config::Element>(
+                                                     params.v, this->head_k(tile.head), first_key),
+                                                 first_key);
             v.advance();
         };
         if (warp_id() == 0) this->produce_k(load_v);

@@ -92,6 +92,7 @@ struct Fa3ForwardTileConfig {
 template <class Config_>
 struct Fa3ForwardTiles : Fa3Cta<Config_> {
     using Config = Config_;
+    using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
@@ -185,15 +186,16 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         work_tiles.produce(
             linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
-                const TensorRows rows =
-                    this->key_rows(params.k, tile.sequence, this->head_k(tile.head));
+                const KeyRows keys = key_rows(params, tile.sequence);
+                const int head = this->head_k(tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
                     if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
                     const int first_key = kv.tile(i) * Config::kBlockKV;
-                    load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
-                                                         first_key);
+                    load_tile<KTile, Config::kKVBoxRows>(
+                        k_pipeline, k, params.k_map,
+                        keys.tensor_rows<Element>(params.k, head, first_key), first_key);
                     k.advance();
                     also_load(tile, first_key);
                 }
@@ -204,11 +206,14 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_v() const {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const TensorRows rows =
-                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
-            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
-                load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
-                                                     tile.kv_tiles.tile(i) * Config::kBlockKV);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = this->head_k(tile.head);
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
+                const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+                load_tile<VTile, Config::kKVBoxRows>(
+                    v_pipeline, v, params.v_map,
+                    keys.tensor_rows<Element>(params.v, head, first_key), first_key);
+            }
         });
     }
 
@@ -239,8 +244,8 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             const int query = query_of(tile, row);
             int first = query;
             if (pack_gqa_log2() > 0) {  // a row of the map is a head
-                rows = tensor_rows<typename Config::Element>(with_heads_as_rows(params.q), s.batch,
-                                                             s.q_begin + query, tile.head, group());
+                rows = tensor_rows<Element>(with_heads_as_rows(params.q), s.batch,
+                                            s.q_begin + query, tile.head, group());
                 first = query < s.seqlen_q ? head_of(row) : group();  // past the end: zeros
             }
             visit(rows, row, first);
@@ -347,9 +352,8 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         const int first_row = warp_row();
         const int first_key = tile.kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
         if constexpr (Config::kGeneral)  // packed GQA has no ALiBi, which uses first_query
-            ScoreFunction<typename Config::Element, Rows::kQueries, false>{params, tile.sequence,
-                                                                           tile.head}
-                .apply(rS, tile.first_query + first_row, first_key);
+            ScoreFunction<Element, Rows::kQueries, false>{params, tile.sequence, tile.head}.apply(
+                rS, tile.first_query + first_row, first_key);
         if (!kUnmasked && (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
             mask_scores(rS, first_key,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "plan/head_dims.h"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/sequences.cuh"
 #include "ptx/uniform.cuh"
@@ -159,14 +160,6 @@ struct WorkTilePipeline {
         return ptx::shared_address(&storage.fetch);
     }
 };
-
-// Where the K or V of a head (of dK and dV, so of a part of a group) is, for TMA.
-template <class Element>
-__device__ __forceinline__ TensorRows shared_key_rows(const BackwardParams& params,
-                                                      const TensorView& view, const Sequence& s,
-                                                      int head) {
-    return tensor_rows<Element>(view, s.batch, head / params.parts, s.k_begin, s.seqlen_k);
-}
 
 // A warp's rows of dK or dV, from row `row` of the KV tile on.
 template <class Element>
