@@ -104,7 +104,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         return ptx::shared_address(storage.ds[stage]);
     }
     __device__ __forceinline__ void store_ds(const Operand& rdS, uint32_t stage) const {
-        const int lane = ptx::not_hoisted(threadIdx.x) % 32;  // registers are short at d 64
+        const uint32_t lane = threadIdx.x % 32;
         if constexpr (Config::kTuning.transpose_dq) {
             const uint32_t address = ds_tile(stage) + DSTile::offset(lane / 16 * 8 + lane % 8,
                                                                      warp_key / 8 + lane / 8 % 2);
@@ -130,15 +130,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         return operand;
     }
 
-    // Lets the producer add this consumer's half of dQ. `stored`: is there any?
-    __device__ __forceinline__ void commit_dq(typename DQPipeline::State& c,
-                                              bool stored = true) const {
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (elected && stored) dq_pipeline(consumer).producer_commit(c);
-        if (stored) c.advance();
-    }
-
     // The state of a consumer's loops. Matrices are only referenced: as members they would make
     // the compiler treat the whole object as an array in most passes.
     struct State {
@@ -148,7 +139,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Operand& rdS;
         GradientK& rdK;
         GradientV& rdV;
-        DQ& rdQ;  // in the registers of S, if dq_takes_scores
+        DQ& rdQ;  // in the registers that tuning's dq_registers names
 
         WorkTileState tile{};
         PipelineState<1> kv{};                     // of K and V
@@ -167,15 +158,16 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     struct Operands {
         const Fa3Backward& cta;
         int consumer = cta.consumer;
-        KMajor<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
-        KMajor<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
-        KMajor<QTile> q_rows{cta.q_pipeline.stages};
-        KMajor<DOTile> do_rows{cta.do_pipeline.stages};
+        KMajorBy32Bits<KTile> k_rows{cta.k_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<VTile> v_rows{cta.v_pipeline.stages, consumer * 64};
+        KMajorBy32Bits<QTile> q_rows{cta.q_pipeline.stages};
+        KMajorBy32Bits<DOTile> do_rows{cta.do_pipeline.stages};
         MNMajor<QTile> q_columns{cta.q_pipeline.stages};
         MNMajor<DOTile> do_columns{cta.do_pipeline.stages};
         Statistics lse_rows{ptx::shared_address(cta.storage.lse)};  // if by_matmul
-        Statistics delta_rows{ptx::shared_address(cta.storage.delta)};
-        KMajor<DSTile> ds_rows{cta.ds_tile(0), Config::kTuning.transpose_dq ? 0 : consumer * 64};
+        Statistics delta_rows{ptx::shared_address(cta.storage.minus_delta)};
+        KMajorBy32Bits<DSTile> ds_rows{cta.ds_tile(0),
+                                       Config::kTuning.transpose_dq ? 0 : consumer * 64};
         MNMajor<DSTile> ds_columns{cta.ds_tile(0) + consumer * DSTile::kAtomBytes};
         MNMajor<KTile> k_columns{cta.k_pipeline.stages +
                                  (Config::kTuning.transpose_dq ? consumer : 0) *
@@ -202,8 +194,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         } else {
             Scores& dp = s.rdP;
             for_each_with_query<Rows::kKeys, Scores>(
-                storage.delta[s.d.stage],
-                [&](int m, int n, int i, float delta) { dp.v[m][n][i] = -delta; });
+                storage.minus_delta[s.d.stage],
+                [&](int m, int n, int i, float minus_delta) { dp.v[m][n][i] = minus_delta; });
         }
         gemm_async<Element, Config::kHeadDimV>(
             s.rdP, x.v_rows, in_stage<DOTile::kBytes>(x.do_rows, s.d.stage), true);
@@ -276,6 +268,23 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         }
     }
 
+    // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
+    // any?
+    __device__ __forceinline__ void store_dq(const State& s) const {
+        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+    }
+    __device__ __forceinline__ void commit_dq(State& s, bool stored = true) const {
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (elected && stored) dq_pipeline(consumer).producer_commit(s.dq);
+        if (stored) s.dq.advance();
+    }
+    // dQ of the iteration before, of which the first has none.
+    __device__ __forceinline__ void store_late_dq(State& s) const {
+        if (Config::kTuning.late_dq() && s.accumulate) store_dq(s);
+        commit_dq(s, s.accumulate);
+    }
+
     // Both consumers wait until both have written dS and completed the dQ of the iteration before.
     __device__ __forceinline__ void wait_ds(const State& s) const {
         ptx::mbarrier_wait(ds_barrier(s.ds), s.ds_phase);
@@ -316,7 +325,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         Order::wait(consumer);
         issue_s(s, x);
         issue_dv_dk(s, x);
-        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) store_late_dq(s);
         s.accumulate = true;
         finish_dv_dk(s);
         warpgroup_fence(s.rS);
@@ -333,8 +342,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         finish(s.rdQ);
         next_ds(s);
         commit_ds(s);
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        if (!Config::kTuning.late_fences()) commit_dq(s.dq);
+        if (!Config::kTuning.late_dq()) store_dq(s);
+        if (!Config::kTuning.late_fences()) commit_dq(s);
     }
 
     // dV, dK and dQ of the last Q tile, and the results.
@@ -342,7 +351,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
                                                 const KeyTile& tile) const {
         v_pipeline.consumer_release(s.kv);
         issue_dv_dk(s, x);
-        if (Config::kTuning.late_fences()) commit_dq(s.dq, s.accumulate);
+        if (Config::kTuning.late_fences()) store_late_dq(s);
         wait_ds(s);
         issue_dq(s, x);
         finish_dv_dk(s);
@@ -351,8 +360,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         k_pipeline.consumer_release(s.kv);
         s.q.advance();
         s.d.advance();
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
-        commit_dq(s.dq);
+        store_dq(s);
+        commit_dq(s);
         s.rdK.scale(params.scale);
         store_gradient(params, gradient_rows<Element>(params.dv, tile, warp_key, params.head_dim_v),
                        s.rdV);
@@ -378,7 +387,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         GradientK rdK;
         GradientV rdV;
         DQ own_rdQ;
-        DQ& rdQ = Config::kTuning.dq_takes_scores ? reinterpret_cast<DQ&>(rS) : own_rdQ;
+        DQ& rdQ = Config::kTuning.dq_registers == tuning::kOfS    ? reinterpret_cast<DQ&>(rS)
+                  : Config::kTuning.dq_registers == tuning::kOfDP ? reinterpret_cast<DQ&>(rdP)
+                                                                  : own_rdQ;
         State s{rS, rdP, rP, rdS, rdK, rdV, rdQ};
         // Ping-pong: a consumer starts its iteration after the other has started dP.
         if (consumer == 1) Order::signal_next(consumer);  // consumer 0 starts

@@ -195,7 +195,7 @@ struct Fa3BackwardConfig {
         char ds[2][DSTile::kBytes];
         // Not last: compute-sanitizer takes a RowNumbers operand for twice as long as it is.
         Statistic lse[QPipeline::kStages][kBlockQ];
-        Statistic delta[DOPipeline::kStages][kBlockQ];
+        Statistic minus_delta[DOPipeline::kStages][kBlockQ];
         typename DQPipeline::Stages dq[kConsumers];
         typename QPipeline::Barriers q_barriers;
         typename DOPipeline::Barriers do_barriers;

@@ -85,7 +85,7 @@ struct Fa3BackwardDQConfig {
         typename KPipeline::Stages k;
         typename VPipeline::Stages v;
         float lse[kConsumers][64];
-        float delta[kConsumers][64];
+        float minus_delta[kConsumers][64];
         typename QPipeline::Barriers q_barriers[kConsumers];
         typename DOPipeline::Barriers do_barriers[kConsumers];
         typename KPipeline::Barriers k_barriers;
@@ -216,7 +216,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
                         .load(pipeline.full(d));
                 };
                 load(storage.lse[i], params.lse_log2);
-                load(storage.delta[i], params.delta);
+                load(storage.minus_delta[i], params.minus_delta);
             }
             phase ^= 1;
         });
@@ -350,7 +350,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void gradient_of_scores(State& s) const {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
-        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.delta[0] + warp_row());
+        softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.minus_delta[0] + warp_row());
         if (Config::kGeneral && params.softcap != 0.f)
             warp_scores(s).softcap_gradient(
                 s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });

@@ -231,9 +231,9 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
                 return produce_queries<QTile, true>(q_pipeline, params.q_map, params.q, storage.lse,
                                                     statistics(params.lse_log2, params.lse_rows));
             case 1:
-                return produce_queries<DOTile, false>(do_pipeline, params.do_map, params.dout,
-                                                      storage.delta,
-                                                      statistics(params.delta, params.delta_rows));
+                return produce_queries<DOTile, false>(
+                    do_pipeline, params.do_map, params.dout, storage.minus_delta,
+                    statistics(params.minus_delta, params.delta_rows));
             case 2:
                 return add_dq();
             case 3:
