@@ -164,7 +164,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         KState k;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
-            const int head = key_head(params, tile.head);
+            const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
@@ -182,7 +182,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         VState v;
         work_tiles.for_each([&](const QueryTile& tile) {
             const KeyRows keys = key_rows(params, tile.sequence);
-            const int head = key_head(params, tile.head);
+            const int head = this->head_k(tile.head) / params.parts;
             for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance()) {
                 const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
                 load_tile<VTile>(v_pipeline, v, params.v_map,

@@ -105,7 +105,7 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
             const KeyRows keys = key_rows(params, s);
-            const int head = key_head(params, tile.head);
+            const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.template tile<Element>(
