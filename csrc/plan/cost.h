@@ -304,8 +304,8 @@ inline int decode_splits(const AttentionParams& params, const MaskSummary& mask,
 // Where such CTAs are too few for the GPU, too unequal, or have too many rows in L2, groups are cut
 // into equal parts; and where that does not suffice and all queries see all keys (cross attention
 // to few keys), the Q tiles of each head. For the kernels each part is a KV head, with the same K
-// and V as the other parts (shared_key_rows()) and with gradients of its own. These are summed
-// afterwards, always in the same order (kernels/common/sum_parts.cuh).
+// and V as the other parts, and with gradients of its own. These are summed afterwards, always in
+// the same order (kernels/common/sum_parts.cuh).
 struct Parts {
     int groups;   // into which a group is cut
     int queries;  // and the queries of each head

@@ -39,13 +39,16 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_,
           tuning::Backward kTuning>
 struct BackwardConfig {
     using Element = Element_;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
-    static constexpr bool kMayBeVarlen = kFeatures != Features::kPlain;
-    static constexpr bool kWholeTiles = kFeatures == Features::kPlain;  // see plan_mma_backward()
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr bool kGeneral = changes_scores(kOptions);
+    static constexpr bool kUnaligned = contains(kOptions, OptionSet::kUnaligned);
+    static constexpr bool kMayBeVarlen = contains(kOptions, OptionSet::kVarlen);
+    static constexpr bool kWholeTiles =
+        !contains(kOptions, OptionSet::kVarlen);  // see plan_mma_backward()
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kKeysPerWarp = kTuning.keys_per_warp;
@@ -58,7 +61,7 @@ struct BackwardConfig {
     static constexpr int kCtasPerSm = kTuning.ctas_per_sm;
     static constexpr int kStages = kTuning.stages;
     static constexpr bool kForLessMemory =  // of fa2
-        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kFeatures);
+        kTuning != tuning::fa2_backward({kHeadDim, kHeadDimV}, kOptions);
 
     using QTile = SharedTile<Element, kBlockQ, kHeadDim>;
     using DOTile = SharedTile<Element, kBlockQ, kHeadDimV>;
@@ -217,7 +220,9 @@ struct BackwardTile {
     using GradientV = RegisterTile<Config::kKeysPerWarp, Config::kHeadDimV / Config::kWarpsD>;
     using DQ = typename Config::DQ;
     using SharedStorage = typename Config::SharedStorage;
+    static constexpr OptionSet kOptions = Config::kOptions;
     static constexpr bool kGeneral = Config::kGeneral;
+    static constexpr bool kUnaligned = Config::kUnaligned;
     static constexpr bool kInRegisters = Config::kWarpsD == 1;  // P^T and dS^T, for dV and dK
 
     const BackwardParams& params;
@@ -246,10 +251,10 @@ struct BackwardTile {
 
     __device__ __forceinline__ void load_kv(int first_key) const {
         const KeyRows keys = key_rows(params, sequence);
-        load_tile<KTile, Config::kThreads, kGeneral>(
+        load_tile<KTile, Config::kThreads, kUnaligned>(
             k_tile(), keys.tile<Element>(params.k, head_k, first_key, params.head_dim),
             params.aligned);
-        load_tile<VTile, Config::kThreads, kGeneral>(
+        load_tile<VTile, Config::kThreads, kUnaligned>(
             v_tile(), keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v),
             params.aligned);
     }
@@ -305,7 +310,7 @@ struct BackwardTile {
             mask_scores(rP, first_query,
                         [&](int row) { return mask.query_range(first_key + warp_key + row); });
         }
-        // The general kernel has scaled the scores before masking them.
+        // With options the scores have been scaled before they were masked.
         exponentiate<Rows::kKeys>(rP, statistics(walk.stage).lse_log2 + warp_query(),
                                   kGeneral ? 1.f : params.scale_log2);
     }
@@ -320,7 +325,8 @@ struct BackwardTile {
         gemm<Element, Config::kHeadDimV>(rdS, AFromRows<VTile>(v_tile(), warp_key),
                                          BFromRows<DOTile>(do_tile_at(walk.stage), warp_query()),
                                          params.element_type);
-        if constexpr (!kGeneral) {
+        if constexpr (!contains(kOptions, OptionSet::kDropout) &&
+                      !contains(kOptions, OptionSet::kSoftcap)) {
             softmax_gradient<Rows::kKeys>(rdS, rP, minus_delta);
             return;
         }
@@ -406,7 +412,7 @@ struct BackwardTile {
     __device__ __forceinline__ void store_dk_dv(GradientK& rdK, GradientV& rdV,
                                                 int first_key) const {
         rdK.scale(params.gradient_scale);
-        if constexpr (kGeneral) rdV.scale(params.late_factor);
+        if constexpr (contains(kOptions, OptionSet::kDropout)) rdV.scale(params.late_factor);
         store_to_shared<Element, KTile, Config::kWarpsD>(k_tile(), rdK, warp_key, warp_d);
         store_to_shared<Element, VTile, Config::kWarpsD>(v_tile(), rdV, warp_key, warp_d);
         __syncthreads();  // dK and dV are complete
@@ -416,17 +422,17 @@ struct BackwardTile {
             global_tile<Element>(params.dk, sequence.batch, row, head_k, rows, params.head_dim);
         const auto gdV =
             global_tile<Element>(params.dv, sequence.batch, row, head_k, rows, params.head_dim_v);
-        store_tile<KTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdK, k_tile(), 0,
-                                                                        params.aligned);
-        store_tile<VTile, Config::kThreads, Config::kBlockKV, kGeneral>(gdV, v_tile(), 0,
-                                                                        params.aligned);
+        store_tile<KTile, Config::kThreads, Config::kBlockKV, kUnaligned>(gdK, k_tile(), 0,
+                                                                          params.aligned);
+        store_tile<VTile, Config::kThreads, Config::kBlockKV, kUnaligned>(gdV, v_tile(), 0,
+                                                                          params.aligned);
     }
 
  private:
     // The warp's first query within the Q tile, while it computes P^T and dS^T.
     __device__ __forceinline__ int warp_query() const { return warp_d * Scores::kCols; }
 
-    __device__ __forceinline__ ScoreFunction<Element, Rows::kKeys> score_function(
+    __device__ __forceinline__ ScoreFunction<Element, Rows::kKeys, kOptions> score_function(
         int head_q) const {
         return {params, sequence, head_q};
     }
@@ -438,7 +444,7 @@ struct BackwardTile {
         const auto tile =
             global_tile<const Element>(view, sequence.batch, sequence.q_begin + first_query,
                                        walk.head, sequence.seqlen_q - first_query, cols);
-        load_tile<Tile, Config::kThreads, kGeneral>(shared, tile, params.aligned);
+        load_tile<Tile, Config::kThreads, kUnaligned>(shared, tile, params.aligned);
     }
 };
 

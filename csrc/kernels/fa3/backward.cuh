@@ -224,7 +224,6 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // This consumer's half of dQ = dS K.
     __device__ __forceinline__ void issue_dq(State& s, const Operands& x) const {
-        dq_pipeline(consumer).producer_acquire(s.dq);
         if constexpr (Config::kTuning.transpose_dq) {
             gemm_async<Element, Config::kBlockKV>(s.rdQ, x.k_columns,
                                                   in_stage<DSTile::kBytes>(x.ds_rows, s.ds), false);
@@ -234,7 +233,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         }
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kGeneral> warp_scores(
+    __device__ __forceinline__ WarpScores<Element, Rows::kKeys, Config::kOptions> warp_scores(
         const KeyTile& tile, const QTilePosition& at, int col = 0) const {
         return {params, tile.sequence, at.head, tile.first_key + warp_key,
                 tile.q_tiles.tile(at.i) * Config::kBlockQ + col};
@@ -251,14 +250,15 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     __device__ __forceinline__ void softmax_gradient(State& s, const KeyTile& tile) const {
         const auto& lse = storage.lse[s.q.stage];
         using Piece = RegisterTile<16, 8>;  // ptxas 13.0: wider ones serialize wgmma at d 64
-        const bool softcap = Config::kGeneral && params.softcap != 0.f;
+        const bool softcap =
+            contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f;
 #pragma unroll
         for (int n = 0; n < Scores::kN; ++n) {
             const auto& p = reinterpret_cast<const Piece&>(s.rS.v[0][n]);
             auto& ds = reinterpret_cast<Piece&>(s.rdP.v[0][n]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) ds.v[0][0][i] *= p.v[0][0][i];
-            if constexpr (Config::kGeneral)
+            if constexpr (contains(Config::kOptions, OptionSet::kSoftcap))
                 if (softcap)
                     warp_scores(tile, s.at, 8 * n).softcap_gradient(ds, p, [&](int col) -> float {
                         return lse[8 * n + col];
@@ -270,8 +270,9 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
 
     // This consumer's half of dQ, to shared memory; then the producer adds it. `stored`: is there
     // any?
-    __device__ __forceinline__ void store_dq(const State& s) const {
-        DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
+    __device__ __forceinline__ void store_dq(const State& s, bool exists = true) const {
+        dq_pipeline(consumer).producer_acquire(s.dq);
+        if (exists) DQTile::store(storage.dq[consumer].bytes[s.dq.stage], s.rdQ, consumer);
     }
     __device__ __forceinline__ void commit_dq(State& s, bool stored = true) const {
         ptx::fence_proxy_async();
@@ -281,7 +282,7 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
     }
     // dQ of the iteration before, of which the first has none.
     __device__ __forceinline__ void store_late_dq(State& s) const {
-        if (Config::kTuning.late_dq() && s.accumulate) store_dq(s);
+        if (Config::kTuning.late_dq()) store_dq(s, s.accumulate);
         commit_dq(s, s.accumulate);
     }
 
@@ -420,8 +421,7 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
                                 cudaStream_t stream) {
     Fa3BackwardParams params{{with_parts_as_heads(call)}, kernel.lead};
     cudaError_t status = params.encode<Config>();
-    if (status == cudaSuccess)
-        status = backward_preprocess(params, Config::kBlockQ, Config::kGeneral, stream);
+    if (status == cudaSuccess) status = backward_preprocess(params, Config::kBlockQ, stream);
     if (status == cudaSuccess)
         status = launch_fa3<Fa3Backward<Config>>(params, cta_count(params.schedule), kernel.sms,
                                                  stream, {.pdl = true});
@@ -433,17 +433,16 @@ cudaError_t launch_fa3_backward(const BackwardParams& call, const BackwardKernel
 template <int kHeadDim, int kHeadDimV>
 cudaError_t fa3_backward(const BackwardParams& params, const BackwardKernel& kernel,
                          cudaStream_t stream) {
-    const auto launch = [&](auto element, auto features) {
+    constexpr OptionSets kSets = row_of(tuning::kFa3Backward, {kHeadDim, kHeadDimV}).options;
+    return dispatch_kernel<kSets>(params, kernel, [&](auto element, auto options) {
         return dispatch<false, true>(kernel.many_queries, [&](auto many) {
             constexpr tuning::Fa3Backward kTuning =
-                tuning::fa3_backward({kHeadDim, kHeadDimV}, features.value, many);
+                tuning::fa3_backward({kHeadDim, kHeadDimV}, options.value, many);
             using Config =
-                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, features.value, kTuning>;
+                Fa3BackwardConfig<decltype(element), kHeadDim, kHeadDimV, options.value, kTuning>;
             return launch_fa3_backward<Config>(params, kernel, stream);
         });
-    };
-    return dispatch_kernel<Features::kVarlen, Features::kGeneral>(params.element_type, kernel.form,
-                                                                  launch);
+    });
 }
 
 }  // namespace flash_ext

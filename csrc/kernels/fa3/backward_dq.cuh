@@ -50,12 +50,12 @@
 
 namespace flash_ext {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures,
-          tuning::Fa3BackwardWide kTuning>
+template <class Element_, int kHeadDim_, int kHeadDimV_, OptionSet kOptions_>
 struct Fa3BackwardDQConfig {
     using Element = Element_;
     using Params = Fa3BackwardWideParams;
-    static constexpr bool kGeneral = kFeatures == Features::kGeneral;
+    static constexpr OptionSet kOptions = kOptions_;
+    static constexpr auto kTuning = tuning::fa3_backward_wide({kHeadDim_, kHeadDimV_});
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kConsumers = 2;
@@ -326,7 +326,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         gemm_async<Element, Config::kBlockKV>(s.rdQ, s.rdS, k_columns, s.accumulate);
     }
 
-    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kGeneral> warp_scores(
+    __device__ __forceinline__ WarpScores<Element, Rows::kQueries, Config::kOptions> warp_scores(
         const State& s) const {
         const QueryTile& tile = work_tiles[s.tile];
         return {params, tile.sequence, tile.head, tile.first_query + warp_row(),
@@ -351,7 +351,7 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         finish(s.rdP);
         release_and_advance(v_pipeline, s.v);
         softmax_gradient<Rows::kQueries>(s.rdP, s.rS, storage.minus_delta[0] + warp_row());
-        if (Config::kGeneral && params.softcap != 0.f)
+        if (contains(Config::kOptions, OptionSet::kSoftcap) && params.softcap != 0.f)
             warp_scores(s).softcap_gradient(
                 s.rdP, s.rS, [&](int row) { return storage.lse[0][warp_row() + row]; });
         s.rdS.template round<Element>(s.rdP);
