@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const GlobalTile<cons
     }
 }
 
-// Loads the tiles of a tensor from last to first. It keeps the address of this thread's first
+// Loads the tiles of a tensor one after another. It keeps the address of this thread's first
 // chunk: so a tile costs one addition instead of the products of its position and the strides.
 template <class Tile, int kThreads, bool kMayBeUnaligned, class Element>
 struct TileCursor {
@@ -124,10 +124,10 @@ struct TileCursor {
     }
 
     // kAllRows: the tile ends within the sequence. Otherwise it has `rows` valid ones. The next
-    // load is that of the tile `distance` tiles before.
+    // tile is `step` elements from this one.
     template <bool kAllRows>
     __device__ __forceinline__ void load(uint32_t shared, int64_t row_stride, int rows, int cols,
-                                         bool aligned, int distance) {
+                                         bool aligned, int64_t step) {
         if constexpr (kMayBeUnaligned) {
             const GlobalTile<const Element> tile{source - thread_offset(row_stride), row_stride,
                                                  kAllRows ? Tile::kRows : rows, cols};
@@ -143,7 +143,7 @@ struct TileCursor {
                     (kAllRows || row < rows) && col < cols);
             });
         }
-        source -= distance * Tile::kRows * row_stride;
+        source += step;
     }
 
  private:

@@ -204,7 +204,7 @@ template <int kHeadDim>
 constexpr tuning::Fa3BackwardWide kWide = tuning::fa3_backward_wide({kHeadDim, kHeadDim});
 
 DSWorkspace ds_workspace(const BackwardParams& params) {
-    return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params)};
+    return {global, 0, params.heads_k * params.batch, DSWorkspaceTiles(params, summary_of(params))};
 }
 
 template <int kHeadDim, bool kStoresDS>

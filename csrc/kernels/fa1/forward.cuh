@@ -38,6 +38,7 @@
 #include "kernels/common/varlen.cuh"
 #include "plan/tuning.h"
 #include "plan/workspace_rows.cuh"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -156,14 +157,11 @@ struct Fa1Forward {
     __device__ __forceinline__ void load_kv(int kv_tile) const {
         const int first_key = kv_tile * Config::kBlockKV;
         const int head_k = key_head(params, head);
-        const int64_t row = sequence.k_begin + first_key;
-        const int rows = sequence.seqlen_k - first_key;
-        const auto gK = global_tile<const Element>(params.k, sequence.batch, row, head_k, rows,
-                                                   params.head_dim);
-        const auto gV = global_tile<const Element>(params.v, sequence.batch, row, head_k, rows,
-                                                   params.head_dim_v);
-        load_tile<KTile, Config::kThreads, kUnaligned>(sK, gK, params.aligned);
-        load_tile<VTile, Config::kThreads, kUnaligned>(sV, gV, params.aligned);
+        const KeyRows keys = key_rows(params, sequence);
+        load_tile<KTile, Config::kThreads, kUnaligned>(
+            sK, keys.tile<Element>(params.k, head_k, first_key, params.head_dim), params.aligned);
+        load_tile<VTile, Config::kThreads, kUnaligned>(
+            sV, keys.tile<Element>(params.v, head_k, first_key, params.head_dim_v), params.aligned);
     }
 
     __device__ __forceinline__ void load_q(int q_tile) const {
@@ -216,7 +214,9 @@ struct Fa1Forward {
     }
 
     // The warp's scores, masked; its row maxima go to shared memory.
-    __device__ __forceinline__ void compute_scores(Scores& rS, int q_tile, int kv_tile) const {
+    __device__ __forceinline__ void compute_scores(Scores& rS, const VisibleTiles& q_tiles, int i,
+                                                   int kv_tile) const {
+        const int q_tile = q_tiles.tile(i);
         const int first_query = q_tile * Config::kBlockQ;
         const int warp_key = warp * Config::kKeysPerWarp;
         rS.clear();
@@ -225,8 +225,8 @@ struct Fa1Forward {
         if constexpr (kGeneral)
             ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, sequence, head}.apply(
                 rS, first_query, kv_tile * Config::kBlockKV + warp_key);
-        if (!mask.is_full(tile_interval(q_tile, Config::kBlockQ),
-                          tile_interval(kv_tile, Config::kBlockKV))) {
+        if (!q_tiles.is_full(i, mask, tile_interval(q_tile, Config::kBlockQ),
+                             tile_interval(kv_tile, Config::kBlockKV))) {
             mask_scores(rS, kv_tile * Config::kBlockKV + warp_key,
                         [&](int row) { return mask.key_range(first_query + row); });
         }
@@ -486,12 +486,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int kv_tiles = ceil_div(cta.sequence.seqlen_k, Config::kBlockKV);
 
     for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
-        const VisibleTiles q_tiles = tiles_of(
-            cta.mask.queries_of(tile_interval(kv_tile, Config::kBlockKV)), Config::kBlockQ);
+        const VisibleTiles q_tiles = VisibleTiles::of_keys<false>(
+            cta.mask, tile_interval(kv_tile, Config::kBlockKV), Config::kBlockQ);
         // The KV tiles that a Q tile sees, which tells the first visit and the last.
         const auto seen_by = [&](int q_tile) {
-            return tiles_of(cta.mask.keys_of(tile_interval(q_tile, Config::kBlockQ)),
-                            Config::kBlockKV);
+            return VisibleTiles::of_queries(cta.mask, tile_interval(q_tile, Config::kBlockQ),
+                                            Config::kBlockKV);
         };
         if (q_tiles.empty()) continue;
         __syncthreads();  // all warps have left the previous KV tile; its O, m and l are written
@@ -524,7 +524,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             typename Kernel::Scores rS;
             RowValues tile_max, row_max, row_sum, old_factor, new_factor;
             cta.read_statistics(first_visit, row_max, row_sum);
-            cta.compute_scores(rS, q_tile, kv_tile);
+            cta.compute_scores(rS, q_tiles, i, kv_tile);
             cta.team_barrier();  // the maxima of all keys are complete; Q, m and l have been read
             if (next < q_tiles.end) cta.load_q(q_tiles.tile(next));
             if (next_has_old) cta.load_statistics(q_tiles.tile(next));

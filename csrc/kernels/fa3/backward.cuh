@@ -147,7 +147,8 @@ struct Fa3Backward : Fa3BackwardProducers<Config_> {
         typename DOPipeline::State d{}, d_done{};  // of dP; of dV
         typename DQPipeline::State dq{};
         uint32_t ds = 0, ds_phase = 0;  // the stage of dS that dQ reads
-        VisibleTiles q_tiles{}, full{};
+        VisibleTiles q_tiles{};
+        Interval full{};  // indices
         QTilePosition at{};
         int iterations = 0;       // left
         bool accumulate = false;  // have dV and dK a sum already?

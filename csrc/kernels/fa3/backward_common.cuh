@@ -44,18 +44,13 @@ struct QTilePosition {
     }
 };
 
-// The Q tiles of which every query sees all of the 64 keys from first_key on, so that scores need
-// neither mask nor reference. Queries past the end of the sequence do not count.
-__device__ __forceinline__ VisibleTiles full_q_tiles(const BackwardParams& params,
-                                                     const KeyTile& tile, int first_key,
-                                                     int block_q) {
+// The indices of the Q tiles that see all of the 64 keys from first_key on, so that scores need
+// neither mask nor reference.
+__device__ __forceinline__ Interval full_q_tiles(const BackwardParams& params, const KeyTile& tile,
+                                                 int first_key, int block_q) {
     if (tile.large_lse) return {0, 0};
-    const BandMask mask = mask_of(params, tile.sequence);
-    const Interval first = mask.query_range(first_key);
-    const Interval last = mask.query_range(first_key + 63);
-    const int end = min_of(first.end, last.end);
-    return {ceil_div(last.begin, block_q),
-            end == mask.seqlen_q ? ceil_div(end, block_q) : end / block_q};
+    return tile.q_tiles.seeing_all(mask_of(params, tile.sequence), {first_key, first_key + 64},
+                                   block_q);
 }
 
 // A warp's rows of dQ, from row `row` of the Q tile on.

@@ -258,12 +258,13 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         typename VPipeline::State v;
         work_tiles.for_each([&](const KeyTile& tile) {
             if (tile.q_tiles.empty()) return;
-            const Sequence& s = tile.sequence;
-            const TensorRows k_rows = shared_key_rows<Element>(params, params.k, s, tile.head);
-            load_tile<KTile>(k_pipeline, k, params.k_map, k_rows, tile.first_key);
+            const auto rows = [&](const TensorView& view) {
+                return key_rows(params, tile.sequence)
+                    .template tensor_rows<Element>(view, tile.head / params.parts, tile.first_key);
+            };
+            load_tile<KTile>(k_pipeline, k, params.k_map, rows(params.k), tile.first_key);
             k.advance();
-            const TensorRows v_rows = shared_key_rows<Element>(params, params.v, s, tile.head);
-            load_tile<VTile>(v_pipeline, v, params.v_map, v_rows, tile.first_key);
+            load_tile<VTile>(v_pipeline, v, params.v_map, rows(params.v), tile.first_key);
             v.advance();
         });
     }
@@ -294,7 +295,7 @@ struct Fa3BackwardDKDV : Fa3Cta<Config_> {
         QTilePosition at{};
         int left = 0;             // iterations of the tile after this one
         bool accumulate = false;  // has the gradient a sum already?
-        VisibleTiles full{};      // consumer dV
+        Interval full{};          // consumer dV: indices
         char* ds = nullptr;       // consumer dK: the tile in the workspace
 
         static __device__ __forceinline__ uint32_t scores_stage(const IterationState& at) {

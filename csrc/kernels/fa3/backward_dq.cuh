@@ -163,15 +163,16 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_k() const {
         KState k;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.k, s, this->head_k(tile.head));
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles kv = tile.kv_tiles;
             if (kv.empty()) work_tiles.allow_fetch();
             for (int i = kv.begin; i < kv.end; ++i) {
                 if (i == max_of(kv.begin, kv.end - 1 - Config::kFetchAhead))
                     work_tiles.allow_fetch();
-                load_tile<KTile>(k_pipeline, k, params.k_map, rows, kv.tile(i) * Config::kBlockKV);
+                const int first_key = kv.tile(i) * Config::kBlockKV;
+                load_tile<KTile>(k_pipeline, k, params.k_map,
+                                 keys.tensor_rows<Element>(params.k, head, first_key), first_key);
                 k.advance();
             }
         });
@@ -180,12 +181,13 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_v() const {
         VState v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.v, s, this->head_k(tile.head));
-            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance())
-                load_tile<VTile>(v_pipeline, v, params.v_map, rows,
-                                 tile.kv_tiles.tile(i) * Config::kBlockKV);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = this->head_k(tile.head) / params.parts;
+            for (int i = tile.kv_tiles.begin; i < tile.kv_tiles.end; ++i, v.advance()) {
+                const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+                load_tile<VTile>(v_pipeline, v, params.v_map,
+                                 keys.tensor_rows<Element>(params.v, head, first_key), first_key);
+            }
         });
     }
 
@@ -276,9 +278,9 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
             const VisibleTiles kv = warp_uniform(tile.kv_tiles);
             if (!kv.empty()) {
                 const int first_query = tile.first_query + consumer() * 64;
-                const VisibleTiles own = tiles_of(
-                    mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
-                    Config::kBlockKV);
+                const VisibleTiles own =
+                    kv.seen_by(mask_of(params, tile.sequence), {first_query, first_query + 64},
+                               Config::kBlockKV);
                 // At least one, even if it is hidden.
                 s.i = ptx::warp_uniform(clamp(own.begin, kv.begin, kv.end - 1));
                 s.last = ptx::warp_uniform(clamp(own.end - 1, s.i, kv.end - 1));
@@ -337,9 +339,9 @@ struct Fa3BackwardDQ : Fa3Cta<Config_> {
         if (s.i == s.last) release(q_pipeline(consumer()), s.q);
         const auto scores = warp_scores(s);
         const bool large_lse = work_tiles[s.tile].large_lse;
-        const bool full = mask_of(params, scores.sequence)
-                              .is_full({scores.first_row, scores.first_row + 16},
-                                       {scores.first_col, scores.first_col + Config::kBlockKV});
+        const bool full = VisibleTiles::is_full(
+            s.i, mask_of(params, scores.sequence), {scores.first_row, scores.first_row + 16},
+            {scores.first_col, scores.first_col + Config::kBlockKV});
         scores.probabilities(s.rS, storage.lse[0] + warp_row(), large_lse || !full, large_lse);
         compute_here(s.rS);
     }

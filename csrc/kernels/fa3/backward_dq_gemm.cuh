@@ -104,8 +104,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
         State c;
         work_tiles.for_each([&](const QueryTile& tile) {
             const Sequence& s = tile.sequence;
-            const TensorRows rows =
-                shared_key_rows<Element>(params, params.k, s, tile.head / group());
+            const KeyRows keys = key_rows(params, s);
+            const int head = this->head_k(tile.head) / params.parts;
             const VisibleTiles own[2] = {kv_tiles_of(tile, 0), kv_tiles_of(tile, 1)};
             const auto ds = [&](int of, int kv_tile) {
                 return params.ds_workspace.template tile<Element>(
@@ -126,8 +126,10 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
                     if (i >= own[j].begin && i < own[j].end)
                         ptx::bulk_load(ds_tile(c, j), ds(j, kv.tile(i)), DSTile::kBytes,
                                        pipeline.full(c));
-                rows.load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
-                                 kv.tile(i) * Config::kBlockKV);
+                const int first_key = kv.tile(i) * Config::kBlockKV;
+                keys.tensor_rows<Element>(params.k, head, first_key)
+                    .template load<KTile>(params.k_map, pipeline.stage(c), pipeline.full(c),
+                                          first_key);
                 c.advance();
             }
         });
@@ -144,8 +146,8 @@ struct Fa3BackwardDQGemm : Fa3Cta<Config_> {
     __device__ __forceinline__ VisibleTiles kv_tiles_of(const QueryTile& tile, int consumer) const {
         const int first_query = tile.first_query + consumer * 64;
         if (first_query >= tile.sequence.seqlen_q) return {0, 0};
-        return tiles_of(mask_of(params, tile.sequence).keys_of({first_query, first_query + 64}),
-                        Config::kBlockKV);
+        return tile.kv_tiles.seen_by(mask_of(params, tile.sequence),
+                                     {first_query, first_query + 64}, Config::kBlockKV);
     }
 
     __device__ __forceinline__ void consume() const {

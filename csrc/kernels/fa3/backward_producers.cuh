@@ -112,14 +112,14 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
         work_tiles.produce(
             fetch(), total, fetch, [&](KeyTile& tile, int linear) { describe_next(tile, linear); },
             [&](const KeyTile& tile, const WorkTileState& t) {
-                const Sequence& s = tile.sequence;
                 const PipelineState<1> kv{0, work_tiles.phase(t)};
-                load_tile<VTile>(v_pipeline, kv, params.v_map,
-                                 shared_key_rows<Element>(params, params.v, s, tile.head),
-                                 tile.first_key);
-                load_tile<KTile>(k_pipeline, kv, params.k_map,
-                                 shared_key_rows<Element>(params, params.k, s, tile.head),
-                                 tile.first_key);
+                const auto rows = [&](const TensorView& view) {
+                    return key_rows(params, tile.sequence)
+                        .template tensor_rows<Element>(view, tile.head / params.parts,
+                                                       tile.first_key);
+                };
+                load_tile<VTile>(v_pipeline, kv, params.v_map, rows(params.v), tile.first_key);
+                load_tile<KTile>(k_pipeline, kv, params.k_map, rows(params.k), tile.first_key);
                 work_tiles.wait_to_fetch(t);
                 return fetch();
             });
@@ -191,9 +191,9 @@ struct Fa3BackwardProducers : Fa3Cta<Config_> {
 
     // The KV tiles that a Q tile sees before this one.
     __device__ __forceinline__ int tiles_before(const KeyTile& tile, int first_row) const {
-        const Interval keys =
-            mask_of(params, tile.sequence).keys_of({first_row, first_row + Config::kBlockQ});
-        return tiles_of<false>(keys, Config::kBlockKV)
+        return VisibleTiles::of_queries<false>(mask_of(params, tile.sequence),
+                                               {first_row, first_row + Config::kBlockQ},
+                                               Config::kBlockKV)
             .count_before(tile.first_key / Config::kBlockKV);
     }
 

@@ -11,7 +11,6 @@
 #include "kernels/fa3/backward_dkdv.cuh"
 #include "kernels/fa3/backward_dq.cuh"
 #include "kernels/fa3/backward_dq_gemm.cuh"
-#include "plan/ds_workspace.cuh"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
 
@@ -30,8 +29,7 @@ cudaError_t launch_fa3_backward_wide(const BackwardParams& params, const Backwar
         const bool whole = head + kernel.ds_heads <= heads;
         const WideSchedules& schedules = whole ? kernel.wide : kernel.last_wide;
         const DSWorkspace ds_workspace{static_cast<char*>(kernel.ds), head,
-                                       whole ? kernel.ds_heads : heads - head,
-                                       DSWorkspaceTiles(params)};
+                                       whole ? kernel.ds_heads : heads - head, kernel.ds_tiles};
         status = launch_fa3_backward_dkdv<DKDV>(params, ds_workspace, schedules.keys, kernel.sms,
                                                 stream);
         if (status == cudaSuccess)

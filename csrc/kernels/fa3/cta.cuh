@@ -97,14 +97,10 @@ struct Fa3Cta {
     }
     __device__ __forceinline__ int head_k(int head_q) const { return head_q / group(); }
 
-    // Where the rows of a sequence are, for TMA.
+    // Where the queries of a sequence are, for TMA.
     __device__ __forceinline__ TensorRows query_rows(const TensorView& view, const Sequence& s,
                                                      int head) const {
         return tensor_rows<typename Config::Element>(view, s.batch, head, s.q_begin, s.seqlen_q);
-    }
-    __device__ __forceinline__ TensorRows key_rows(const TensorView& view, const Sequence& s,
-                                                   int head) const {
-        return tensor_rows<typename Config::Element>(view, s.batch, head, s.k_begin, s.seqlen_k);
     }
 
     // For a producer that does nothing else: fetches tiles by the dynamic persistent scheduler when

@@ -21,6 +21,7 @@
 #include "kernels/common/softmax.cuh"
 #include "plan/launchers.h"
 #include "plan/tuning.h"
+#include "problem/key_rows.cuh"
 #include "problem/mask.cuh"
 #include "problem/score.cuh"
 #include "problem/sequences.cuh"
@@ -166,30 +167,29 @@ struct Fa3Decode {
     // This warp's blocks of keys, one after another, each as a group of cp.async.
     template <class Tile>
     struct Loads {
-        TileCursor<Tile, 32, false, Element> cursor;
-        int64_t row_stride;
+        const TensorView& view;
         int cols;
-        int keys;  // from the next block's first one to the end of the sequence
-        int left;  // blocks
+        KeyRows keys;
+        VisibleTiles blocks;
+        int i;  // of the next block
+        TileCursor<Tile, 32, false, Element> cursor;
 
+        __device__ __forceinline__ int first_key() const { return blocks.tile(i) * Tile::kRows; }
+
+        __device__ __forceinline__ void start(int head) {
+            cursor.start(keys.template tile<Element>(view, head, first_key(), 0));
+        }
         __device__ __forceinline__ void next(const char* stage) {
-            if (left > 0)
-                cursor.template load<false>(ptx::shared_address(stage), row_stride, keys, cols,
-                                            true, -Config::kWarps);
+            const int key = first_key();
+            const bool exists = i < blocks.end;
+            i += Config::kWarps;
+            if (exists)
+                cursor.template load<false>(ptx::shared_address(stage), view.row_stride,
+                                            keys.rows - key, cols, true,
+                                            keys.step(view, key, first_key()));
             ptx::cp_async_commit();
-            keys -= Config::kWarps * Tile::kRows;
-            --left;
         }
     };
-    template <class Tile>
-    __device__ __forceinline__ Loads<Tile> loads(const TensorView& view, int cols, int block,
-                                                 int count) const {
-        const int key = block * Config::kKeys;
-        Loads<Tile> loads{{}, view.row_stride, cols, sequence.seqlen_k - key, count};
-        loads.cursor.start(global_tile<const Element>(
-            view, sequence.batch, int64_t{sequence.k_begin} + key, head_k, 0, 0));
-        return loads;
-    }
 
     // --- Attention over the keys of a warp ---
 
@@ -209,24 +209,26 @@ struct Fa3Decode {
 
     // Applies the options and the mask.
     __device__ __forceinline__ void finish_scores(Scores& rS, const BandMask& mask,
-                                                  int block) const {
-        const Interval keys = tile_interval(block, Config::kKeys);
+                                                  const VisibleTiles& blocks, int i) const {
+        const Interval keys = tile_interval(blocks.tile(i), Config::kKeys);
         if (params.changes_scores) [[unlikely]]  // packed GQA has no ALiBi, which uses first_query
             ScoreFunction<Element, Rows::kQueries, tuning::kFa3Scores>{params, sequence, head}
                 .apply(rS, first_query, keys.begin);
-        if (!mask.is_full({first_query, first_query + queries()}, keys))
+        if (!blocks.is_full(i, mask, {first_query, first_query + queries()}, keys))
             mask_scores(rS, keys.begin, [&](int row) { return mask.key_range(query_of(row)); });
     }
 
     __device__ __forceinline__ void attend(Output& rO, Softmax& softmax) const {
         const BandMask mask = mask_of(params, sequence);
-        const Interval keys = mask.keys_of({first_query, first_query + queries()});
-        const VisibleTiles blocks =
-            split_of(tiles_of(keys, Config::kKeys), split(), params.num_splits);
+        const VisibleTiles blocks = split_of(
+            VisibleTiles::of_queries(mask, {first_query, first_query + queries()}, Config::kKeys),
+            split(), params.num_splits);
         int block = blocks.begin + warp_id();
-        const int count = ceil_div(blocks.end - block, Config::kWarps);
-        auto k_loads = loads<KTile>(params.k, params.head_dim, block, count);
-        auto v_loads = loads<VTile>(params.v, params.head_dim_v, block, count);
+        const KeyRows keys = key_rows(params, sequence);
+        Loads<KTile> k_loads{params.k, params.head_dim, keys, blocks, block};
+        Loads<VTile> v_loads{params.v, params.head_dim_v, keys, blocks, block};
+        k_loads.start(head_k);
+        v_loads.start(head_k);
         auto& stages = storage.stages[warp_id()];
         constexpr int kPending = 2 * Config::kStages - 1;  // groups after the one that is needed
         load_q();                                          // belongs to the first group
@@ -248,7 +250,7 @@ struct Fa3Decode {
                                             BFromRows<KTile>(ptx::shared_address(stages[stage].k)));
             __syncwarp();  // all lanes have read K
             k_loads.next(stages[stage].k);
-            finish_scores(rS, mask, block);
+            finish_scores(rS, mask, blocks, block);
             softmax.update(rS, rO, params.exponent_scale);
             ptx::cp_async_wait<kPending>();
             __syncwarp();

@@ -111,11 +111,8 @@ struct Fa3Forward : Fa3ForwardTiles<Config> {
         const QueryTile& tile = work_tiles[x.tile];
         x.full_tiles = full_tiles(tile);
         if constexpr (!Config::kPingPong) {  // which needs equal numbers of iterations
-            const Interval queries{query_of(tile, consumer * 64),
-                                   query_of(tile, consumer * 64 + 63) + 1};
-            const Interval keys = mask_of(params, tile.sequence).keys_of(queries);
-            const int last_tile = (keys.end - 1) / Config::kBlockKV;
-            x.skipped_tiles = max_of(x.kv_tile - max_of(last_tile, x.first_kv_tile), 0);
+            const int last = max_of(this->last_tile(tile), x.first_kv_tile);
+            x.skipped_tiles = max_of(x.kv_tile - last, 0);
             x.kv_tile -= x.skipped_tiles;
             skip(k_pipeline, x.k, x.skipped_tiles, x.k_ready);
         }

@@ -101,9 +101,11 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
     __device__ __forceinline__ void produce() const {
         typename RowMajorVPipeline::State v;
         const auto load_v = [&](const QueryTile& tile, int first_key) {
-            const TensorRows rows =
-                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
-            load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map, rows, first_key);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            load_tile<VTile, Config::kKVBoxRows>(row_major_v(), v, params.v_map,
+                                                 keys.tensor_rows<typename Config::Element>(
+                                                     params.v, this->head_k(tile.head), first_key),
+                                                 first_key);
             v.advance();
         };
         if (warp_id() == 0) this->produce_k(load_v);
@@ -210,7 +212,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
             return __ldg(x.k_descales +
                          min_of(block, x.last_k_block) * params.k_descale.last_stride);
         };
-        const int first_key = VisibleTiles::tile(x.kv_tile) * Config::kBlockKV;
+        const int first_key = work_tiles[x.tile].kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
         const int block = first_key / kDescaleRows;
         x.k_scale[0] = load(block);
         if constexpr (kTwoKScales) {
@@ -396,7 +398,7 @@ struct Fa3ForwardFp8 : Fa3ForwardTiles<Config> {
 
     __device__ __forceinline__ void begin_tile(State& x) const {
         const QueryTile& tile = work_tiles[x.tile];
-        x.full_tiles = is_negative() ? VisibleTiles{0, 0} : full_tiles(tile);
+        x.full_tiles = is_negative() ? Interval{0, 0} : full_tiles(tile);
         begin_scales(x, tile);
         q_pipeline.consumer_wait(x.q);
     }

@@ -94,6 +94,7 @@ struct Fa3ForwardTileConfig {
 template <class Config_>
 struct Fa3ForwardTiles : Fa3Cta<Config_> {
     using Config = Config_;
+    using Element = typename Config::Element;
     using QTile = typename Config::QTile;
     using KTile = typename Config::KTile;
     using VTile = typename Config::VTile;
@@ -187,15 +188,16 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         work_tiles.produce(
             linear, total, fetch, [&](QueryTile& tile, int linear) { describe_next(tile, linear); },
             [&](const QueryTile& tile, const WorkTileState&) {
-                const TensorRows rows =
-                    this->key_rows(params.k, tile.sequence, this->head_k(tile.head));
+                const KeyRows keys = key_rows(params, tile.sequence);
+                const int head = this->head_k(tile.head);
                 const VisibleTiles kv = tile.kv_tiles;
                 int next = 0;
                 for (int i = kv.end - 1; i >= kv.begin; --i) {
                     if (i == min_of(kv.end - 1, kv.begin + Config::kFetchAhead)) next = fetch();
                     const int first_key = kv.tile(i) * Config::kBlockKV;
-                    load_tile<KTile, Config::kKVBoxRows>(k_pipeline, k, params.k_map, rows,
-                                                         first_key);
+                    load_tile<KTile, Config::kKVBoxRows>(
+                        k_pipeline, k, params.k_map,
+                        keys.tensor_rows<Element>(params.k, head, first_key), first_key);
                     k.advance();
                     also_load(tile, first_key);
                 }
@@ -206,11 +208,14 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
     __device__ __forceinline__ void produce_v() const {
         typename VPipeline::State v;
         work_tiles.for_each([&](const QueryTile& tile) {
-            const TensorRows rows =
-                this->key_rows(params.v, tile.sequence, this->head_k(tile.head));
-            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance())
-                load_tile<VTile, Config::kKVBoxRows>(v_pipeline, v, params.v_map, rows,
-                                                     tile.kv_tiles.tile(i) * Config::kBlockKV);
+            const KeyRows keys = key_rows(params, tile.sequence);
+            const int head = this->head_k(tile.head);
+            for (int i = tile.kv_tiles.end - 1; i >= tile.kv_tiles.begin; --i, v.advance()) {
+                const int first_key = tile.kv_tiles.tile(i) * Config::kBlockKV;
+                load_tile<VTile, Config::kKVBoxRows>(
+                    v_pipeline, v, params.v_map,
+                    keys.tensor_rows<Element>(params.v, head, first_key), first_key);
+            }
         });
     }
 
@@ -241,8 +246,8 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
             const int query = query_of(tile, row);
             int first = query;
             if (pack_gqa_log2() > 0) {  // a row of the map is a head
-                rows = tensor_rows<typename Config::Element>(with_heads_as_rows(params.q), s.batch,
-                                                             s.q_begin + query, tile.head, group());
+                rows = tensor_rows<Element>(with_heads_as_rows(params.q), s.batch,
+                                            s.q_begin + query, tile.head, group());
                 first = query < s.seqlen_q ? head_of(row) : group();  // past the end: zeros
             }
             visit(rows, row, first);
@@ -268,7 +273,7 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
 
         // The index of the KV tile of the scores: from the last one down to the first.
         int kv_tile{}, first_kv_tile{};
-        VisibleTiles full_tiles{};
+        Interval full_tiles{};                  // indices of the tiles that need no mask
         bool k_ready = false, v_ready = false;  // has a test found the next stage full?
         int skipped_tiles = 0;  // number of the next KV tiles that only other consumers see
 
@@ -303,13 +308,18 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         return last;
     }
 
-    // The KV tiles of which this consumer's rows see every key.
-    __device__ __forceinline__ VisibleTiles full_tiles(const QueryTile& tile) const {
-        const BandMask mask = mask_of(params, tile.sequence);
-        const int first_query = query_of(tile, consumer * 64);
-        const int last_query = min_of(query_of(tile, consumer * 64 + 63), mask.seqlen_q - 1);
-        return {ceil_div(mask.key_range(last_query).begin, Config::kBlockKV),
-                mask.key_range(first_query).end / Config::kBlockKV};
+    // Of this consumer's rows: the index of the last KV tile that they see, and those of the tiles
+    // of which they see every key.
+    __device__ __forceinline__ int last_tile(const QueryTile& tile) const {
+        return tile.kv_tiles.last_seen_by(mask_of(params, tile.sequence), queries_of(tile),
+                                          Config::kBlockKV);
+    }
+    __device__ __forceinline__ Interval full_tiles(const QueryTile& tile) const {
+        return tile.kv_tiles.full_for(mask_of(params, tile.sequence), queries_of(tile),
+                                      Config::kBlockKV);
+    }
+    __device__ __forceinline__ Interval queries_of(const QueryTile& tile) const {
+        return {query_of(tile, consumer * 64), query_of(tile, consumer * 64 + 63) + 1};
     }
 
     // The operand in a stage: the one in the first stage, moved, if there are registers for its
@@ -345,8 +355,8 @@ struct Fa3ForwardTiles : Fa3Cta<Config_> {
         const int first_key = tile.kv_tiles.tile(x.kv_tile) * Config::kBlockKV;
         if constexpr (changes_scores(Config::kOptions))
             // Packed GQA has no ALiBi, which uses first_query.
-            ScoreFunction<typename Config::Element, Rows::kQueries, Config::kOptions>{
-                params, tile.sequence, tile.head}
+            ScoreFunction<Element, Rows::kQueries, Config::kOptions>{params, tile.sequence,
+                                                                     tile.head}
                 .apply(rS, tile.first_query + first_row, first_key);
         if (!kUnmasked && (x.kv_tile < x.full_tiles.begin || x.kv_tile >= x.full_tiles.end)) {
             const BandMask mask = mask_of(params, tile.sequence);
