@@ -51,8 +51,7 @@ from torch import Tensor
 
 from flash_ext.integrations import distributed as cp
 from flash_ext.integrations.distributed import cost, local, methods, plan, request, symmetric
-from flash_ext.integrations.distributed.engines import CopyEngines
-from flash_ext.integrations.distributed.staging import Copy, Staging
+from flash_ext.integrations.distributed.engines import Copy, CopyEngines, Staging
 from flash_ext.integrations.distributed.transport import Collectives, Pending, Transport
 
 sys.path.append(str(common.ROOT / "examples"))
